@@ -26,7 +26,7 @@ import meshwise as mw
 from classroom import run_mesh, run_plain, show
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, count, outcome
-from meshwise.view.mesh_picture import mesh_picture
+from meshwise.view.plan_pictures import mesh_picture
 
 T, K, N = 8, 12, 16
 generator = torch.Generator().manual_seed(0)

@@ -27,7 +27,7 @@ import meshwise as mw
 from classroom import run_mesh, run_plain
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.testing import agree, alone, outcome
-from meshwise.view.expert_table import expert_table
+from meshwise.view.text_pictures import expert_table
 
 T, H, E = 12, 6, 4
 generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ from torch import nn
 import meshwise as mw
 from classroom import PROCESSES, run_mesh, run_plain, show
 from meshwise.testing import agree, alone, outcome
-from meshwise.view.mesh_picture import mesh_picture
+from meshwise.view.plan_pictures import mesh_picture
 
 WIDTH, ROWS = 8, 8
 

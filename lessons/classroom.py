@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 import meshwise as mw
 from meshwise.testing import run
-from meshwise.view.svg import svg_file
+from meshwise.view.picture import svg_file
 
 RANKS = 4
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1")) > 1

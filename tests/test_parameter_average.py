@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from grid import Grid
-from meshwise.checkpoint.export_model import export
+from meshwise.checkpoint.hugging_face import export
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer

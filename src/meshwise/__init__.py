@@ -1,8 +1,8 @@
 """Train one plain PyTorch model on many devices, and prove that the split model is the same model."""
 
 from meshwise.base.mesh import Mesh
-from meshwise.checkpoint.checkpoint_errors import DamageError, SaveError
-from meshwise.checkpoint.export_model import ExportError, export
+from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
+from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.comm import RankLostError, RanksDisagree, World, connect, run
 from meshwise.engine.measure_steps import measure
@@ -12,12 +12,12 @@ from meshwise.engine.parameter_average import ParameterAverage
 from meshwise.engine.step_result import EvalResult, NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.layout import Layout
-from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.memory.swap_file import SwapConfig
 from meshwise.model.forward import LossError
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import LossScale
-from meshwise.simulate.memory_shortage import needs
+from meshwise.simulate.predicted_memory import needs
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.verify import Report, verify
 

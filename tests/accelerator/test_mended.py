@@ -22,9 +22,8 @@ from meshwise.comm.api.world import World
 from meshwise.comm.network import nccl_world, process_world
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import StateBeforeUpdate
-from meshwise.memory.staging_buffers import SLAB, SwapConfig
-from meshwise.memory.storage_movers import HostMover
-from meshwise.memory.swap_file import BLOCK, SwapTransfer, aligned
+from meshwise.memory.activation_offload import HostMover
+from meshwise.memory.swap_file import BLOCK, SLAB, SwapConfig, SwapTransfer, aligned
 from meshwise.memory.tiers import Tiers
 from meshwise.plan.plan_keys import Offload
 from meshwise.testing import agree, run
@@ -117,7 +116,7 @@ def test_a_buffer_of_a_read_that_nobody_waits_for_is_given_back_after_the_read(t
         tiers = Tiers(Offload.parse("params:disk"), streams=streams, swap=SwapConfig(folder=tmp_path))
         stored = tiers.empty("params", numel=1 << 12, dtype=torch.float32).fill_(1.0)
         assert tiers.file is not None
-        go, read, pool = threading.Event(), tiers.file.read, tiers.file._pool  # type: ignore[union-attr]
+        go, read, pool = threading.Event(), tiers.file.read, tiers.file._pool
 
         def late(offset: int, into: Tensor) -> None:
             go.wait()

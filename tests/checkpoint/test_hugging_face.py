@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.checkpoint import DamageError
-from meshwise.checkpoint.export_model import ExportError, export
-from meshwise.checkpoint.hugging_face import PARTS
+from meshwise.checkpoint.checkpoint_format import DamageError
+from meshwise.checkpoint.hugging_face import PARTS, ExportError, export
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig

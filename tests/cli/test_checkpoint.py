@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwise.checkpoint.checkpoint_index import INDEX
+from meshwise.checkpoint.checkpoint_format import INDEX
 from meshwise.cli.main import main
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.reference import next_token_loss
 from meshwise.testing import run
+from meshwise.train.flags_and_toml import to_toml
 from meshwise.train.job import DataJob, Job, ModelJob
-from meshwise.train.job_toml import to_toml
 from meshwise.train.objects_by_name import model_function
 
 JOB = Job(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.cli.flag_values import local_ranks
 from meshwise.cli.main import COMMANDS, main
+from meshwise.cli.shared_flags import local_ranks
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.plan import Plan
 from meshwise.train.job import Job

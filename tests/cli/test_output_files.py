@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.bench.bus_bandwidth import COPY, Measurement
-from meshwise.bench.collective_tables import as_table
+from meshwise.bench.collective_benchmark import COPY, Measurement, as_table
 from meshwise.cli.main import main
-from meshwise.cli.output_files import check_outputs, write_and_say
+from meshwise.cli.shared_flags import check_outputs, write_and_say
 from meshwise.train.job import JobError
 
 
@@ -43,12 +42,12 @@ def test_a_file_in_a_folder_that_takes_no_others_is_written_where_it_is(
 ) -> None:
     path = tmp_path / "a.txt"
     path.write_text("old")
-    monkeypatch.setattr("meshwise.cli.output_files.os.access", lambda place, _mode: place != tmp_path)
+    monkeypatch.setattr("meshwise.cli.shared_flags.os.access", lambda place, _mode: place != tmp_path)
     check_outputs([path])
     written: list[Path] = []
     write_and_say(path, write=written.append)
     assert written == [path]
-    monkeypatch.setattr("meshwise.cli.output_files.os.access", lambda _place, _mode: False)
+    monkeypatch.setattr("meshwise.cli.shared_flags.os.access", lambda _place, _mode: False)
     with pytest.raises(JobError, match=r"a\.txt: no permission to write to it or to"):
         check_outputs([path])
 

@@ -4,7 +4,7 @@ import pytest
 
 from meshwise.cli.main import main
 from meshwise.plan import Plan
-from meshwise.view.expert_table import expert_table
+from meshwise.view.text_pictures import expert_table
 
 TABLES = {
     "dp=2 ep=2": """

@@ -29,7 +29,7 @@ from rich.console import Console
 from faults.damage import FILES, MANNERS, damage
 from faults.job import RANKS, STEPS, Events, Numbers, events, in_folder, numbers, small_job, starts
 from faults.ranks import STALL_SECONDS, Ended, Fault, run_ranks
-from meshwise.checkpoint.damage_check import damages
+from meshwise.checkpoint.checkpoint_folder import damages
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.train.job import Job

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from meshwise.cli.main import main
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
-from meshwise.view.chrome_trace import write_chrome_trace
-from meshwise.view.plan_account import PlanAccount
-from meshwise.view.schedule_text import draw_in_columns
+from meshwise.view.plan_account import PlanAccount, write_chrome_trace
+from meshwise.view.text_pictures import draw_in_columns
 
 ONE = make_schedule("1f1b", pp=2, microbatches=3)
 
@@ -111,7 +110,7 @@ def test_the_command_shows_where_a_jobs_model_would_be_cut(capsys: pytest.Captur
 
 
 BAD = [
-    (["draw"], "name what to draw; choose from: meshwise draw schedule, meshwise draw attention, meshwise draw cut"),
+    (["draw"], "name a drawing; choose from: meshwise draw schedule, meshwise draw attention, meshwise draw cut"),
     ([*CUT, "--plan=dp=2"], "the plan 'dp=2' has one stage"),
     ([*CUT, "--plan=pp=13"], "13 stages do not fit: GPT has 12 pieces, so at most pp·virtual_stages=12"),
     ([*CUT, "--plan=pp=2", "--model.cut-at", "block.1"], "a stage cannot begin at 'block.1'; it can at, for"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
-from meshwise.checkpoint.export_model import ADAPTER, export
+from meshwise.checkpoint.hugging_face import ADAPTER, export
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer

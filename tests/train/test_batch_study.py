@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from meshwise.cli import batch_command
+from meshwise.cli.batch_command import TRIAL, BatchStudy, Trial, has_ended, read_trial, train_trials, trial_job
 from meshwise.comm import World
 from meshwise.testing import run
-from meshwise.train.batch_study import TRIAL, BatchStudy, Trial, has_ended, read_trial, train_trials, trial_job
+from meshwise.train.flags_and_toml import to_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
-from meshwise.train.job_toml import to_toml
 
 TOML = """
 plan = "microbatches=2"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwise.train.flags_and_toml import change_file
 from meshwise.train.job import JobError
-from meshwise.train.job_toml import change_file
 
 JOB = """\
 # the job of the week

@@ -15,11 +15,18 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from meshwise.base.mesh import even_split
-from meshwise.train import token_file as tokens
-from meshwise.train.dataset import RunData, TextDataset, length, load_data, read_batches
+from meshwise.train import dataset as tokens
+from meshwise.train.dataset import (
+    RunData,
+    SampleOrder,
+    TextDataset,
+    length,
+    load_data,
+    open_tokens,
+    read_batches,
+    token_file,
+)
 from meshwise.train.job import DataJob, JobError
-from meshwise.train.sample_order import SampleOrder
-from meshwise.train.token_file import open_tokens, token_file
 
 
 def text_job(folder: Path, *names: str, **changes: Any) -> DataJob:
@@ -77,7 +84,7 @@ def test_a_full_disk_leaves_no_part_of_a_token_file_and_says_where_to_put_it(
         raise OSError(28, "No space left on device")
 
     (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.setattr("meshwise.train.token_file.shutil.copyfileobj", full)
+    monkeypatch.setattr("meshwise.train.dataset.shutil.copyfileobj", full)
     message = f"cannot keep the text in {tmp_path}/cache: No space left on device; name a folder .* --data.cache"
     with pytest.raises(JobError, match=message):
         token_file([f"{tmp_path}/a.txt"], cache=tmp_path / "cache")

@@ -11,10 +11,9 @@ import pytest
 from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.train.console_output import OutputConsole
-from meshwise.train.experiment_loggers import logger_maker
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, TrainJob
 from meshwise.train.loop import train
-from meshwise.train.run_events import End, Event, Start, Step, Validation
+from meshwise.train.run_events import End, Event, Start, Step, Validation, logger_maker
 
 
 class Heard:

@@ -10,7 +10,7 @@ from meshwise.comm import RankLostError, RanksDisagree, World
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.model.forward import LossError
 from meshwise.testing import run
-from meshwise.train.failure_report import leave_traceback, notes
+from meshwise.train.console_output import leave_traceback, notes
 
 
 def fail(error: Exception | None) -> None:

@@ -19,10 +19,10 @@ from torch.nn.functional import cross_entropy
 from meshwise.cli.main import main
 from meshwise.model.deferred_init import build_with_values
 from meshwise.plan import Plan
-from meshwise.train.dataset import load_data
+from meshwise.train.flags_and_toml import from_toml, to_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
-from meshwise.train.job_toml import from_toml, to_toml
 from meshwise.train.prepare_job import check_plan, prepare
+from meshwise.train.tuning_rows import load_rows
 from run_job import run_job
 
 transformers = pytest.importorskip("transformers")
@@ -197,7 +197,7 @@ def test_records_are_packed_in_their_order_with_targets_inside_each(
     pretrained: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     lines = write_lines(tmp_path / "a.jsonl", {"text": "abc"}, "", {"prompt": "12", "completion": "34"}, {"text": "z"})
-    rows = load_data(data_job(lines, pretrained, context=12, pack=True)).train
+    rows = load_rows(data_job(lines, pretrained, context=12, pack=True)).train
     assert len(rows) == 1  # type: ignore[arg-type]
     assert shown(rows[0], tokenizer) == (
         "a b c <eos> 1 2 3 4 <eos> z <eos> <eos>",
@@ -205,7 +205,7 @@ def test_records_are_packed_in_their_order_with_targets_inside_each(
     )
     assert rows[0]["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 0]
 
-    rows = load_data(data_job(lines, pretrained, context=6)).train
+    rows = load_rows(data_job(lines, pretrained, context=6)).train
     assert [shown(rows[i], tokenizer)[1] for i in range(3)] == ["b c <eos> . . .", ". 3 4 <eos> . .", "<eos> . . . . ."]
     assert [rows[i]["attention_mask"].sum().item() for i in range(3)] == [4, 5, 2]
     assert torch.equal(pickle.loads(pickle.dumps(rows))[1]["targets"], rows[1]["targets"])
@@ -215,7 +215,7 @@ def test_records_are_packed_in_their_order_with_targets_inside_each(
 def test_the_loss_of_a_chat_is_on_its_answers(template: str, tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", template=template)
     lines = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT, "id": 7})
-    row = load_data(data_job(lines, tmp_path / "tokenizer", context=99)).train[0]
+    row = load_rows(data_job(lines, tmp_path / "tokenizer", context=99)).train[0]
     told = row["targets"][row["targets"] >= 0]
     assert tokenizer.decode(told) == "four<eos>six<eos>"
     assert tokenizer.decode(row["input_ids"][row["attention_mask"] == 1]).startswith(
@@ -230,7 +230,7 @@ def test_a_record_that_exceeds_the_context_is_cut_or_left_out_and_counted(
     lines = write_lines(
         tmp_path / "a.jsonl", {"text": "abcdef"}, {"text": "xy"}, {"prompt": "12345", "completion": "6"}
     )
-    found = load_data(data_job(lines, pretrained, context=4, overlong=overlong))
+    found = load_rows(data_job(lines, pretrained, context=4, overlong=overlong))
     rows = [shown(found.train[i], tokenizer)[0] for i in range(len(found.train))]  # type: ignore[arg-type]
     text = " ".join(rows).replace(" <eos>", "")
     assert text == " ".join(filter(None, [kept, "x y", "5 6" if overlong == "split" else ""]))
@@ -241,37 +241,38 @@ def test_a_record_that_exceeds_the_context_is_cut_or_left_out_and_counted(
 def test_tokens_are_kept_until_data_or_tokenizer_change(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     lines = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
-    first = load_data(data_job(lines, tmp_path / "tokenizer"))
+    first = load_rows(data_job(lines, tmp_path / "tokenizer"))
     assert len(list((tmp_path / "cache").glob("*.bin"))) == 1
-    packed = load_data(data_job(lines, tmp_path / "tokenizer", pack=True, context=9, overlong="split"))
+    packed = load_rows(data_job(lines, tmp_path / "tokenizer", pack=True, context=9, overlong="split"))
     assert len(list((tmp_path / "cache").glob("*.bin"))) == 1
     assert packed.content == first.content
 
     write_tokenizer(tmp_path / "tokenizer", template=MARKED)
-    load_data(data_job(lines, tmp_path / "tokenizer"))
+    load_rows(data_job(lines, tmp_path / "tokenizer"))
     assert len(list((tmp_path / "cache").glob("*.bin"))) == 2
     write_lines(lines, {"messages": CHAT[:2]})
-    assert load_data(data_job(lines, tmp_path / "tokenizer")).content != first.content
+    assert load_rows(data_job(lines, tmp_path / "tokenizer")).content != first.content
 
 
 def test_shards_and_fields_of_other_names_are_read(pretrained: Path, tmp_path: Path) -> None:
     write_lines(tmp_path / "part-1.jsonl", {"content": "one"})
     with gzip.open(tmp_path / "part-2.jsonl.gz", "wt") as file:
         file.write('{"content": "two"}\n')
-    found = load_data(data_job(tmp_path / "part-*", pretrained, arguments={"text": "content"}))
+    found = load_rows(data_job(tmp_path / "part-*", pretrained, arguments={"text": "content"}))
     assert len(found.train) == 2  # type: ignore[arg-type]
 
 
-def test_parquet_and_saved_datasets_are_read_by_the_library_datasets(pretrained: Path, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list([{"text": "one"}, {"text": "two"}])
-    table.to_parquet(tmp_path / "a.parquet")
-    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "saved")
+def test_parquet_and_saved_datasets_are_read(pretrained: Path, tmp_path: Path) -> None:
+    datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    table = datasets.table.pa.table({"text": ["one", "two"]})
+    pyarrow.write_table(table, tmp_path / "a.parquet")
+    saved = datasets.Dataset(datasets.table.InMemoryTable(table), fingerprint="made")
+    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "saved")
     for name in (f"parquet:{tmp_path}/*.parquet", f"datasets:{tmp_path}/saved"):
-        found = load_data(data_job(tmp_path / "unused", pretrained, dataset=name))
+        found = load_rows(data_job(tmp_path / "unused", pretrained, dataset=name))
         assert found.content.startswith("8 tokens")
-    with pytest.raises(JobError, match="cannot be read by the library datasets"):
-        load_data(data_job(tmp_path / "unused", pretrained, dataset=f"datasets:{tmp_path}/a.parquet"))
+    with pytest.raises(JobError, match="cannot be read: "):
+        load_rows(data_job(tmp_path / "unused", pretrained, dataset=f"datasets:{tmp_path}/a.parquet"))
 
 
 RECORD_ERRORS = {
@@ -287,7 +288,7 @@ RECORD_ERRORS = {
 def test_a_wrong_record_is_named_by_file_and_line(record: Any, message: str, pretrained: Path, tmp_path: Path) -> None:
     lines = write_lines(tmp_path / "a.jsonl", {"text": "one"}, record)
     with pytest.raises(JobError, match=message):
-        load_data(data_job(lines, pretrained))
+        load_rows(data_job(lines, pretrained))
     assert not list((tmp_path / "cache").glob("*.bin*"))
 
 
@@ -298,7 +299,7 @@ def test_a_template_that_does_not_show_the_answers_is_refused(
     write_tokenizer(tmp_path / "tokenizer", template=template)
     lines = write_lines(tmp_path / "a.jsonl", {"messages": CHAT})
     with pytest.raises(JobError, match=message):
-        load_data(data_job(lines, tmp_path / "tokenizer"))
+        load_rows(data_job(lines, tmp_path / "tokenizer"))
 
 
 # ---- jobs ----------------------------------------------------------------------------------------------------------
@@ -401,10 +402,10 @@ def test_an_empty_dataset_and_a_missing_library_are_refused(
     pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(JobError, match="has no row to train on: 0 records"):
-        load_data(data_job(write_lines(tmp_path / "a.jsonl", ""), pretrained))
-    monkeypatch.setitem(sys.modules, "datasets", None)
+        load_rows(data_job(write_lines(tmp_path / "a.jsonl", ""), pretrained))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(JobError, match=r"data.dataset needs a library: .*; pip install 'meshwise\[datasets\]'"):
-        load_data(data_job(tmp_path / "a.jsonl", pretrained, dataset=f"parquet:{tmp_path}/a.jsonl"))
+        load_rows(data_job(tmp_path / "a.jsonl", pretrained, dataset=f"parquet:{tmp_path}/a.jsonl"))
 
 
 def test_packed_rows_are_refused_for_a_model_that_attends_across(pretrained: Path, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from meshwise.plan import Plan, PlanError
-from meshwise.train.flags import parse_flags
+from meshwise.train.flags_and_toml import parse_flags, read_job, to_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, StudiedJob, TrainJob
-from meshwise.train.job_toml import read_job, to_toml
 
 
 def job_of(*words: str) -> Job:

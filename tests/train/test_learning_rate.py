@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from meshwise.train.batch_and_lr import lr_schedule
 from meshwise.train.job import ScheduleJob
-from meshwise.train.loop import lr_schedule
 
 
 def drawn(steps: int, **schedule: Any) -> str:

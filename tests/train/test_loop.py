@@ -21,10 +21,11 @@ from torch import Tensor
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig
+from meshwise.train.batch_and_lr import lr_schedule
+from meshwise.train.dataset import SampleOrder
+from meshwise.train.flags_and_toml import from_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
-from meshwise.train.job_toml import from_toml
-from meshwise.train.loop import RunSummary, lr_schedule
-from meshwise.train.sample_order import SampleOrder
+from meshwise.train.loop import RunSummary
 from run_job import run_job
 
 SHAPE = {"layers": 1, "width": 16, "heads": 2, "tied": True}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from meshwise.plan import Plan, PlanError
+from meshwise.train.dataset import STDLIB
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, SampleJob, TrainJob
 from meshwise.train.prepare_job import prepare
-from meshwise.train.token_file import STDLIB
 
 OWN = """
 import torch

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from meshwise.checkpoint.checkpoint_errors import DamageError, SaveError
-from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
+from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.plan import Plan
+from meshwise.train.dataset import SampleOrder
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, SwapJob, TrainJob
-from meshwise.train.run_folder import LAUNCH, find_run_start
-from meshwise.train.sample_order import SampleOrder
+from meshwise.train.run_checkpoints import LAUNCH, find_run_start
 from run_job import run_job
 
 STEPS = 8

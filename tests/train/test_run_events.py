@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwise.train.experiment_loggers import JsonLines, logger_maker
+from meshwise.train.console_output import ProgressLines
 from meshwise.train.job import Job
-from meshwise.train.progress_lines import ProgressLines
 from meshwise.train.run_events import (
     End,
     Event,
     EventDispatcher,
+    JsonLines,
     NonFinite,
     Sample,
     Start,
     Step,
     Validation,
     event_record,
+    logger_maker,
 )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.base.mesh import even_split
-from meshwise.train.sample_order import SampleOrder
+from meshwise.train.dataset import SampleOrder
 
 
 @given(size=st.integers(1, 300), seed=st.integers(-5, 2**64), epoch=st.integers(0, 10**6))
@@ -87,11 +86,6 @@ def test_a_thousand_million_samples_cost_no_memory() -> None:
     assert len(set(indices)) == 1000
     assert max(indices) > 10**9 * 0.9
     assert min(indices) < 10**9 * 0.1
-
-
-def test_no_samples_have_no_order() -> None:
-    with pytest.raises(ValueError, match="SampleOrder of 0 samples"):
-        SampleOrder(0, seed=0)
 
 
 GOLDEN = [5, 6, 7, 9, 2, 4, 1, 3, 8, 0, 4, 3, 8, 1, 5, 2, 6, 7, 0, 9]

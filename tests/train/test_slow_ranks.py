@@ -11,9 +11,9 @@ import torch
 from meshwise.comm.api import flight_recorder
 from meshwise.comm.api.world import World
 from meshwise.testing import run
-from meshwise.train import slow_ranks as pace
+from meshwise.train import loop as pace
+from meshwise.train.loop import WINDOW, RankPace, slow_ranks
 from meshwise.train.run_events import Slow
-from meshwise.train.slow_ranks import WINDOW, BusyTimer, RankPace, slow_ranks
 
 
 class Clocks:
@@ -38,12 +38,12 @@ def test_the_rank_that_sleeps_is_slow_and_those_that_wait_for_it_are_not(monkeyp
         monkeypatch.setattr(module, "time", clocks)
 
     def main(world: World) -> list[Slow]:
-        pace, watch = RankPace(world), BusyTimer(world)
+        pace = RankPace(world)
         for step in range(1, 4):
-            watch.start()
+            pace.start()
             clocks.passes(0.2 if (world.rank, step) == (1, 2) else 0.01)
             world.all_reduce(torch.ones(1), axes="rank").wait()
-            assert not pace.note(step, seconds=watch.stop())
+            assert not pace.note(step, seconds=pace.stop())
         return pace.compare()
 
     for found in run(3, main):

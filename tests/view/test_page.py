@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from meshwise.cli.output_files import page
+from meshwise.view.plan_pictures import page
 from view.accounts import SHARDED, SPLIT, account
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -10,22 +10,14 @@ from pathlib import Path
 import pytest
 
 from meshwise.base.mesh import Mesh
-from meshwise.cli.output_files import write_png
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Device
-from meshwise.simulate.memory_use import fullest
-from meshwise.simulate.simulation_tables import size_text
-from meshwise.view.chrome_trace import write_chrome_trace
-from meshwise.view.mesh_picture import mesh_picture
-from meshwise.view.palette import COLORS, UNSEEN
-from meshwise.view.plan_account import PlanAccount, predicted_account
-from meshwise.view.plan_comparison import comparison_table
-from meshwise.view.plan_pictures import picture_sheet, pictures
-from meshwise.view.schedule_text import SHADES, draw_to_scale
-from meshwise.view.shapes import Bars, Picture, PictureText, ticks
-from meshwise.view.svg import svg_file
-from meshwise.view.timeline_picture import timeline_picture
+from meshwise.simulate.predicted_memory import fullest, size_text
+from meshwise.view.picture import COLORS, UNSEEN, Bars, Picture, PictureText, svg_file, ticks, write_png
+from meshwise.view.plan_account import PlanAccount, comparison_table, predicted_account, write_chrome_trace
+from meshwise.view.plan_pictures import mesh_picture, picture_sheet, pictures, timeline_picture
+from meshwise.view.text_pictures import SHADES, draw_to_scale
 from view.accounts import SHARDED, SPLIT, account, prediction
 
 

@@ -1,42 +1,46 @@
-"""Find, replace and remove the folders of checkpoints; a new checkpoint appears complete or not at all.
+"""Find, check, replace and remove the folders of checkpoints; a new checkpoint appears complete or not at all.
 
-    step-200.partial-3f2a9c01/     a save writes here, and flushes every file to the disk
-            │  one rename (`move_into_place`)
-            ▼
-    step-200/                      only then `latest` names step-200
+    | runs/demo/checkpoints/            a root: the checkpoints of one run
+    |     latest                        a file with the name of the newest one
+    |     step-100/                     complete, with a checksum for every MiB
+    |         checkpoint.json           the index
+    |         rank-00000.safetensors …  the data
+    |     step-200.partial-3f2a9c01/    a save writes here, and flushes every file to the disk
+    |             │  one rename (`move_into_place`)
+    |             ▼
+    |     step-200/                     only then `latest` names step-200
 
 A crash leaves either the new checkpoint, or a folder whose name says that it is partial. An existing checkpoint of the
-same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last."""
+same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
+`damages` and `is_valid` compare every byte of a checkpoint with its checksum."""
 
 import errno
 import os
 import secrets
 import shutil
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import torch
+
 from meshwise.base.atomic_file import sync_to_disk, write_whole
-from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
-from meshwise.checkpoint.damage_check import is_valid
+from meshwise.checkpoint.checkpoint_format import (
+    BLOCK,
+    INDEX,
+    CheckpointIndex,
+    Damage,
+    DamageError,
+    TensorEntry,
+    read_header,
+    read_index,
+)
+from meshwise.checkpoint.load_state import SourceFile, read_blocks
 
 LATEST = "latest"
 """File of a root that holds the name of the newest checkpoint."""
 DATA = "rank-*.safetensors"
 """Pattern of the data files of a checkpoint."""
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
-
-
-@dataclass(frozen=True)
-class CheckpointSearch:
-    """Result of a search in a root.
-
-    | path      the newest checkpoint with a valid index, or None
-    | damaged   every checkpoint with a damaged index, and its damages; it may be newer or older than `path`"""
-
-    path: Path | None
-    damaged: tuple[tuple[Path, tuple[Damage, ...]], ...]
 
 
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
@@ -51,20 +55,13 @@ def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
     return sorted(found, key=lambda item: -item[1].sequence if isinstance(item[1], CheckpointIndex) else 1)
 
 
-def newest_valid(root: Path, *, without: Collection[Path] = ()) -> CheckpointSearch:
-    """Search a root for its newest checkpoint whose index and file sizes are right. Folders in `without` are skipped.
+def newest_valid(root: Path, *, without: Collection[Path] = ()) -> tuple[Path | None, list[Damage]]:
+    """Return the newest checkpoint whose index and file sizes are right, and the damages of all damaged indices.
 
-    The data is not read here: loading compares it with the checksums."""
-    damaged = []
-    path = None
-    for folder, index in checkpoints(root):
-        if folder in without:
-            continue
-        if isinstance(index, DamageError):
-            damaged.append((folder, index.damages))
-        elif path is None:
-            path = folder
-    return CheckpointSearch(path, tuple(damaged))
+    Folders in `without` are skipped. The data is not read here: loading compares it with the checksums."""
+    found = [(path, index) for path, index in checkpoints(root) if path not in without]
+    damaged = [damage for _, index in found if isinstance(index, DamageError) for damage in index.damages]
+    return next((path for path, index in found if isinstance(index, CheckpointIndex)), None), damaged
 
 
 def make_partial_folder(folder: Path) -> Path:
@@ -142,3 +139,53 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
     for path in removed:
         remove(path)
     return removed
+
+
+_VERIFIED = "verified"
+"""Name of an empty file in a checkpoint; the file means that all bytes were compared with their checksums once."""
+
+
+def damages(folder: Path) -> Iterator[Damage]:
+    """Read a whole checkpoint and yield every damage. If the index is damaged, yield only its damage."""
+    try:
+        index = read_index(folder)
+    except DamageError as error:
+        yield from error.damages
+        return
+    for name in index.files:
+        entries: dict[str, TensorEntry] = {}
+        try:
+            entries = read_header(folder / name)
+        except DamageError as error:
+            yield from error.damages
+        except OSError as error:
+            yield Damage(str(folder / name), "a file that can be read", str(error))
+            continue
+        yield from _altered_blocks(SourceFile(folder / name, index.files[name], entries))
+
+
+def is_valid(folder: Path) -> bool:
+    """Return whether every byte of a checkpoint is as it was written.
+
+    A valid folder gets the file `verified`: later calls compare only its index and its file sizes. Raises OSError."""
+    try:
+        read_index(folder)
+    except DamageError:
+        return False
+    if not (folder / _VERIFIED).exists():
+        if any(True for _ in damages(folder)):
+            return False
+        (folder / _VERIFIED).touch()
+    return True
+
+
+def _altered_blocks(source: SourceFile) -> Iterator[Damage]:
+    """Yield the damage of every block whose bytes do not match their checksum."""
+    buffer = torch.empty(BLOCK, dtype=torch.uint8)
+    with source.path.open("rb") as file:
+        for start in range(0, source.expected.size, BLOCK):
+            try:
+                width = min(BLOCK, source.expected.size - start)
+                read_blocks(source, descriptor=file.fileno(), start=start, into=buffer[:width])
+            except DamageError as error:
+                yield from error.damages

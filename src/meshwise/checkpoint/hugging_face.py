@@ -1,31 +1,57 @@
-"""Read a model from a folder in the layout of Hugging Face.
+"""Read a model from a folder in the layout of Hugging Face (`read_pretrained`), and export one to it (`export`).
 
-    config.json                                    of transformers models; never read here
+    config.json                                    of transformers models; not read by `read_pretrained`
     model.safetensors                              or, in parts:
     model-00001-of-00003.safetensors …
     model.safetensors.index.json                   {"weight_map": {tensor: file}}
 
 `read_pretrained` returns an index of the full tensors in the files, so each rank can load only its rectangles, under
 any plan. The files have no checksums. Tensors keep the model's names; only tensors for single experts are read into
-fused experts. Nothing is transposed. `export_model.py` writes such a folder."""
+fused experts. Nothing is transposed.
 
+    | exported model    files                                                  read back by
+    | of transformers   model.safetensors (or parts), config.json              from_pretrained of its class
+    | of PEFT           adapter_model.safetensors, adapter_config.json         PeftModel.from_pretrained
+    | of PEFT, merged   the files of its base model                            from_pretrained of the base's class
+    | any other         model.safetensors (or parts)                           the function that builds the model
+
+An export writes its files to a folder beside the target. They are moved into the target only if the model that is read
+back has the logits of the saved one. So a failed export leaves nothing."""
+
+import contextlib
+import errno
 import json
+import os
 import re
+import shutil
+import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_index import (
+import torch
+from torch import Tensor, nn
+
+from meshwise.checkpoint.checkpoint_format import (
+    DTYPES,
     INDEX,
     CheckpointFile,
     CheckpointIndex,
+    Damage,
+    DamageError,
     StoredRectangle,
     StoredTensor,
+    TensorSpec,
+    header,
     plain_name,
+    read_header,
+    read_index,
 )
-from meshwise.checkpoint.safetensors_format import read_header
-from meshwise.layout.rectangles import Rectangle
+from meshwise.checkpoint.load_state import CheckpointReader
+from meshwise.data_parallel.stored_slices import StoredSlice, buffers
+from meshwise.layout.layout import Rectangle
 
 PARTS = "model.safetensors.index.json"
 """File that says which file holds each tensor, for a model in several files."""
@@ -141,3 +167,207 @@ def is_pretrained(folder: Path) -> bool:
 
 def _variants(name: str, base: str) -> tuple[str, ...]:
     return (name, name.removeprefix(f"{base}."), f"{base}.{name}") if base else (name,)
+
+
+ADAPTER = "adapter_model.safetensors"
+"""File of the adapters of a PEFT model."""
+_PART_BYTES = 5 * 10**9
+"""Most bytes of a file; a larger tensor has its own file, because no tensor is divided."""
+_TOKENS = (4, 8)
+"""Shape (batch, tokens) of the random tokens that check an export."""
+_BOUND = 1e-5
+"""The largest difference of logits that reordered sums can explain, relative to the largest logit."""
+
+
+class ExportError(RuntimeError):
+    """Error for an exported model that computes other logits than the saved model."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """Result of an export: the written files, and the largest absolute difference between both models' logits."""
+
+    files: Sequence[Path]
+    difference: float
+
+
+def export(
+    folder: str | Path, *, into: str | Path, build: Callable[[], nn.Module], merge: bool = False, average: bool = False
+) -> ExportResult:
+    """Write the model of a checkpoint into a folder, read it back, and compare the logits of both models.
+
+    `build` makes the module that was trained. Both models run on the same random tokens, unsplit, on the CPU.
+
+    | merge     add the adapters of a PEFT model to its base model, and write this model
+    | average   write the average of the parameters that `Trainer.average` kept, in their place
+
+    Raises ValueError if `build` makes another model, or a model that does not compute logits from tokens alone, for
+    `merge` without adapters, and for `average` without an average. Raises FileExistsError if `into` holds a model
+    already. Raises ExportError if the logits differ, DamageError, OSError. In all these cases nothing is written."""
+    folder, into = Path(folder), Path(into)
+    for name in (WHOLE, PARTS, ADAPTER):
+        if (into / name).exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(into / name))
+    index = read_index(folder)
+    reader = CheckpointReader(_averaged(index) if average else index)
+    saved = build().eval()
+    if merge and not _is_of("peft", saved):
+        raise ValueError(f"merge=True, but {type(saved).__name__} is no PEFT model: it has no adapters to merge")
+    _fill(saved, reader)
+    tokens, expected = _random_test(saved)
+    with _written_when_whole(into) as partial:
+        if _is_of("peft", saved):
+            saved = _base(saved, merge=merge) if merge else saved
+            saved.save_pretrained(partial)  # type: ignore[operator] # a method of both libraries
+        else:
+            # The checkpoint has fp32 masters of narrower parameters; TrainingState puts the dtypes into extra.
+            dtypes = {name: DTYPES[word] for name, word in reader.index.extra.get("dtypes", {}).items()}
+            _write_tensors(reader, into=partial, dtypes=dtypes)
+            config = getattr(saved, "config", None)
+            if _is_of("transformers", saved) and config is not None:
+                config.save_pretrained(partial)
+        names = sorted(path.name for path in partial.iterdir())
+        difference = float((_logits(_read_back(saved, partial, build, reader), tokens) - expected).abs().max())
+        if not difference <= _BOUND * float(expected.abs().max()):
+            raise ExportError(
+                f"the logits of the export and of {folder} differ by up to {difference:.3g} on random tokens, so "
+                "nothing was written. Let `build` make the same model at every call"
+            )
+    return ExportResult([into / name for name in names], difference)
+
+
+def _averaged(index: CheckpointIndex) -> CheckpointIndex:
+    """Return the index with each trained parameter replaced by its average. Raises ValueError without averages."""
+    average = "optimizer/average/"
+    found = {key.removeprefix(average): stored for key, stored in index.tensors.items() if key.startswith(average)}
+    if not found:
+        raise ValueError(f"{index.folder} was saved without trainer.average(decay), so it has no average to export")
+    return replace(index, tensors={**index.tensors, **{f"parameter/{name}": stored for name, stored in found.items()}})
+
+
+@contextlib.contextmanager
+def _written_when_whole(folder: Path) -> Iterator[Path]:
+    """Yield a new folder beside `folder`; move its files there after the block, or remove them after an error."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
+    try:
+        yield partial
+        folder.mkdir(exist_ok=True)
+        for path in sorted(partial.iterdir()):
+            path.replace(folder / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_tensors(reader: CheckpointReader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Write the parameters and buffers of a checkpoint as safetensors files into a folder.
+
+    `dtypes`: dtypes by name, for parameters that are written in another dtype than the checkpoint has. At most a few MB
+    of tensors are in memory. Raises DamageError or OSError."""
+    split = {key: key.partition("/") for key in reader.index.tensors}
+    stored = {name: key for key, (slot, _, name) in split.items() if slot in ("parameter", "buffer")}
+    specs = [
+        TensorSpec(name, dtypes.get(name, reader.index.tensors[key].dtype), reader.index.tensors[key].shape)
+        for name, key in stored.items()
+    ]
+    files = _divide(specs)
+    for file, group in files.items():
+        with (into / file).open("xb") as out:
+            out.write(header(group, metadata={}))
+            for spec in group:
+                for piece in reader.pieces(stored[spec.name]):
+                    out.write(piece.to(spec.dtype).view(torch.uint8).numpy().data)
+            out.flush()
+            os.fsync(out.fileno())
+    if len(files) > 1:
+        table = {
+            "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+            "weight_map": {spec.name: file for file, group in files.items() for spec in group},
+        }
+        (into / PARTS).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+def _divide(specs: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
+    """Return the tensors of each file by the file's name, in the given order. Files have at most `_PART_BYTES`."""
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + spec.nbytes > _PART_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.nbytes
+    if len(groups) == 1:
+        return {WHOLE: groups[0]}
+    names = (f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1))
+    return dict(zip(names, groups, strict=True))
+
+
+def _fill(module: nn.Module, reader: CheckpointReader) -> None:
+    """Load a checkpoint into an unsplit module. Raises ValueError if the checkpoint is of another model."""
+    parameters = [
+        StoredSlice.of_full(parameter.detach(), name=name, slot="parameter")
+        for name, parameter in module.named_parameters()
+    ]
+    reader.fill([*parameters, *(buffer for buffer in buffers([module]) if buffer.key in reader.index.tensors)])
+
+
+def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module], reader: CheckpointReader) -> nn.Module:
+    """Return the model of a folder, read as the table of this file says; the base of adapters is `build`'s."""
+    if _is_of("peft", saved):
+        from peft import PeftModel  # noqa: PLC0415 - an extra
+
+        trained = build()
+        _fill(trained, reader)
+        adapted: nn.Module = PeftModel.from_pretrained(_base(trained, merge=False), folder)
+        return adapted.eval()
+    if _is_of("transformers", saved):
+        dtype = next(saved.parameters()).dtype
+        model: nn.Module = type(saved).from_pretrained(folder, dtype=dtype)  # type: ignore[attr-defined]
+        return model.eval()
+    module = build().eval()
+    names = {name: (name,) for name, _ in module.named_parameters()}
+    _fill(module, CheckpointReader(with_model_names(read_pretrained(folder), names=names)))
+    return module
+
+
+def _base(adapted: Any, *, merge: bool) -> nn.Module:
+    """Return the base model of a PEFT model, with its adapters added or removed. Raises ValueError for prompts."""
+    if any(config.is_prompt_learning for config in adapted.peft_config.values()):
+        if merge:
+            raise ValueError("merge=True, but learned prompts are inputs and cannot be added to weights; leave it out")
+        return adapted.get_base_model()  # type: ignore[no-any-return]
+    return adapted.merge_and_unload() if merge else adapted.unload()  # type: ignore[no-any-return]
+
+
+def _is_of(library: str, module: nn.Module) -> bool:
+    """Return whether the class of a model, or a class that it is derived from, is of `library`."""
+    return any(kind.__module__.partition(".")[0] == library for kind in type(module).__mro__)
+
+
+def _random_test(module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return random tokens and a model's logits for them. Raises ValueError if it needs more than tokens."""
+    why = "it has no embedding, so it takes no tokens"
+    embedding = next((part for part in module.modules() if isinstance(part, nn.Embedding)), None)
+    if embedding is not None:
+        tokens = torch.randint(embedding.num_embeddings, _TOKENS, generator=torch.Generator().manual_seed(0))
+        try:
+            return tokens, _logits(module, tokens)
+        except Exception as error:  # noqa: BLE001 - a user's model may fail in any way
+            why = f"given only tokens, it raises {type(error).__name__}: {error}"
+    raise ValueError(
+        f"the export of {type(module).__name__} could not be checked, so nothing was written: {why}. Use the file "
+        "parameters.safetensors of the run: it has the parameters, under the names of the module"
+    )
+
+
+def _logits(module: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the logits of a model for `tokens`, in float64. An encoder-decoder gets the tokens as both inputs."""
+    decodes = _is_of("transformers", module) and getattr(module.config, "is_encoder_decoder", False)
+    given = {"decoder_input_ids": tokens} if decodes else {}
+    with torch.no_grad():
+        output: Any = module(tokens, **given)
+    logits = output["logits"] if isinstance(output, Mapping) else output
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"{type(module).__name__} returns a {type(logits).__name__}, not logits")  # noqa: TRY004
+    return logits.double()

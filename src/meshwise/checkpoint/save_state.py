@@ -4,59 +4,170 @@
     | rank 0       when every rank-N.json exists: writes checkpoint.json, renames the folder, writes `latest`
 
 Training continues meanwhile, and the background thread may use no collectives. So rank 0 waits until the files of the
-other ranks appear in the folder. `save` and `wait` use collectives, so that every rank learns the result."""
+other ranks appear in the folder. `save` and `wait` use collectives, so that every rank learns the result.
+
+`BufferedWriter` writes live tensors through a staging buffer of fixed size:
+
+    live tensors ──copy──► chunk chunk chunk … ──checksum, write──► file
+                 thread 1           │          thread 2
+                                    └─ a fixed number; written chunks are filled again
+
+Training may change the tensors as soon as all of them are copied to chunks. If the file fits into the buffer, training
+does not wait for the disk. If it is larger, training waits until all but the last buffer of the file is written. A full
+copy of the tensors would need twice the memory."""
 
 import contextlib
 import json
 import math
+import os
+import queue
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwise.base.atomic_file import write_whole
-from meshwise.checkpoint.buffered_write import CHUNK_BYTES, STAGING_BYTES, BufferedWriter
-from meshwise.checkpoint.checkpoint_errors import SaveError
 from meshwise.checkpoint.checkpoint_folder import make_partial_folder, move_into_place, next_sequence, prune
-from meshwise.checkpoint.checkpoint_index import FORMAT, INDEX, index_text, parse_index
-from meshwise.checkpoint.safetensors_format import TensorSpec, dtype_name, header
+from meshwise.checkpoint.checkpoint_format import (
+    BLOCK,
+    FORMAT,
+    INDEX,
+    CheckpointFile,
+    SaveError,
+    TensorSpec,
+    dtype_name,
+    header,
+    index_text,
+    parse_index,
+)
+from meshwise.comm.api.streams import Streams
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
+
+CHUNK_BYTES = 8 * BLOCK
+"""Bytes of a chunk, in whole blocks, because each block has its own checksum."""
+STAGING_BYTES = 8 * CHUNK_BYTES
+"""Bytes of the staging buffer by default."""
+
+
+class BufferedWriter:
+    """Writer of a new file at `path`: the bytes `head`, then the elements of `tensors` in order.
+
+    A thread begins to copy the tensors to chunks when the writer is made. The thread that calls `write` writes the
+    chunks to the file. `staging`: largest size of the buffer, in bytes; the buffer has at least two chunks."""
+
+    def __init__(
+        self, path: Path, *, head: bytes, tensors: Sequence[Tensor], streams: Streams, staging: int = STAGING_BYTES
+    ) -> None:
+        self._path = path
+        self._head = head
+        self._tensors = tensors
+        size = len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        count = max(2, min(staging // CHUNK_BYTES, -(-size // CHUNK_BYTES)))
+        self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[Tensor, int] | None] = queue.SimpleQueue()
+        for _ in range(count):
+            self._free.put(streams.host_empty([min(CHUNK_BYTES, -(-size // BLOCK) * BLOCK)], dtype=torch.uint8))
+        self._staged = threading.Event()
+        self._errors: list[Exception] = []
+        self._copier = threading.Thread(target=self._copy, name=f"stage {path.name}")
+        self._copier.start()
+
+    def wait_staged(self) -> None:
+        """Wait until all tensors are copied to chunks, or copying has failed; they are not read again."""
+        self._staged.wait()
+
+    def write(self) -> CheckpointFile:
+        """Write the file on the calling thread, once, and return its size and checksums. Raises OSError."""
+        checksums: list[int] = []
+        size = 0
+        try:
+            with self._path.open("xb") as file:  # x: never write to an existing file or through a link
+                while (item := self._full.get()) is not None:
+                    chunk, length = item
+                    data = chunk.numpy().data[:length]
+                    checksums += [zlib.crc32(data[start : start + BLOCK]) for start in range(0, length, BLOCK)]
+                    file.write(data)
+                    size += length
+                    self._free.put(chunk)
+                self._full.put(None)  # the end mark again: the loop in `except` stops at it if flush or fsync fails
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            # The copier ends only if it gets all chunks back.
+            while (item := self._full.get()) is not None:
+                self._free.put(item[0])
+            raise
+        finally:
+            self._copier.join()
+        if self._errors:
+            raise self._errors[0]
+        return CheckpointFile(size, tuple(checksums))
+
+    def _copy(self) -> None:
+        try:
+            chunk, filled = self._free.get(), 0
+            for source in self._sources():
+                done = 0
+                while done < source.numel():
+                    if filled == chunk.numel():
+                        self._full.put((chunk, filled))
+                        chunk, filled = self._free.get(), 0
+                    width = min(chunk.numel() - filled, source.numel() - done)
+                    chunk[filled : filled + width].copy_(source[done : done + width])
+                    filled, done = filled + width, done + width
+            self._full.put((chunk, filled))
+        except Exception as error:  # noqa: BLE001 - `write` raises it
+            self._errors.append(error)
+        finally:
+            self._tensors = ()
+            self._full.put(None)
+            self._staged.set()
+
+    def _sources(self) -> Iterator[Tensor]:
+        yield torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
+        for tensor in self._tensors:
+            yield tensor.detach().reshape(-1).view(torch.uint8)  # reshape copies a tensor that is not contiguous
+
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.001, 0.05
 _GRACE_SECONDS = 20.0
 """Seconds that rank 0 still waits for the other ranks' files after `detach` or the end of the main thread."""
 
 
-@dataclass(frozen=True)
-class SaveContent:
-    """Content of a checkpoint that this rank gives to `save`.
-
-    | holdings   this rank's slices; all ranks together have each element of every logical tensor once
-    | aliases    first name of a tied parameter, by each of its other names; the first rank's are saved
-    | extra      values as JSON; the first rank's are saved
-    | staging    bytes of the staging buffer"""
-
-    holdings: Iterable[StoredSlice]
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    staging: int = STAGING_BYTES
-
-
-def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | None = None) -> "PendingSave":
+def save(
+    folder: Path,
+    *,
+    holdings: Iterable[StoredSlice],
+    aliases: Mapping[str, str],
+    extra: Mapping[str, Any],
+    world: World,
+    keep_last: int | None = None,
+) -> "PendingSave":
     """Begin to save a checkpoint in the background. Every rank calls it.
 
-    Returns when the tensors that may change before the next optimizer step are copied. `keep_last`: number of valid
-    checkpoints to keep in the root after this save (`prune`); None removes none. Raises SaveError on every rank if one
-    rank cannot begin: the folder cannot be created, or the content has a value that a checkpoint cannot store."""
+    | holdings    this rank's slices; all ranks together have each element of every logical tensor once
+    | aliases     first name of a tied parameter, by each of its other names; the first rank's are saved
+    | extra       values as JSON; the first rank's are saved
+    | keep_last   number of valid checkpoints to keep in the root after this save (`prune`); None removes none
+
+    Returns when the tensors that may change before the next optimizer step are copied. Raises SaveError on every rank
+    if one rank cannot begin: the folder cannot be created, or there is a value that a checkpoint cannot store."""
     partial, rank_file, problem = "", None, None
+    more = {"aliases": dict(aliases), "extra": dict(extra)}
     try:
-        rank_file = RankFile.of(content, name=f"rank-{world.rank:05}.safetensors")
+        json.dumps(more, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        problem = f"extra has to be JSON: {error}"
+    try:
+        rank_file = RankFile.of(holdings, name=f"rank-{world.rank:05}.safetensors")
         partial = str(make_partial_folder(folder)) if world.rank == 0 else ""
     except (ValueError, OSError) as error:
         problem = _message(error)
@@ -67,9 +178,7 @@ def save(folder: Path, *, content: SaveContent, world: World, keep_last: int | N
             shutil.rmtree(partial, ignore_errors=True)
         raise SaveError(f"{folder} was not saved: {'; '.join(problems)}")
     assert rank_file is not None
-    return PendingSave(
-        folder, rank_file=rank_file, content=content, partial=Path(partial), world=world, keep_last=keep_last
-    )
+    return PendingSave(folder, rank_file=rank_file, more=more, partial=Path(partial), world=world, keep_last=keep_last)
 
 
 @dataclass(frozen=True)
@@ -88,13 +197,9 @@ class RankFile:
     rows: Mapping[str, Any]
 
     @classmethod
-    def of(cls, content: SaveContent, *, name: str) -> "RankFile":
+    def of(cls, holdings: Iterable[StoredSlice], *, name: str) -> "RankFile":
         """Return the file; small unstable tensors are cloned. Raises ValueError for values that cannot be stored."""
-        try:
-            json.dumps(content.extra, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"extra has to be JSON: {error}") from error
-        parts = list(content.holdings)
+        parts = list(holdings)
         # Widest elements first: then every tensor begins at a multiple of its element size.
         written = sorted((part for part in parts if part.rectangle.numel), key=lambda part: -part.tensor.itemsize)
         unstable = sum(part.tensor.nbytes for part in written if not part.stable)
@@ -114,7 +219,7 @@ class PendingSave:
         folder: Path,
         *,
         rank_file: RankFile,
-        content: SaveContent,
+        more: Mapping[str, Any],
         partial: Path,
         world: World,
         keep_last: int | None,
@@ -122,7 +227,7 @@ class PendingSave:
         self.folder = folder
         self._partial = partial
         self._rank_file = rank_file
-        self._content = content
+        self._more = more
         self._world = world
         self._keep_last = keep_last
         self._cancelled = threading.Event()
@@ -132,9 +237,7 @@ class PendingSave:
         self._outcome: str | None = None
         self.finished = False
         path = partial / rank_file.name
-        self._writer = BufferedWriter(
-            path, head=rank_file.head, tensors=rank_file.tensors, streams=world.streams, staging=content.staging
-        )
+        self._writer = BufferedWriter(path, head=rank_file.head, tensors=rank_file.tensors, streams=world.streams)
         self._thread = threading.Thread(target=self._run, name=f"save {folder.name}")
         self._thread.start()
         if rank_file.blocking:
@@ -214,8 +317,7 @@ class PendingSave:
             "format": FORMAT,
             "sequence": next_sequence(self.folder.parent),
             **_merge(json.loads(row.read_text(encoding="utf-8")) for row in rows),
-            "aliases": dict(self._content.aliases),
-            "extra": dict(self._content.extra),
+            **self._more,
         }
         parse_index(self._partial, body=body)  # raises if the parts of the ranks do not make up the tensors
         _write(self._partial / INDEX, index_text(body))

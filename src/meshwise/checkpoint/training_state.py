@@ -18,16 +18,20 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
-from meshwise.checkpoint.checkpoint_folder import CheckpointSearch, newest_valid
-from meshwise.checkpoint.checkpoint_index import CheckpointIndex
+from meshwise.checkpoint.checkpoint_folder import newest_valid
+from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, dtype_name
 from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, unused_entries, with_model_names
 from meshwise.checkpoint.load_state import fill, load, on_all_ranks
-from meshwise.checkpoint.safetensors_format import dtype_name
-from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
-from meshwise.data_parallel.checkpoint_refill import OPTIMIZER_KINDS, CheckpointRefill, RefillSlot
+from meshwise.checkpoint.save_state import PendingSave, save
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.stored_slices import StoredSlice, buffers, slices_to_save
+from meshwise.data_parallel.stored_slices import (
+    OPTIMIZER_KINDS,
+    CheckpointRefill,
+    RefillSlot,
+    StoredSlice,
+    buffers,
+    slices_to_save,
+)
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.optim.flat_optimizer import describe_groups, optimizer_name, restore_groups, saved_groups
 from meshwise.plan import Plan
@@ -87,10 +91,11 @@ class TrainingState:
             slices = self.replicas.slices_to_save(slices)
         aliases = {alias: row.name for row in engine.table.rows for alias in row.aliases}
         holdings = itertools.chain(slices, self._generators())
-        content = SaveContent(holdings, aliases, own)
         if self._hook is None:
             self._hook = self._optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
-        self._saving = save(folder, content=content, world=engine.world, keep_last=keep_last)
+        self._saving = save(
+            folder, holdings=holdings, aliases=aliases, extra=own, world=engine.world, keep_last=keep_last
+        )
         return self._saving
 
     def load(self, folder: Path) -> Mapping[str, Any]:
@@ -109,7 +114,11 @@ class TrainingState:
         generators = self._generators()
 
         def needed(index: CheckpointIndex) -> Iterator[StoredSlice]:
-            self._check_optimizer(index)
+            own, saved = optimizer_name(self._optimizer), index.extra.get("optimizer")
+            if saved not in (own, None):
+                raise ValueError(
+                    f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}"
+                )
             refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine))
             self._saved_groups(index)
             refills.append(refill)
@@ -132,19 +141,18 @@ class TrainingState:
         passed: list[Damage] = []
         tried: set[Path] = set()
         while True:
-            search = self._search(root, tried)
-            damaged = [damage for _, damages in search.damaged for damage in damages]
-            if search.path is None:
+            path, damaged = self._newest_valid(root, tried)
+            if path is None:
                 if found := list(dict.fromkeys([*passed, *damaged])):
                     raise DamageError(found)
                 return None
             try:
-                extra = self.load(search.path)
+                extra = self.load(path)
             except DamageError as error:
                 passed += error.damages
-                tried.add(search.path)
+                tried.add(path)
                 continue
-            return RestoredState(search.path, extra, tuple(dict.fromkeys([*passed, *damaged])))
+            return RestoredState(path, extra, tuple(dict.fromkeys([*passed, *damaged])))
 
     def _load_pretrained(self, folder: Path) -> list[str]:
         """Load the parameters of a Hugging Face folder, and reset the optimizer's state."""
@@ -171,13 +179,13 @@ class TrainingState:
         engine.publish()
         return unused_entries(index, names=names, base=base)
 
-    def _search(self, root: Path, tried: set[Path]) -> CheckpointSearch:
+    def _newest_valid(self, root: Path, tried: set[Path]) -> tuple[Path | None, list[Damage]]:
         """Return the result of the first rank's search, on every rank. Folders in `tried` are skipped."""
         world = self._engine.world
-        found = on_all_ranks(lambda: newest_valid(root, without=tried) if world.rank == 0 else None, world=world)
-        search = world.exchange(found)[0]
-        assert isinstance(search, CheckpointSearch)
-        return search
+        none: tuple[Path | None, list[Damage]] = (None, [])
+        found = on_all_ranks(lambda: newest_valid(root, without=tried) if world.rank == 0 else none, world=world)
+        first: tuple[Path | None, list[Damage]] = world.exchange(found)[0]
+        return first
 
     def close(self) -> None:
         """Remove the hook from the optimizer, and let an unfinished save end in its thread (`PendingSave.detach`)."""
@@ -185,11 +193,6 @@ class TrainingState:
             self._hook.remove()
         if self._saving is not None:
             self._saving.detach()
-
-    def _check_optimizer(self, index: CheckpointIndex) -> None:
-        own, saved = optimizer_name(self._optimizer), index.extra.get("optimizer")
-        if saved not in (own, None):
-            raise ValueError(f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}")
 
     def _groups(self) -> list[list[str]]:
         """Return the names of the parameters in each group of the optimizer."""

@@ -3,6 +3,7 @@
 | bench collectives   time and bandwidth of every collective over tensor sizes and group sizes
 | bench calibrate     compute, copy and network rates of this machine, written as a cluster file"""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,22 +12,37 @@ from typing import Literal
 
 import tomlkit
 
-from meshwise.bench.bandwidth_plot import plot, require_matplotlib
-from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calibrate
-from meshwise.bench.collective_tables import as_json, as_table
-from meshwise.bench.collectives import SizeSweep, group_sizes, parse_size
-from meshwise.bench.collectives import measure as measure_collectives
+from meshwise.bench.collective_benchmark import (
+    BUS_FACTORS,
+    COPY,
+    Measurement,
+    SizeSweep,
+    as_json,
+    as_table,
+    group_sizes,
+    parse_size,
+    plot,
+    require_matplotlib,
+)
+from meshwise.bench.collective_benchmark import measure as measure_collectives
 from meshwise.bench.machine import link_text, network_interfaces
-from meshwise.cli.flag_values import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks, run_chosen, say_start
-from meshwise.cli.output_files import check_outputs, write_and_say
+from meshwise.cli.shared_flags import (
+    DEFAULT_RANKS,
+    check_outputs,
+    checked_comm,
+    checked_ranks,
+    launched_ranks,
+    run_chosen,
+    say_start,
+    write_and_say,
+)
 from meshwise.comm import World, run
-from meshwise.comm.api.launch_environment import prints_for_job
+from meshwise.comm.api.job_processes import prints_for_job
 from meshwise.comm.api.streams import gpu_count
-from meshwise.comm.launch.cores import cores
-from meshwise.simulate.cluster import to_table
+from meshwise.comm.launch.launch import cores
 from meshwise.train.console_output import console_of_width, counted
-from meshwise.train.flags import parse_flags
+from meshwise.train.flags_and_toml import parse_flags
 from meshwise.train.job import JobError
 
 _WIDTH = 110
@@ -46,6 +62,9 @@ class BenchFlags:
     """Device to measure; auto: the GPUs if there are any, else the CPU."""
     rounds: int = 5
     """Number of times that every measurement is repeated."""
+    comm: Literal["auto", "local", "gloo"] = "auto"
+    """How ranks on CPUs of one host communicate. local: through shared memory; gloo: by messages; auto: through shared
+    memory where possible, unless MESHWISE_COMM names another way. For `calibrate` give the value that training uses."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +80,6 @@ class CollectivesFlags(BenchFlags):
     on: tuple[Literal["ordinary", "shared", "joint", "gloo"], ...] = ("ordinary",)
     """Memory and transport. ordinary: any tensors. shared: tensors in memory that all ranks can read, with all_gather
     in place. joint: one tensor for all ranks, all_gather only. gloo: torch's collectives over gloo on CPU tensors."""
-    comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host communicate. local: through shared memory; gloo: by messages; auto: through shared
-    memory where possible, unless MESHWISE_COMM names another way."""
     json: Path | None = None
     """Write the measurements here as JSON: times in seconds, bandwidths in bytes per second."""
     png: Path | None = None
@@ -72,7 +88,7 @@ class CollectivesFlags(BenchFlags):
 
 def main(words: Sequence[str]) -> int:
     """Run the benchmark that the first word names, and return the exit status. Raises JobError for bad flags."""
-    return run_chosen(words, command="bench", missing="name a benchmark", kind="benchmark", choices=_BENCHMARKS)
+    return run_chosen(words, command="bench", kind="benchmark", choices=_BENCHMARKS)
 
 
 def _collectives(words: Sequence[str]) -> None:
@@ -129,8 +145,6 @@ class CalibrationFlags(BenchFlags):
 
     output: Path = Path("cluster.toml")
     """The cluster file to write, which `meshwise simulate --on` reads."""
-    comm: Literal["auto", "local", "gloo"] = "auto"
-    """How ranks on CPUs of one host communicate; give the value that training uses."""
 
 
 def _calibrate(words: Sequence[str]) -> None:
@@ -145,7 +159,7 @@ def _calibrate(words: Sequence[str]) -> None:
         size, _calibrate_rank, args=(CalibrationEffort(rounds=flags.rounds),), device=device, comm=comm
     )[0]
     if prints_for_job():
-        text = tomlkit.dumps(to_table(found.cluster))
+        text = tomlkit.dumps(dataclasses.asdict(found.cluster))
         result = f": {found.cluster.device.name}, {counted(size, of='rank')}"
         if found.cpu_share < UNDISTURBED:
             result += f"; {_disturbance(found, size=size)}"

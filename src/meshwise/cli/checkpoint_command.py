@@ -15,14 +15,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from meshwise.checkpoint.checkpoint_errors import DamageError
-from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, is_checkpoint
-from meshwise.checkpoint.checkpoint_index import INDEX, CheckpointIndex, read_index
-from meshwise.checkpoint.damage_check import damages
-from meshwise.checkpoint.export_model import ExportError, export
+from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, damages, is_checkpoint
+from meshwise.checkpoint.checkpoint_format import INDEX, CheckpointIndex, DamageError, read_index
+from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.train.console_output import OutputConsole, counted, text_table
+from meshwise.train.flags_and_toml import from_text, from_toml
 from meshwise.train.job import Job, JobError
-from meshwise.train.job_toml import from_text, from_toml
 from meshwise.train.objects_by_name import model_function
 from meshwise.train.prepare_job import with_tokenizer
 from meshwise.train.pretrained_model import hub_folder

@@ -18,32 +18,31 @@ from torch.utils.data import default_collate
 
 from meshwise.attention.mask_pattern import parse_pattern
 from meshwise.attention.token_attention import work_table
-from meshwise.cli.flag_values import local_ranks, named_cluster, run_chosen
-from meshwise.cli.output_files import (
+from meshwise.cli.shared_flags import (
     DrawingFiles,
     check_drawings,
     drawing_console,
+    local_ranks,
+    named_cluster,
     read_step,
+    run_chosen,
     write_drawings,
     write_picture,
 )
 from meshwise.engine.cut_agreement import CutInputs, cut_source, plan_schedule
 from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward
-from meshwise.pipeline.schedules import read_schedule
-from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.named_schedules import read_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
-from meshwise.pipeline.schedules.validate import peaks
+from meshwise.pipeline.schedules.schedule_table import lower, peaks
 from meshwise.plan import Plan
-from meshwise.train.flags import parse_flags
+from meshwise.train.flags_and_toml import parse_flags, read_job
 from meshwise.train.job import JobError, StudiedJob
-from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare
-from meshwise.view.expert_table import expert_table
-from meshwise.view.mesh_picture import mesh_picture
+from meshwise.view.picture import stacked
 from meshwise.view.plan_account import PlanAccount, measured_accounts
-from meshwise.view.schedule_text import draw_in_columns, draw_to_scale, rank_table
-from meshwise.view.shapes import stacked
+from meshwise.view.plan_pictures import mesh_picture
+from meshwise.view.text_pictures import draw_in_columns, draw_to_scale, expert_table, rank_table
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class DrawTimelineFlags(DrawingFiles):
 
 def main(words: Sequence[str]) -> int:
     """Make the drawing that the first word names; return the exit status 0. Raises JobError if it cannot be drawn."""
-    return run_chosen(words, command="draw", missing="name what to draw", kind="drawing", choices=_DRAWINGS)
+    return run_chosen(words, command="draw", kind="drawing", choices=_DRAWINGS)
 
 
 def _draw_cut(words: Sequence[str]) -> None:

@@ -13,10 +13,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from meshwise.cli.output_files import check_outputs, write_and_say
-from meshwise.train.flags import parse_flags
+from meshwise.cli.shared_flags import check_outputs, write_and_say
+from meshwise.train.flags_and_toml import from_toml, parse_flags
 from meshwise.train.job import Job, JobError
-from meshwise.train.job_toml import from_toml
 
 Recipe = Literal["slurm", "kubernetes", "ray", "sagemaker", "azureml"]
 _FILES: Mapping[str, str] = {

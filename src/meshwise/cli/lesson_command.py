@@ -18,11 +18,12 @@ import tyro
 from markdown_it import MarkdownIt
 from rich.markdown import Markdown
 
-from meshwise.cli.output_files import check_outputs, drawing_console, html_document, write_and_say
+from meshwise.cli.shared_flags import check_outputs, drawing_console, write_and_say
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
-from meshwise.train.flags import parse_flags
+from meshwise.train.flags_and_toml import parse_flags
 from meshwise.train.job import JobError
+from meshwise.view.picture import html_document
 
 _RANKS = 4
 _CELL = re.compile(r"^# %%(.*)\n", re.MULTILINE)

@@ -7,26 +7,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.base.text_format import time_text
-from meshwise.cli.flag_values import checked_comm, local_ranks, named_cluster
-from meshwise.cli.output_files import DrawingFiles, check_drawings, drawing_console, read_step, write_drawings
+from meshwise.cli.shared_flags import (
+    DrawingFiles,
+    check_drawings,
+    checked_comm,
+    drawing_console,
+    local_ranks,
+    named_cluster,
+    read_step,
+    write_drawings,
+)
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.measured_ranks import MALLOC, MeasuredRank, measure
-from meshwise.simulate.memory_use import memory_of
-from meshwise.simulate.prediction import Prediction, predict
+from meshwise.simulate.measured_memory import MALLOC, MeasuredRank, measure
+from meshwise.simulate.predicted_memory import memory_of, memory_table
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.simulation_tables import memory_table, time_table
+from meshwise.simulate.step_prediction import Prediction, predict, time_table
 from meshwise.train.console_output import counted, text_table
+from meshwise.train.flags_and_toml import read_job
 from meshwise.train.job import JobError, StudiedJob
-from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import prepare
-from meshwise.view.plan_account import PlanAccount, predicted_account
-from meshwise.view.plan_comparison import comparison_table
-from meshwise.view.schedule_text import draw_to_scale
+from meshwise.view.plan_account import PlanAccount, comparison_table, predicted_account
+from meshwise.view.text_pictures import draw_to_scale
 
 _PLANS_PER_TABLE = 4
 """Largest number of plans side by side in one table."""

@@ -9,15 +9,14 @@ from typing import Literal
 
 import torch
 
-from meshwise.cli.flag_values import checked_comm, local_ranks, say_start
-from meshwise.comm.api.launch_environment import is_rank, prints_for_job
+from meshwise.cli.shared_flags import checked_comm, local_ranks, say_start
+from meshwise.comm.api.job_processes import is_rank, prints_for_job
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.launch.launch import run
-from meshwise.train.console_output import OutputConsole, text_table
-from meshwise.train.failure_report import leave_traceback
+from meshwise.train.console_output import OutputConsole, leave_traceback, text_table
+from meshwise.train.flags_and_toml import read_job
 from meshwise.train.job import JobError, StudiedJob
-from meshwise.train.job_toml import read_job
 from meshwise.train.prepare_job import check_plan, prepare
 from meshwise.verify import Report, verify
 

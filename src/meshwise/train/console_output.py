@@ -1,14 +1,43 @@
-"""Print text and tables to standard output: a terminal, a pipe whose reader may have ended, a file on a full disk."""
+"""Print to the terminal: text and tables, the events of a training run (`ProgressLines`), and where a rank failed.
+
+`OutputConsole` prints to a terminal, a pipe whose reader may have ended, or a file on a full disk. `ProgressLines`
+prints events, on a terminal with a progress line that is redrawn, else as plain lines.
+
+`leave_traceback` writes the traceback of a failed rank into a file, and adds a short note to the error. The note names
+the line of the user's own code, and the file. The traceback itself passes through launcher, loop, engine and torch;
+only some two of its forty lines are the user's. `notes` returns such notes."""
 
 import io
 import select
 import sys
-from collections.abc import Collection, Sequence
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
+
+from meshwise.base.atomic_file import write_whole
+from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
+from meshwise.comm.api.flight_recorder import RanksDisagree, raised_at
+from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.world import World
+from meshwise.engine.step_result import NonFiniteError
+from meshwise.memory.swap_file import TierError
+from meshwise.model.forward import LossError
+from meshwise.plan import PlanError
+from meshwise.precision.dtype_policy import NO_DTYPE
+from meshwise.simulate.predicted_memory import ShortageError
+from meshwise.train import run_events
+from meshwise.train.job import JobError
+from meshwise.train.run_events import Event, Step
 
 STDOUT = 1
 """The file descriptor of standard output."""
@@ -73,3 +102,233 @@ def stdout_failed() -> bool:
 def counted(number: int, *, of: str) -> str:
     """Return a number and the noun `of`, with an s for the plural: `1 step`, `1,000 steps`."""
     return f"{number:,} {of}{'s' * (number != 1)}"
+
+
+_MOST_STEPS = 5
+"""Largest number of slow steps that a line names."""
+_STYLES = MappingProxyType(
+    {
+        run_events.NonFinite: "bold red",
+        run_events.SaveFailed: "bold red",
+        run_events.Slow: "yellow",
+        run_events.Validation: "green",
+        run_events.Saved: "dim",
+    }
+)
+
+_RECENT_STEPS = 20
+"""Steps over which the printed rate is a mean."""
+
+
+class ProgressLines:
+    """An event sink that prints one or more lines for each event.
+
+    On a terminal, all steps share one progress line below the other lines. Elsewhere, every `every`-th step and the
+    first and last step have a line. The rate is the mean of the last 20 steps, because the rate of one step varies."""
+
+    def __init__(self, console: Console, *, every: int) -> None:
+        self._console = console
+        self._every = every
+        self._unit = "token"
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            refresh_per_second=4,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("train", total=1, numbers="")
+
+    def write(self, event: Event) -> None:
+        """Print the event; on a terminal, redraw the progress line for a step."""
+        if isinstance(event, Step):
+            event = self._smooth(event)
+            if self._console.is_terminal:
+                self._redraw(event)
+                return
+            if event.step % self._every and event.step not in (1, event.steps):
+                return
+        if isinstance(event, run_events.Sample | run_events.End):
+            self._progress.stop()
+        text = Text(_text(event, of=self._unit), style=_STYLES.get(type(event), ""))
+        self._console.print(text, soft_wrap=True)
+
+    def close(self) -> None:
+        """Stop redrawing the progress line; it stays as it is."""
+        self._progress.stop()
+
+    def _redraw(self, step: Step) -> None:
+        self._progress.start()
+        numbers = _numbers(step, of=self._unit)
+        self._progress.update(self._task, completed=step.step, total=step.steps, numbers=numbers)
+        if step.step == step.steps:
+            self._progress.refresh()
+
+    def _smooth(self, step: Step) -> Step:
+        """Return the step with the mean rate of the last 20 steps. Sets `_unit`: the loss counts samples or tokens."""
+        self._unit = "sample" if step.tokens == step.samples else "token"
+        self._recent.append((step.tokens, step.tokens / step.rate if step.rate else 0.0))
+        tokens, seconds = map(sum, zip(*self._recent, strict=True))
+        return replace(step, rate=tokens / seconds if seconds else 0.0)
+
+
+def _text(event: Event, *, of: str) -> str:
+    """Return the event as text; `of`: the unit that the loss counts, `token` or `sample`."""
+    match event:
+        case run_events.Start():
+            steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
+            held = ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in event.memory.items() if size)
+            return "\n".join(
+                [
+                    f"plan     {event.plan}   (on {event.device})",
+                    *_indented(event.mesh),
+                    *_indented(event.stages),
+                    f"model    {counted(event.parameters, of='parameter')}; on rank 0: {held}",
+                    f"dtypes   {_dtypes(event.precision)}",
+                    f"data     {event.data}",
+                    f"run      {steps}, into {event.output}",
+                ]
+            )
+        case Step():
+            return f"step {event.step}/{event.steps}  {_numbers(event, of=of)}"
+        case run_events.Budgeted():
+            return "\n".join(f"budget   {line}" for line in event.table.splitlines())
+        case run_events.Noise():
+            found = "is hidden by noise" if event.critical is None else f"is about {event.critical:.0f} samples"
+            return f"noise    after step {event.step}: the critical batch {found}"
+        case run_events.NonFinite():
+            return f"NOT FINITE at step {event.step}: {event.problem}"
+        case run_events.Resume():
+            return "\n".join(_resumed(event))
+        case run_events.Slow():
+            steps = ", ".join(map(str, event.steps[:_MOST_STEPS])) + " …" * (len(event.steps) > _MOST_STEPS)
+            return (
+                f"slow     rank {event.rank} made the other ranks wait in step{'s' * (len(event.steps) > 1)} {steps}: "
+                f"busy for {event.seconds:.2f} s, the other ranks for {event.others:.2f} s"
+            )
+        case run_events.ExpertLoad():
+            return (
+                f"experts  the busiest one got {event.factor:.2f} times its even share, in {event.name}; "
+                f"{event.mean:.2f} times on average over the mixtures"
+            )
+        case run_events.Measured():
+            head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
+            return "\n".join([head, *_indented(event.table)])
+        case run_events.Saved():
+            times = f"{event.seconds:.1f} s, {event.held:.2f} s of it blocking"
+            return f"saved    step {event.step} in {event.path} ({times})"
+        case run_events.SaveFailed():
+            return f"NOT SAVED at step {event.step}: {event.problem}"
+        case run_events.Stopped():
+            return f"stopped  after step {event.step}, as the file `stop` asked; --train.resume auto continues"
+        case run_events.Validation():
+            return f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
+        case run_events.Sample():
+            lines = _printable(event.prompt + event.text).split("\n")
+            return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
+        case run_events.End():
+            rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
+            head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
+            return "\n".join([head, *rows, f"next: {event.following}"])
+
+
+def _resumed(event: run_events.Resume) -> list[str]:
+    if not event.path:
+        return ["resume   no checkpoint yet: from the start"]
+    return [
+        f"resume   after step {event.step:,} ({counted(event.samples, of='sample')}), from {event.path}",
+        *(f"         DAMAGED, skipped: {damage}" for damage in event.damaged),
+        *(f"         changed: {change}" for change in event.changes),
+    ]
+
+
+def _printable(text: str) -> str:
+    """Return the text with U+FFFD in place of control characters, which an untrained model may generate."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
+def _numbers(step: Step, *, of: str) -> str:
+    unit = "tok" if of == "token" else f"{of}s"
+    return (
+        f"loss {step.loss:.4f}  grad {step.grad_norm:.3f}  lr {step.lr:.2e}  {_short(step.rate)} {unit}/s  "
+        f"{_bytes(step.memory)}  ETA {_time(step.eta)}" + ("  SKIPPED" if step.skipped else "")
+    )
+
+
+def _indented(picture: str) -> list[str]:
+    return [f"         {line}" for line in picture.splitlines()]
+
+
+def _dtypes(precision: Mapping[str, str]) -> str:
+    """Return the dtypes as text, each with its kinds of tensors. Kinds that the rank lacks are left out."""
+    kinds: dict[str, list[str]] = {}
+    for kind, dtype in precision.items():
+        if dtype != NO_DTYPE:
+            kinds.setdefault(dtype, []).append(kind.replace("_", " "))
+    return "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in kinds.items())
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _short(number: float) -> str:
+    for unit in ("", "k", "M"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}G"
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+SELF_EXPLAINING = (
+    DamageError,
+    JobError,
+    LossError,
+    NonFiniteError,
+    PlanError,
+    RankLostError,
+    RanksDisagree,
+    SaveError,
+    ShortageError,
+    TierError,
+)
+"""Errors whose message says all that the user needs; no traceback is written for them."""
+
+_PLACE = "the whole traceback "
+
+
+def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
+    """Write the traceback of `error` into a file in `folder` (by default a new temporary folder), and add a note to it.
+
+    Does nothing for an error that has such a note or is in `SELF_EXPLAINING`. If writing fails, the note says why."""
+    if isinstance(error, SELF_EXPLAINING) or any(_PLACE in note for note in notes(error)):
+        return
+    where = "" if world is None or world.size == 1 else f" on rank {world.rank} of {world.size}"
+    name = "failure.txt" if world is None else f"failure-rank-{world.rank}.txt"
+    try:
+        file = Path(tempfile.mkdtemp(prefix="meshwise-") if folder is None else folder) / name
+        text = "".join(traceback.format_exception(error))
+        write_whole(file, write=lambda place: place.write_text(text, encoding="utf-8"))
+        place = f"is in {file}"
+    except OSError as refused:
+        place = f"could not be written: {refused.strerror}"
+    error.add_note(f"raised{where} at {raised_at(error)}; {_PLACE}{place}")
+
+
+def notes(error: Exception) -> list[str]:
+    """Return the notes of an error that are one line long. So it leaves out the tracebacks that the launcher adds."""
+    return [note for note in getattr(error, "__notes__", []) if "\n" not in note]

@@ -9,9 +9,33 @@ number to a sample of the dataset:
     rank 1 reads      4 … 7           12 … 15
 
 torch's DataLoader reads, pins and collates. Global numbers follow from a count of samples, so a sampler has no state.
-"""
 
-from collections.abc import Callable, Iterator
+`SampleOrder` shuffles, as a pure function of seed and global number. Step s reads the numbers s·B … (s+1)·B − 1:
+
+    | number   0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 …         B = 6, seven samples
+    | sample   3 0 6 1 5 2   4|2 5 0 3  6    1 4|…         a new permutation every seven numbers
+
+So every plan trains on the same global batches, and every batch is full: an epoch's last batch also has samples of the
+next epoch. A checkpoint stores only the count. The permutation of an epoch is a keyed Feistel network on two digits in
+base ⌈√size⌉. It is applied again until the result is below `size` (Black and Rogaway, *Ciphers with Arbitrary Finite
+Domains*, 2002). Its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Memory and time per
+sample do not depend on `size`.
+
+`token_file` joins texts into one file of byte tokens in a cache folder; `open_tokens` maps it into memory. A token is a
+byte (0 … 255). A zero byte precedes every text file, so that a model learns where a text begins. The ranks of a machine
+share the memory of the mapped file. The file's name is a hash of the paths, sizes and modification times of the texts.
+The file is built under a lock, and appears when it is complete. `digest` hashes parts of it."""
+
+import contextlib
+import fcntl
+import functools
+import glob
+import hashlib
+import math
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,17 +43,162 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import take_rows
 from meshwise.comm.api.streams import gpu_count
+from meshwise.model.forward import Forward
 from meshwise.train.console_output import counted
-from meshwise.train.job import ROW_KINDS, DataJob, JobError
+from meshwise.train.job import DataJob, JobError
 from meshwise.train.objects_by_name import bind, locate
-from meshwise.train.sample_order import SampleOrder
-from meshwise.train.token_file import default_cache, digest, open_tokens, token_file
-from meshwise.train.tuning_rows import TuningRows, tuning_rows
+
+STDLIB = "python-stdlib"
+"""Name in `data.files` for the source text of Python's standard library."""
+START_TOKEN = 0
+"""The token before every text file."""
+_BLOCKS = 256
+_BLOCK = 4096
+_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+
+
+def token_file(names: Sequence[str], *, cache: Path) -> Path:
+    """Return the path of the token file of these texts in the folder `cache`; build the file if it is missing.
+
+    names: text files, folders (with all files in them that are not hidden), globs, or `python-stdlib`. Raises JobError
+    for a name without files, an unreadable file, empty texts, or a cache that cannot be written."""
+    with cache_errors(cache):
+        files = [path for name in names for path in text_files(name, key="data.files")]
+        stats = [(path, path.stat()) for path in files]
+        if not any(stat.st_size for _, stat in stats):
+            raise JobError(f"data.files = {list(names)}: all {len(files)} files are empty")
+        inputs = "\n".join(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
+        target = cache / f"bytes-{hashlib.sha256(inputs.encode()).hexdigest()[:32]}.bin"
+        return build_once(target, write=functools.partial(_join, files))
+
+
+@contextlib.contextmanager
+def cache_errors(cache: Path) -> Iterator[None]:
+    """Turn an OSError inside into a JobError: of the folder `cache`, or else of the data that are read."""
+    try:
+        yield
+    except OSError as error:
+        at = Path(error.filename or cache)
+        if at.is_relative_to(cache) or cache.is_relative_to(at):
+            hint = "name a folder that is writable and has room, as in --data.cache /tmp/meshwise-data"
+            raise JobError(f"data: cannot keep the text in {cache}: {error.strerror}; {hint}") from error
+        raise JobError(f"data: cannot read the text: {error.strerror}: {at}") from error
+
+
+def open_tokens(path: Path) -> NDArray[np.uint8]:
+    """Return the tokens of a token file as a read-only memory map."""
+    return np.memmap(path, dtype=np.uint8, mode="r")
+
+
+def digest(tokens: NDArray[np.uint8]) -> str:
+    """Return a hash of 256 evenly spaced blocks of 4 KiB, which takes milliseconds for any number of tokens."""
+    starts = np.linspace(0, max(0, len(tokens) - _BLOCK), num=_BLOCKS, dtype=np.int64)
+    content = hashlib.sha256()
+    for start in starts:
+        content.update(tokens[start : start + _BLOCK].tobytes())
+    return content.hexdigest()[:16]
+
+
+def default_cache() -> Path:
+    """Return the default cache folder, in $XDG_CACHE_HOME or ~/.cache. Raises JobError without a home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
+    except RuntimeError as error:  # a user without an entry in passwd, as in a container
+        raise JobError(
+            "data: no home folder for the text cache; name another folder, as in --data.cache /tmp/meshwise-data"
+        ) from error
+
+
+def build_once(target: Path, *, write: Callable[[Path], None]) -> Path:
+    """Return the path of a cached file; `write` it if it is missing, unless another process does so meanwhile."""
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            write_whole(target, write=write, aside=target.with_suffix(".partial"))
+    return target
+
+
+def _join(files: Sequence[Path], into: Path) -> None:
+    with into.open("wb") as out:
+        for path in files:
+            out.write(bytes([START_TOKEN]))
+            with path.open("rb") as text:
+                shutil.copyfileobj(text, out)
+
+
+def text_files(name: str, *, key: str) -> Iterator[Path]:
+    """Yield the files that a name in the job's `key` means, sorted. Raises JobError when there are none."""
+    if name == STDLIB:
+        folder = Path(sysconfig.get_path("stdlib"))
+        found = [path for path in folder.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(folder).parts)]
+    elif Path(name).is_dir():
+        files = [path for path in Path(name).rglob("*") if path.is_file()]
+        found = [path for path in files if not any(part.startswith(".") for part in path.relative_to(name).parts)]
+    elif Path(name).exists():
+        found = [Path(name)]
+    else:
+        matches = glob.glob(name, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        found = [path for path in map(Path, matches) if path.is_file()]
+    if not found:
+        raise JobError(f"{key}: {name!r} is neither a file, a folder with files nor a glob that matches files")
+    yield from sorted(found)
+
+
+_ROUNDS = 8
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+UInt64Array = NDArray[np.uint64]
+"""Array of unsigned 64-bit integers."""
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """The order in which a run reads a dataset of `size` samples; `seed` shuffles it anew in every epoch."""
+
+    size: int
+    seed: int
+
+    def indices(self, start: int, *, stop: int) -> list[int]:
+        """Return the index in the dataset (0 … size-1) of each sample with a global number from `start` to `stop`-1."""
+        numbers = np.arange(start, stop, dtype=np.uint64)
+        size = np.uint64(self.size)
+        epoch = numbers // size
+        key = _mix(_mix(np.full_like(epoch, self.seed & _MASK)) ^ epoch)
+        return [int(index) for index in _permute(numbers % size, self.size, key)]
+
+
+def _permute(index: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
+    """Apply to each index (0 … size-1) the permutation that its `key` selects; both arrays have one length."""
+    base = np.uint64(math.isqrt(size - 1) + 1)
+    result = index
+    outside = np.ones(index.shape, dtype=np.bool_)
+    while outside.any():
+        left, right = result // base, result % base
+        for number in range(_ROUNDS):
+            left, right = right, (left + _mix(right ^ _mix(key + np.uint64(number)))) % base
+        result = np.where(outside, left * base + right, result)
+        outside = result >= np.uint64(size)
+    return result
+
+
+def _mix(x: UInt64Array) -> UInt64Array:
+    """Return a hash of 64-bit integers: a bijection in which each input bit changes about half of the output bits."""
+    x = x + np.uint64(_GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
 
 ShareFunction: TypeAlias = Callable[[int], tuple[int, int]]
 """Function from the size of a global batch to its rows [start, stop) that this rank reads, such as `Trainer.share`."""
@@ -43,15 +212,17 @@ class RunData:
     | validation   map-style dataset for the validation; None without one
     | summary      one line about the data, for the user
     | text         True if the samples are `TextDataset`'s pairs of byte windows
-    | rows         the rows of tokens from which the samples are taken; None for other data
-    | content      text that a resumed run compares: size and digest of a text, or a dataset's number of samples"""
+    | content      text that a resumed run compares: size and digest of a text, or a dataset's number of samples
+    | forward      function of a model and a batch that calls the model; None: `default_forward`
+    | largest      largest token of rows of tokens; None for other data"""
 
     train: Dataset[Any]
     validation: Dataset[Any] | None
     summary: str
     text: bool
     content: str
-    rows: TuningRows | None = None
+    forward: Forward | None = None
+    largest: int | None = None
 
 
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -95,13 +266,15 @@ class DatasetPart(Dataset[Any]):
         return self._dataset[self._order.indices(number, stop=number + 1)[0]]
 
 
-def load_data(job: DataJob) -> RunData:
-    """Return the datasets of a job. Writes text into the cache, as a token file. Raises JobError for too few data."""
-    if (job.pack or job.tokenizer) and not (job.dataset or "").startswith(ROW_KINDS):
+def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:
+    """Return the datasets of a job. Writes text into the cache, as a token file. Raises JobError for too few data.
+
+    `made`: the dataset of the job, if it has been loaded already."""
+    if made is None and (job.pack or job.tokenizer):
         raise JobError(
             'data.pack and data.tokenizer are for records; add data.dataset = "json:FILES", or leave them out'
         )
-    return _load_text(job) if job.dataset is None else _load_dataset(job)
+    return _load_text(job) if job.dataset is None else _load_dataset(job, made)
 
 
 def length(dataset: Dataset[Any]) -> int:
@@ -155,9 +328,6 @@ class _Rows:
             wanted = range(start, stop) if start < stop else range(self.numbers.start, self.numbers.start + 1)
             yield list(wanted) if self.order is None else self.order.indices(wanted.start, stop=wanted.stop)
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
 
 def _load_text(job: DataJob) -> RunData:
     path = token_file(job.files, cache=default_cache() if job.cache is None else Path(job.cache))
@@ -179,10 +349,9 @@ def _load_text(job: DataJob) -> RunData:
     return RunData(train, validation, f"{summary} of {counted(job.context, of='byte')}", text=True, content=content)
 
 
-def _load_dataset(job: DataJob) -> RunData:
+def _load_dataset(job: DataJob, made: Dataset[Any] | None) -> RunData:
     assert job.dataset is not None
-    rows = tuning_rows(job) if job.dataset.startswith(ROW_KINDS) else None
-    made = rows or bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
+    made = made or bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
     train, validation = made if isinstance(made, tuple) else (made, None)
     for part in (train, *([] if validation is None else [validation])):
         if not isinstance(part, Dataset) or isinstance(part, IterableDataset):
@@ -193,7 +362,7 @@ def _load_dataset(job: DataJob) -> RunData:
     size = length(train)
     if validation is None and job.validation:
         validation_size = max(1, round(size * job.validation))
-        order = SampleOrder(max(1, size), seed=0)
+        order = SampleOrder(size, seed=0)
         whole, train = train, DatasetPart(train, order=order, start=0, stop=max(0, size - validation_size))
         validation = DatasetPart(whole, order=order, start=size - validation_size, stop=size)
     if length(train) < 1 or (validation is not None and length(validation) < 1):
@@ -202,9 +371,6 @@ def _load_dataset(job: DataJob) -> RunData:
             "one each"
         )
     counts = _counts(train, validation)
-    if rows is not None:
-        summary = f"{job.dataset}: {rows.summary}: {counts} of {counted(job.context, of='token')}"
-        return RunData(train, validation, summary, text=False, content=rows.content, rows=rows)
     return RunData(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)
 
 

@@ -1,8 +1,8 @@
 """Declare the settings of a training run: `Job`, a tree of frozen dataclasses.
 
 Each field is declared here once, with its type, default and meaning. The TOML file, the flags, the help text and the
-job.toml in a run's folder follow from this (`job_toml`). The docstrings are the help text. A field that may be None has
-the default None, because TOML has no null."""
+job.toml in a run's folder follow from this (`flags_and_toml`). The docstrings are the help text. A field that may be
+None has the default None, because TOML has no null."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from meshwise.comm.api.emulated_link import EmulatedLink
 from meshwise.engine.step_result import SkipPolicy
-from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.memory.swap_file import SwapConfig
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
 

@@ -1,11 +1,17 @@
 """The training loop: `train` runs a job on the ranks of a world, from the first sample to the files at the end.
 
-    at the start  restore a checkpoint, if there is one to resume from (`resume`)
+    at the start  restore a checkpoint, if there is one to resume from (`run_checkpoints`)
     each step     learning rate → this rank's rows (`dataset`) → trainer.step → events → validation, checkpoint when due
     at the end    write the full parameters, validate, generate text (`generate`)
 
 Every rank calls `train`; rank 0 prints, and writes all files except the checkpoints and failure reports.
-`StepTimelines` measures some steps action by action."""
+`StepTimelines` measures some steps action by action.
+
+Slow ranks make other ranks wait: collectives make every rank's step as long as the slowest rank's. So the ranks compare
+their busy time (`RankPace`): the time of the step without waits in collectives, which comm's flight recorder measures.
+They exchange these times every 20 steps. A rank is slow in a step if its busy time is more than twice the other ranks'
+median, and 50 ms above it (`slow_ranks`). Slow GPUs are not found, because on CUDA not the process, but the device
+waits for a collective."""
 
 import contextlib
 import itertools
@@ -26,9 +32,9 @@ from torch.utils.data import Dataset, default_collate
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import map_tensors
-from meshwise.checkpoint.safetensors_format import TensorSpec, header
+from meshwise.checkpoint.checkpoint_format import TensorSpec, header
 from meshwise.comm.api.emulated_link import EmulatedLink
-from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import buffers
@@ -36,24 +42,32 @@ from meshwise.engine.measure_steps import StepMeasurement, measure, profile
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
-from meshwise.memory.memory_error import is_out_of_memory
-from meshwise.simulate.memory_shortage import ShortageError
+from meshwise.memory.allocator import is_out_of_memory
+from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train import run_events
-from meshwise.train.batch_sizes import BatchSizes, batch_factor
-from meshwise.train.console_output import OutputConsole
-from meshwise.train.dataset import length, read_batches
-from meshwise.train.experiment_loggers import JsonLines, logger_maker
-from meshwise.train.failure_report import leave_traceback
-from meshwise.train.job import Job, JobError, SampleJob, ScheduleJob
+from meshwise.train.batch_and_lr import BatchSizes, batch_factor, lr_schedule
+from meshwise.train.console_output import OutputConsole, ProgressLines, leave_traceback
+from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
+from meshwise.train.job import Job, JobError, SampleJob
 from meshwise.train.prepare_job import Prepared, prepare
-from meshwise.train.progress_lines import ProgressLines
-from meshwise.train.resume import RunProgress, checked_run_start, on_first_rank, restore_run, run_extra
-from meshwise.train.run_checkpoints import RunCheckpoints
-from meshwise.train.run_events import Event, EventDispatcher, EventSink
-from meshwise.train.run_folder import PROFILE, RunFolder, RunStart
-from meshwise.train.sample_order import SampleOrder
-from meshwise.train.slow_ranks import BusyTimer, RankPace
-from meshwise.train.token_file import START_TOKEN
+from meshwise.train.run_checkpoints import (
+    CHECKPOINTS,
+    METRICS,
+    PARAMETERS,
+    PROFILE,
+    STOP,
+    TIMELINE,
+    RunCheckpoints,
+    RunProgress,
+    RunStart,
+    checked_run_start,
+    claim_run_folder,
+    on_first_rank,
+    restore_run,
+    run_extra,
+    run_outputs,
+)
+from meshwise.train.run_events import Event, EventDispatcher, EventSink, JsonLines, Slow, logger_maker
 
 
 @dataclass(frozen=True)
@@ -89,17 +103,17 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         options=prepared.options(example=default_collate([prepared.data.train[0]])),
         **prepared.optimizer_arguments,
     )
-    folder = on_first_rank(lambda: RunFolder.claim(job, path=start.folder, attempt=attempt), world=world)
+    folder = on_first_rank(lambda: claim_run_folder(job, path=start.folder, attempt=attempt), world=world)
     sinks: list[EventSink] = []
     if world.rank == 0:
         lines = ProgressLines(console or OutputConsole(), every=job.train.log_every)
-        loggers = (logger_maker(name)(folder.path, job) for name in job.train.loggers)
-        sinks += [lines, JsonLines(folder.metrics), *loggers]
+        loggers = (logger_maker(name)(folder, job) for name in job.train.loggers)
+        sinks += [lines, JsonLines(folder / METRICS), *loggers]
     try:
         with EventDispatcher(sinks) as events:
             return _Run(trainer, prepared, folder, events).run(start)
     except Exception as error:
-        leave_traceback(error, world=world, folder=folder.path)
+        leave_traceback(error, world=world, folder=folder)
         if is_out_of_memory(error):
             raise ShortageError(str(error), used=trainer.memory()) from error
         raise
@@ -110,7 +124,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
 class _Run:
     """One run of a job on one rank. Rank 0 writes into the run's folder, every rank into the checkpoints."""
 
-    def __init__(self, trainer: Trainer, prepared: Prepared, folder: RunFolder, events: EventDispatcher) -> None:
+    def __init__(self, trainer: Trainer, prepared: Prepared, folder: Path, events: EventDispatcher) -> None:
         job = prepared.job
         self._trainer = trainer
         self._prepared = prepared
@@ -125,7 +139,7 @@ class _Run:
         self._reader: Iterator[Any] = iter(())
         self._validation: float | None = None
         self._checkpoints = RunCheckpoints(
-            trainer, root=folder.checkpoints, keep_last=job.train.keep_last, emit=events.emit
+            trainer, root=folder / CHECKPOINTS, keep_last=job.train.keep_last, emit=events.emit
         )
 
     def run(self, start: RunStart) -> RunSummary:
@@ -141,9 +155,10 @@ class _Run:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
             self._emit(run_events.Sample(self._progress.step, job.sample.prompt, text))
         seconds, folder = time.monotonic() - started, self._folder
-        following = shlex.join(["meshwise", "verify", str(folder.job)])
-        self._emit(run_events.End(self._progress.step, seconds, self._progress.loss, folder.outputs(), following))
-        where = None if trainer.world.rank else str(folder.path)
+        outputs = run_outputs(folder)
+        following = shlex.join(["meshwise", "verify", outputs["job"]])
+        self._emit(run_events.End(self._progress.step, seconds, self._progress.loss, outputs, following))
+        where = None if trainer.world.rank else str(folder)
         return RunSummary(self._progress.loss, self._validation, where)
 
     def _start_event(self) -> run_events.Start:
@@ -159,25 +174,25 @@ class _Run:
             batch=self._sizes.first,
             memory=trainer.memory(),
             precision=dict(trainer.precision),
-            output=str(self._folder.path),
+            output=str(self._folder),
         )
 
     def _steps(self) -> None:
         job, trainer, progress = self._job.train, self._trainer, self._progress
-        pace, busy_timer = RankPace(trainer.world), BusyTimer(trainer.world)
+        pace = RankPace(trainer.world)
         before = progress.step
         first = max(before + 1, min(before + 1 + _WARM_UP_STEPS, job.steps - job.timeline + 1))
         measured = range(first, min(first + job.timeline, job.steps + 1))
-        timelines = StepTimelines(trainer, steps=measured, path=self._folder.timeline, emit=self._emit)
+        timelines = StepTimelines(trainer, steps=measured, path=self._folder / TIMELINE, emit=self._emit)
         began = last = time.monotonic()
         budgeted = False
         for step in range(before + 1, job.steps + 1):
             batch = self._next_batch()
             lr = self._set_rate()
             timelines.before(step)
-            busy_timer.start()
+            pace.start()
             result = self._step(step, batch)
-            busy = busy_timer.stop()
+            busy = pace.stop()
             progress.count(result, batch=self._size)
             now = time.monotonic()
             self._emit(
@@ -220,7 +235,7 @@ class _Run:
             self._emit(slow)
 
     def _step(self, step: int, batch: Any) -> StepResult:
-        traced = profile(self._trainer, into=self._folder.path / PROFILE) if step == self._job.train.profile else None
+        traced = profile(self._trainer, into=self._folder / PROFILE) if step == self._job.train.profile else None
         try:
             with traced or contextlib.nullcontext():
                 return self._trainer.step(batch, local=True, total=self._size)
@@ -241,7 +256,7 @@ class _Run:
 
     def _stops(self, step: int) -> bool:
         """Return whether the file `stop` is in the run's folder, and remove it. All ranks get the answer of rank 0."""
-        job, file, world = self._job.train, self._folder.stop, self._trainer.world
+        job, file, world = self._job.train, self._folder / STOP, self._trainer.world
         if not job.save_every or step % job.log_every or step == job.steps:
             return False
         found: bool = world.exchange(world.rank == 0 and file.exists())[0]
@@ -303,7 +318,9 @@ class _Run:
         """Write the trained parameters before validation or generation can fail, and wait for the last checkpoint."""
         job, folder = self._job, self._folder
         metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
-        write_parameters(self._trainer, path=None if self._trainer.world.rank else folder.parameters, metadata=metadata)
+        write_parameters(
+            self._trainer, path=None if self._trainer.world.rank else folder / PARAMETERS, metadata=metadata
+        )
         self._checkpoints.finish()
 
 
@@ -335,14 +352,12 @@ def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) ->
     tokens = list(prompt)
     for _ in range(sample.length):
         logits = trainer.predict(torch.tensor([tokens[-context:]]))[0, -1].double().cpu()
-        tokens.append(_sampled(logits, sample.temperature, generator))
+        if sample.temperature == 0:
+            tokens.append(int(logits.argmax()))
+        else:
+            likely = torch.softmax(logits / sample.temperature, dim=-1)
+            tokens.append(int(torch.multinomial(likely, 1, generator=generator)))
     return bytes(token % 256 for token in tokens[len(prompt) :]).replace(b"\0", b"").decode(errors="replace")
-
-
-def _sampled(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator))
 
 
 _WARM_UP_STEPS = 2
@@ -408,21 +423,55 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return copy.reshape(-1).view(torch.uint8).numpy().data
 
 
-def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
-    """Return a function from the number of the step (0 … steps-1) to the learning rate, as a fraction of the peak.
+WINDOW = 20
+"""Steps between two comparisons."""
+_FACTOR = 2.0
+_LEAST_SECONDS = 0.05
 
-    Step k of the warm-up has (k+1)/warmup of the peak. A decay ends at `schedule.floor` in the last step; the shape
-    `constant` stays at the peak."""
-    decay = steps - schedule.warmup if schedule.shape != "wsd" else round(schedule.decay * steps)
-    first = max(steps - decay, schedule.warmup)
 
-    def at(step: int) -> float:
-        if step < schedule.warmup:
-            return (step + 1) / schedule.warmup
-        if schedule.shape == "constant" or step < first:
-            return 1.0
-        progress = min(1.0, (step - first) / max(1, steps - 1 - first))
-        height = (1 + math.cos(math.pi * progress)) / 2 if schedule.shape == "cosine" else 1 - progress
-        return schedule.floor + (1 - schedule.floor) * height
+class RankPace:
+    """Measures the busy times of this rank's steps; every 20 steps, it compares them with the other ranks' times."""
 
-    return at
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._began = self._waited = 0.0
+        self._steps: list[int] = []
+        self._seconds: list[float] = []
+
+    def start(self) -> None:
+        """Start the timer of a step."""
+        self._began, self._waited = time.monotonic(), self._world.flight_recorder.waited
+
+    def stop(self) -> float:
+        """Return the seconds since `start`, without the seconds in which this rank waited in collectives."""
+        return time.monotonic() - self._began - (self._world.flight_recorder.waited - self._waited)
+
+    def note(self, step: int, *, seconds: float) -> list[Slow]:
+        """Record the busy seconds of a step; return the slow ranks in every 20th call. Every rank calls it."""
+        self._steps.append(step)
+        self._seconds.append(seconds)
+        return self.compare() if len(self._steps) == WINDOW else []
+
+    def compare(self) -> list[Slow]:
+        """Return the slow ranks by the busy times recorded since the last comparison. Every rank calls it."""
+        world, steps = self._world, self._steps
+        own = torch.tensor(self._seconds, dtype=torch.float64, device=world.device)
+        self._steps, self._seconds = [], []
+        if world.size == 1 or not steps:
+            return []
+        times = own.new_empty(world.size * len(steps))
+        world.all_gather(own, into=times, axes=world.mesh.names).wait()
+        return list(slow_ranks(steps, times=times.view(world.size, len(steps)).tolist()))
+
+
+def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[Slow]:
+    """Yield one event for each rank that was slow in a step. `times[rank][i]`: busy seconds in step `steps[i]`."""
+    for rank, own in enumerate(times):
+        found = []
+        for number, step in enumerate(steps):
+            others = statistics.median(row[number] for other, row in enumerate(times) if other != rank)
+            if own[number] > max(_FACTOR * others, others + _LEAST_SECONDS):
+                found.append((step, own[number], others))
+        if found:
+            named, seconds, others_took = zip(*found, strict=True)
+            yield Slow(steps[-1], rank, list(named), statistics.mean(seconds), statistics.mean(others_took))

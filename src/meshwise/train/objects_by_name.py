@@ -25,10 +25,9 @@ from meshwise.optim.large_batch_optimizers import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
-from meshwise.train.flags import flags_of, parse_flags
+from meshwise.train.flags_and_toml import flags_of, parse_flags
 from meshwise.train.job import HUB, ROW_KINDS, Job, JobError, OptimizerJob
 from meshwise.train.pretrained_model import pretrained_model
-from meshwise.train.tuning_rows import answer_loss
 
 BYTE_VALUES = 256
 """Number of values of a byte: the smallest vocabulary of a text model."""
@@ -42,6 +41,14 @@ def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor,
     if output.shape != target.shape:
         raise ValueError(f"mse: the output is {tuple(output.shape)} but the target {tuple(target.shape)}")
     return torch.square(output - target).sum(), target.numel()
+
+
+def answer_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy in nats, summed over the tokens with a target, and their number: two scalar tensors.
+
+    `output`: logits (batch, tokens, vocabulary), or an output of transformers that has them."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    return next_token_loss(logits, (batch["input_ids"], batch["targets"]))
 
 
 LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "balanced": balanced_loss, "mse": mean_squared_error}

@@ -22,17 +22,15 @@ from meshwise.model.forward import Loss
 from meshwise.model.parameter_table import ParameterOptions
 from meshwise.plan import PlanError
 from meshwise.plan.plan_keys import is_path
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.train.batch_sizes import BatchSizes
+from meshwise.simulate.rehearsal import RehearsalSubject
+from meshwise.train.batch_and_lr import BatchSizes
 from meshwise.train.console_output import counted
-from meshwise.train.dataset import RunData, length, load_data, read_batches
-from meshwise.train.experiment_loggers import logger_maker
+from meshwise.train.dataset import STDLIB, RunData, SampleOrder, length, load_data, read_batches
 from meshwise.train.job import HUB, ROW_KINDS, Job, JobError
 from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer, optimizer_options
 from meshwise.train.pretrained_model import check_rows_fit
-from meshwise.train.sample_order import SampleOrder
-from meshwise.train.token_file import STDLIB
-from meshwise.train.tuning_rows import forward_without_targets
+from meshwise.train.run_events import logger_maker
+from meshwise.train.tuning_rows import load_rows
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Prepared:
             cut=job.model.cut_options,
             sync=job.train.sync,
             example=example,
-            forward=None if self.data.rows is None else forward_without_targets,
+            forward=self.data.forward,
         )
 
     def batches(self, count: int) -> Iterator[Any]:
@@ -112,12 +110,14 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
         sizes.check_parts(replicas * plan.microbatches, plan=plan)
     kind, arguments = optimizer(job.optimizer)
     job = with_tokenizer(job)
-    model, loss, data = model_function(job), loss_function(job), load_data(job.data)
+    records = (job.data.dataset or "").startswith(ROW_KINDS)
+    model, loss = model_function(job), loss_function(job)
+    data = load_rows(job.data) if records else load_data(job.data)
     if data.text:
         check_text(job)
-    if data.rows is not None:
+    if data.largest is not None:
         module = shapes_of(model, seed=0).module
-        check_rows_fit(module, largest=data.rows.largest, context=job.data.context, packed=job.data.pack)
+        check_rows_fit(module, largest=data.largest, context=job.data.context, packed=job.data.pack)
     if sizes.most > (size := length(data.train)):
         raise JobError(
             f"{sizes.key} = {counted(sizes.most, of='sample')}, but the training data has only {size:,}: a step would "

@@ -16,8 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from meshwise.checkpoint.checkpoint_errors import DamageError
-from meshwise.checkpoint.checkpoint_index import CheckpointIndex
+from meshwise.checkpoint.checkpoint_format import CheckpointIndex, DamageError
 from meshwise.checkpoint.hugging_face import read_pretrained, with_model_names
 from meshwise.train.job import HUB, JobError, ModelJob
 
@@ -88,13 +87,13 @@ def library(name: str, *, key: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        extra = name if name in ("peft", "datasets") else "hf"
+        extra = {"peft": "peft", "datasets": "datasets", "pyarrow.parquet": "datasets"}.get(name, "hf")
         raise JobError(f"{key} needs a library: {error}; pip install 'meshwise[{extra}]'") from error
 
 
 def check_rows_fit(module: nn.Module, *, largest: int, context: int, packed: bool) -> None:
     """Raise JobError if a model of transformers has too small a vocabulary or context, or cannot read packed rows."""
-    kinds: Any = vars(sys.modules.get("transformers", object)).get("PreTrainedModel", ())
+    kinds: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
     model: Any = next((part for part in module.modules() if isinstance(part, kinds)), None)
     if model is None:
         return

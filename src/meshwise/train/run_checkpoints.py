@@ -1,19 +1,344 @@
-"""Write the checkpoints of a training run in the background, and report each as saved or failed.
+"""Make or find the folder of a training run, write its checkpoints, and resume from one.
 
-`save` starts a save and returns, and training continues. Rank 0 emits `Saved` when the checkpoint is complete. All
-ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end of the run.
-After a failure the older checkpoints are unchanged, and the run continues."""
+    runs/demo/job.toml                  the resolved job; `meshwise train runs/demo/job.toml` runs it again
+    runs/demo/metrics.jsonl             every event, one JSON object a line
+    runs/demo/checkpoints/              with train.save_every
+    runs/demo/launch                    torchrun's name for the job (run ID), if torchrun may start the ranks again
+    runs/demo/tensorboard/              with train.loggers = ["tensorboard"]
+    runs/demo/timeline.json             with train.timeline
+    runs/demo/profile/                  with train.profile
+    runs/demo/parameters.safetensors    the full parameters and buffers at the end
+    runs/demo/failure-rank-1.txt        the traceback of a rank that failed
+    runs/demo/stop                      made by a user, or by a cluster before its time limit: the run saves and ends
 
+    | train.resume      folder                          begins from (`find_run_start`)
+    | (none)            a new one                       nothing
+    | auto              `output`, if it exists          its newest valid checkpoint; nothing without one
+    | a folder          a new one                       that checkpoint, or the newest valid one of that run
+
+Ranks that torchrun has started again find the folder by the run ID in `launch`, and resume from its checkpoints.
+If it has none, they begin where the first start began.
+
+A resumed run reads the samples and sets the learning rates of a run without interruption (`restore_run`). The trainer
+restores the model, the optimizer and (under the same plan) the random generators. In addition, a run has three counts
+that do not depend on the plan: steps done, samples read, and updates applied (which set the learning rate).
+
+The job must equal the checkpoint's job (`job_changes`). Keys that do not change the results may differ; the difference
+is printed. Any other difference is refused unless `train.accept` names its key. Data are compared by content, not by
+file name.
+
+`RunCheckpoints` saves in the background while training continues. Rank 0 emits `Saved` when a checkpoint is complete.
+All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end of the
+run. After a failure the older checkpoints are unchanged, and the run continues."""
+
+import hashlib
+import itertools
+import math
 import time
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from meshwise.checkpoint.checkpoint_errors import SaveError
-from meshwise.checkpoint.checkpoint_index import INDEX
+import torch
+
+from meshwise.checkpoint.checkpoint_folder import newest_valid
+from meshwise.checkpoint.checkpoint_format import INDEX, SaveError, read_index
+from meshwise.checkpoint.hugging_face import is_pretrained
 from meshwise.checkpoint.save_state import PendingSave
+from meshwise.checkpoint.training_state import RestoredState
+from meshwise.comm.api.job_processes import JobAttempt
+from meshwise.comm.api.world import World
+from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
-from meshwise.train.run_events import Event, Saved, SaveFailed
+from meshwise.plan import PlanError
+from meshwise.train.batch_and_lr import NoiseAverage
+from meshwise.train.flags_and_toml import to_toml
+from meshwise.train.job import Job, JobError
+from meshwise.train.prepare_job import Prepared
+from meshwise.train.run_events import Event, Resume, Saved, SaveFailed
+
+TIMELINE = "timeline.json"
+"""Name of the file with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
+JOB, METRICS, PARAMETERS = "job.toml", "metrics.jsonl", "parameters.safetensors"
+CHECKPOINTS, PROFILE, LAUNCH, STOP = "checkpoints", "profile", "launch", "stop"
+"""Names in the run's folder, as in the table above."""
+
+
+def claim_run_folder(job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> Path:
+    """Return the folder at `path` (None: a new folder at `train.output`) and write the job into it.
+
+    If the name of a new folder exists, `-2`, `-3` … is appended. Raises JobError when the folder cannot be written."""
+    try:
+        folder = _new_folder(Path(job.train.output)) if path is None else path
+        if attempt is not None and attempt.max_restarts:
+            (folder / LAUNCH).write_text(attempt.job_name, encoding="utf-8")
+        (folder / JOB).write_text(to_toml(job), encoding="utf-8")
+        (folder / STOP).unlink(missing_ok=True)
+    except OSError as error:
+        raise JobError(f"train.output = {job.train.output!r}: {error.strerror}: {error.filename}") from error
+    return folder
+
+
+def run_outputs(folder: Path) -> dict[str, str]:
+    """Return the paths of a run's output files and folders that exist, by name, such as `parameters`."""
+    names = {"job": JOB, "metrics": METRICS, "parameters": PARAMETERS}
+    names |= {name: name for name in (CHECKPOINTS, PROFILE, "tensorboard")} | {"timeline": TIMELINE}
+    return {name: str(folder / file) for name, file in names.items() if (folder / file).exists()}
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Where a run begins: its folder, and its first checkpoint.
+
+    | folder    the existing folder in which the run continues; None: a new folder
+    | roots     folders of checkpoints; from the first one with a checkpoint, the newest valid one is restored
+    | chosen    a checkpoint to restore if `roots` have none; None: the run then begins without a checkpoint"""
+
+    folder: Path | None = None
+    roots: tuple[Path, ...] = ()
+    chosen: Path | None = None
+
+    def candidate(self) -> Path | None:
+        """Return the checkpoint to restore, unless loading finds damage in it; None if there is no checkpoint."""
+        found = (newest_valid(root)[0] for root in self.roots)
+        return next((path for path in found if path is not None), self.chosen)
+
+
+def find_run_start(job: Job, *, attempt: JobAttempt | None) -> RunStart:
+    """Return where the run of this job begins. `attempt`: this start of the ranks by torchrun; None without torchrun.
+
+    Raises JobError when `train.resume` names no checkpoint."""
+    start = _resume_start(job)
+    folder = None if attempt is None else _folder_of(attempt, Path(job.train.output))
+    if folder is None:
+        return start
+    own = folder / CHECKPOINTS
+    return RunStart(folder, (own, *(root for root in start.roots if root != own)), start.chosen)
+
+
+def _resume_start(job: Job) -> RunStart:
+    """Return the start that `train.resume` names. Raises JobError when it names no run and no checkpoint."""
+    output, resume = Path(job.train.output), job.train.resume
+    if resume is None or (resume == "auto" and not output.exists()):
+        return RunStart()
+    if resume == "auto":
+        if not any((output / name).exists() for name in (JOB, CHECKPOINTS)):
+            raise JobError(
+                f"train.resume = 'auto', but train.output = '{output}' is no run: it has neither job.toml nor "
+                f"{CHECKPOINTS}; name another folder"
+            )
+        return RunStart(output, (output / CHECKPOINTS,))
+    place = Path(resume)
+    if (place / INDEX).is_file():
+        return RunStart(chosen=place)
+    if is_pretrained(place):
+        raise JobError(
+            f"train.resume = {resume!r} is a model in the layout of Hugging Face, without the state of a run; let the "
+            "function of model.name return AutoModelForCausalLM.from_pretrained(folder)"
+        )
+    root = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
+    if not any(root.glob(f"*/{INDEX}")):
+        raise JobError(
+            f"train.resume = {resume!r}: no checkpoint there; name the folder of a run, one of its {CHECKPOINTS}, "
+            "or 'auto'"
+        )
+    return RunStart(roots=(root,))
+
+
+def _folder_of(attempt: JobAttempt, output: Path) -> Path | None:
+    """Return the folder that an earlier attempt of this job has made; None if there is none."""
+    if not attempt.is_named and not attempt.restarts:
+        return None
+    names = [path / LAUNCH for path in itertools.takewhile(Path.exists, _numbered(output))]
+    mine = [name.parent for name in names if name.exists() and name.read_text(encoding="utf-8") == attempt.job_name]
+    return mine[-1] if mine else None
+
+
+def _numbered(wanted: Path) -> Iterator[Path]:
+    """Yield the folder names that runs with this output take, in order: `demo`, `demo-2`, `demo-3` and so on."""
+    yield wanted
+    for number in itertools.count(2):
+        yield wanted.with_name(f"{wanted.name}-{number}")
+
+
+def _new_folder(wanted: Path) -> Path:
+    """Make and return a new folder, `wanted` or with a number appended. Two runs never get the same folder."""
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    for path in _numbered(wanted):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("the numbers never end")
+
+
+T = TypeVar("T")
+
+FREE_KEYS = (
+    *("plan", "ranks", "restarts", "comm", "emulate", "swap", "sample"),
+    *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
+    *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
+    *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),
+    *("train.output", "train.resume", "train.accept"),
+)
+"""Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""
+_SILENT_KEYS = (
+    "ranks",
+    "restarts",
+    "comm",
+    "emulate",
+    "swap",
+    "data.cache",
+    "train.output",
+    "train.resume",
+    "train.accept",
+)
+
+
+@dataclass
+class RunProgress:
+    """The progress of a run: steps, samples read and updates applied so far, and the loss of the last step.
+
+    | batch   size of the next batch, with `train.auto_batch`; 0: none chosen yet
+    | noise   averaged gradient noise, if it is measured"""
+
+    step: int = 0
+    samples: int = 0
+    updates: int = 0
+    loss: float = 0.0
+    batch: int = 0
+    noise: NoiseAverage = field(default_factory=NoiseAverage)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "RunProgress":
+        """Return the progress from a dict of `to_json`; a loss of None becomes NaN."""
+        loss = math.nan if saved["loss"] is None else saved["loss"]
+        noise = NoiseAverage(**saved.get("noise", {}))
+        return cls(saved["step"], saved["samples"], saved["updates"], loss, saved.get("batch", 0), noise)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a dict of the fields for JSON; a loss that is not finite becomes None."""
+        return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
+
+    def count(self, result: StepResult, *, batch: int) -> None:
+        """Count one more step of `batch` samples."""
+        self.step += 1
+        self.samples += batch
+        self.updates += not result.skipped
+        self.loss = result.loss
+
+
+def on_first_rank(call: Callable[[], T], *, world: World) -> T:
+    """Return the result of `call` on rank 0 to every rank. Its JobError or PlanError is raised on every rank."""
+    own: list[T | JobError | PlanError] = []
+    if world.rank == 0:
+        try:
+            own.append(call())
+        except (JobError, PlanError) as error:
+            own.append(error)
+    found: T | JobError | PlanError = world.exchange(own)[0][0]
+    if isinstance(found, JobError | PlanError):
+        raise found
+    return found
+
+
+def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunStart:
+    """Return where the run begins. Raises JobError if the checkpoint is of another job, or `train.resume` is wrong."""
+    start = find_run_start(prepared.job, attempt=attempt)
+    candidate = start.candidate()
+    if candidate is not None:
+        saved = read_index(candidate).extra["user"]
+        job_changes(saved, job=prepared.job, content=prepared.data.content)
+    return start
+
+
+def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: Callable[[Event], None]) -> RunProgress:
+    """Restore the trainer, emit `Resume`, and return the progress (zero without a checkpoint). Every rank calls it.
+
+    Raises JobError for a checkpoint of another job, and DamageError when there are checkpoints but no valid one."""
+    found = _restored(trainer, start, own=prepared.hyperparameters)
+    if found is None:
+        if start.folder is not None:
+            emit(Resume(0, 0, "", [], []))
+        return RunProgress()
+    changed = job_changes(found.extra, job=prepared.job, content=prepared.data.content)
+    progress = RunProgress.from_json(found.extra["progress"])
+    if (found.extra["plan"], found.extra["ranks"]) != (str(prepared.job.plan), trainer.world.size):
+        # The generators in the checkpoint belong to ranks of another plan.
+        place = f"{prepared.job.train.seed} {progress.samples} {trainer.world.rank} of {trainer.world.size}"
+        torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little"))
+    emit(Resume(progress.step, progress.samples, str(found.path), changed, [str(damage) for damage in found.damaged]))
+    return progress
+
+
+def run_extra(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[str, Any]:
+    """Return a dict of JSON values that a checkpoint stores for `restore_run`, such as the job and the progress."""
+    return {
+        "job": to_toml(prepared.job),
+        "content": prepared.data.content,
+        "plan": str(prepared.job.plan),
+        "ranks": ranks,
+        "progress": progress.to_json(),
+    }
+
+
+def _restored(trainer: Trainer, start: RunStart, *, own: frozenset[str]) -> RestoredState | None:
+    """Restore and return the newest valid checkpoint, or None. Hyperparameters in `own` keep the job's values."""
+    groups = trainer.optimizer.param_groups
+    wanted = [{name: group[name] for name in own & group.keys()} for group in groups]
+    found = next(filter(None, map(trainer.restore, start.roots)), None)
+    if found is None and start.chosen is not None:
+        found = RestoredState(start.chosen, trainer.load(start.chosen), ())
+    for group, values in zip(groups, wanted, strict=True):
+        group.update(values)
+    return found
+
+
+def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
+    """Return one line for each difference from the checkpoint's job that the user should see.
+
+    `saved` is from `run_extra`; `content` is `RunData.content`. Raises JobError that names every forbidden difference.
+    """
+    before = _values(tomllib.loads(to_toml(Job()))) | _values(tomllib.loads(saved["job"]))
+    now = _values(tomllib.loads(to_toml(job)))
+    lines = {
+        key: f"{key}: {_text(before.get(key))} -> {_text(now.get(key))}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    }
+    refused = {key: line for key, line in lines.items() if not _within(key, (*FREE_KEYS, *job.train.accept))}
+    if saved["content"] != content:
+        lines["data"] = f"content of the data: {saved['content']} -> {content}"
+        if not _within("data", job.train.accept) and not _within("data.files", job.train.accept):
+            refused["data"] = lines["data"]
+    if refused:
+        shown = "\n".join(f"  {line}" for line in refused.values())
+        raise JobError(
+            f"the job differs from the job of the checkpoint:\n{shown}\n"
+            f"undo these changes, or accept them: --train.accept {' '.join(refused)}"
+        )
+    if "train.steps" in lines and job.schedule.shape != "constant":
+        lines["train.steps"] += ", and the learning rate follows the new length"
+    return [line for key, line in lines.items() if not _within(key, _SILENT_KEYS)]
+
+
+def _values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested table by dotted key."""
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        values |= _values(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return values
+
+
+def _within(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key == other or key.startswith(f"{other}.") for other in keys)
+
+
+def _text(value: Any) -> str:
+    return "(default)" if value is None else repr(value)
 
 
 class RunCheckpoints:

@@ -1,9 +1,9 @@
-"""Turn texts, prompts and chats into rows of tokens with the loss on answers alone (`tuning_rows`).
+"""Turn texts, prompts and chats into rows of tokens with the loss on answers alone (`load_rows`).
 
     | in data.dataset    records                                   record                            loss on
     | json:FILES         lines of files, folders or globs          {"text": …}                       all tokens
-    | parquet:FILES      rows of files       (both are read by     {"prompt": …, "completion": …}    the completion
-    | datasets:FOLDER    of save_to_disk     the library datasets) {"messages": [{"role": …}, …]}    the assistant
+    | parquet:FILES      rows of files                             {"prompt": …, "completion": …}    the completion
+    | datasets:FOLDER    of save_to_disk of Hugging Face datasets  {"messages": [{"role": …}, …]}    the assistant
 
 A record is tokenized once, into a cache file that ranks map into memory:
 
@@ -24,6 +24,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,11 +35,20 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from meshwise.model.forward import default_forward
-from meshwise.reference.gpt import IGNORED, next_token_loss
+from meshwise.reference.gpt import IGNORED
 from meshwise.train.console_output import counted
+from meshwise.train.dataset import (
+    RunData,
+    build_once,
+    cache_errors,
+    default_cache,
+    digest,
+    load_data,
+    open_tokens,
+    text_files,
+)
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.pretrained_model import hub_folder, library
-from meshwise.train.token_file import build_once, cache_errors, default_cache, digest, open_tokens, text_files
 
 Words: TypeAlias = NDArray[np.uint32]
 """Tokens, with bit 31 set where the loss counts."""
@@ -50,15 +60,7 @@ _FIELDS = ("text", "prompt", "completion", "messages", "tools")
 _TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|chat_template|special_tokens|added_tokens).*|merges\.txt|.*\.model")
 
 
-def answer_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy in nats, summed over the tokens of the answers, and their number: two scalar tensors.
-
-    `output`: logits (batch, tokens, vocabulary), or an output of transformers that has them."""
-    logits = output if isinstance(output, Tensor) else output.logits
-    return next_token_loss(logits, (batch["input_ids"], batch["targets"]))
-
-
-def forward_without_targets(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+def _without_targets(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     """Call the model on the entries of a batch of rows that it knows, except the targets, which are for the loss."""
     return default_forward(model, {key: value for key, value in batch.items() if key != "targets"})
 
@@ -114,8 +116,8 @@ class TuningRows(Dataset[dict[str, Tensor]]):
         return functools.partial(TuningRows, self._path, job=self._job), ()
 
 
-def tuning_rows(job: DataJob) -> TuningRows:
-    """Return the rows of a job; tokenize its records into the cache if they are not there.
+def load_rows(job: DataJob) -> RunData:
+    """Return the datasets of a job with records; tokenize the records into the cache if they are not there.
 
     Raises JobError for a record that cannot be read, a missing tokenizer, template or library, and for no records."""
     kind, _, where = str(job.dataset).partition(":")
@@ -140,7 +142,9 @@ def tuning_rows(job: DataJob) -> TuningRows:
             f"data.dataset = {job.dataset!r} has no row to train on: {rows.summary}. Give records with answers, or a "
             f"larger data.context than {job.context}"
         )
-    return rows
+    data = load_data(job, made=rows)
+    summary = f"{data.summary} of {counted(job.context, of='token')}; {rows.summary}"
+    return replace(data, summary=summary, content=rows.content, forward=_without_targets, largest=rows.largest)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -270,16 +274,18 @@ def _json_lines(files: Iterable[Path]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 def _library_rows(kind: str, where: str, files: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the rows of Parquet files, or of a folder of the library datasets: of its split `train` if it has some."""
-    datasets, paths = library("datasets", key="data.dataset"), [str(path) for path in files]
     try:
         if kind == "parquet":
-            rows = datasets.load_dataset("parquet", data_files=paths, split="train", streaming=True)
+            opened = map(library("pyarrow.parquet", key="data.dataset").ParquetFile, files)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for file in opened for batch in file.iter_batches())
         else:
-            rows = datasets.load_from_disk(where)
-        rows = rows["train"] if isinstance(rows, Mapping) else rows
+            found = library("datasets", key="data.dataset").load_from_disk(where)
+            rows = found["train"] if isinstance(found, Mapping) else found
         yield from ((f"{where}, row {number}", row) for number, row in enumerate(rows, start=1))
-    except (ValueError, KeyError, OSError) as error:
-        raise JobError(f"data.dataset = '{kind}:{where}' cannot be read by the library datasets: {error}") from error
+    except (KeyError, OSError, ValueError) as error:
+        if isinstance(error, JobError):
+            raise
+        raise JobError(f"data.dataset = '{kind}:{where}' cannot be read: {error}; name another place") from error
 
 
 def _packed(sizes: NDArray[np.int64], context: int) -> NDArray[np.int64]:

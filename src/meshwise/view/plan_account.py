@@ -1,19 +1,28 @@
-"""Collect the data that is drawn of a plan: timeline, memory, mesh and facts, from a prediction or a measured run."""
+"""Collect the data that is drawn of a plan (`PlanAccount`): timeline, memory, mesh and facts, predicted or measured.
 
+`comparison_table` compares plans as a table: their keys, the parts of a step, and the memory. `write_chrome_trace`
+writes timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open. Each rank is a process
+with four rows: computations and waits, links, collectives, and traffic between memory tiers. Every message has an
+arrow, and memory by category is a counter. The format is JSON ("Trace Event Format"), times in µs."""
+
+import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from meshwise.base.mesh import Mesh
-from meshwise.base.timeline import Timeline, time_by_activity
+from meshwise.base.text_format import time_text
+from meshwise.base.timeline import Event, Timeline, TimelineRow, time_by_activity
 from meshwise.pipeline.run.measured_step import MeasuredStep
+from meshwise.pipeline.schedules.schedule_table import RECEIVES, SENDS, Action, ActionKind, counterpart
 from meshwise.plan import Plan
-from meshwise.simulate.memory_use import fullest
-from meshwise.simulate.predicted_timeline import MemoryHistory, PredictionReplay
-from meshwise.simulate.prediction import Prediction
-from meshwise.simulate.simulation_tables import size_text
+from meshwise.simulate.predicted_memory import fullest, size_text
+from meshwise.simulate.step_prediction import MemoryHistory, Prediction, PredictionReplay
+from meshwise.simulate.step_tape import Category
 
 _MOST_HISTORIES = 6
 """With more ranks along pp than this, only the memory of the first, the fullest and the last is shown."""
@@ -93,3 +102,109 @@ def measured_accounts(run: MeasuredStep) -> tuple[PlanAccount, ...]:
     """Return three accounts of a schedule: as measured, by the clock with mean times, and with equal stages."""
     timelines = {"measured": run.run, "by the clock": run.predicted, "equal stages": run.ideal}
     return tuple(PlanAccount(title, timeline) for title, timeline in timelines.items())
+
+
+Row = tuple[str, ...]
+"""Texts of the cells of a table's row."""
+_LAST = ("update", "around", "bubble")
+"""Activities that follow the waits in the table."""
+
+
+def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
+    """Return a header of titles, then rows with a column per plan. Keys that are equal in all plans are left out."""
+    rows: list[Row] = [("", *(account.title for account in accounts))]
+    plans = [account.plan.to_toml() if account.plan else {} for account in accounts]
+    keys = dict.fromkeys(key for plan in plans for key in plan)
+    differing = (key for key in keys if len({plan[key] for plan in plans if plan}) > 1)
+    rows += ((key, *(str(plan.get(key, "")) for plan in plans)) for key in differing)
+    rows.append(("step", *(time_text(account.timeline.seconds, unit=account.unit) for account in accounts)))
+    found = {what for account in accounts for what in account.spent}
+    waits = sorted(found - {"computes", *_LAST})
+    for what in (what for what in ("computes", *waits, *_LAST) if what in found):
+        rows.append((what, *(_part(account, what) for account in accounts)))
+    for fact in dict.fromkeys(fact for account in accounts for fact in account.facts):
+        rows.append((fact, *(account.facts.get(fact, "") for account in accounts)))
+    for category in (str(category) for category in Category if any(one.peak.get(category) for one in accounts)):
+        sizes = (size_text(account.peak.get(category, 0)) if account.peak else "" for account in accounts)
+        rows.append((category, *sizes))
+    return rows
+
+
+def _part(account: PlanAccount, what: str) -> str:
+    """Return the text of an activity's time, with its percentage of the step."""
+    time = account.spent.get(what, 0.0)
+    return f"{time_text(time, unit=account.unit)} ({100 * time / account.timeline.seconds:.1f} %)" if time else "0"
+
+
+ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 2, TimelineRow.TIERS: 3}
+"""Thread number of each row in a process of the trace; computations and waits are row 0."""
+_NAMES = ("computes", "sends", "collectives", "tiers")
+_APART = 10
+"""Distance between the numbers of rows with the same name. Overlapping events get separate rows."""
+_MICRO = 1e6
+
+
+def write_chrome_trace(accounts: Sequence[PlanAccount], *, path: Path) -> None:
+    """Write the trace of one or several plans to a JSON file. A time of 1 without a unit becomes a millisecond.
+
+    The processes of several plans have the plan's title in their names. Raises OSError."""
+    events: list[dict[str, Any]] = []
+    first = 0
+    for account in accounts:
+        scale = _MICRO if account.unit == "s" else 1e-3 * _MICRO
+        drawn = list(_events(account.timeline, first, scale))
+        rows = {(one["pid"], one["tid"]) for one in drawn}
+        title = f"{account.title}: " if len(accounts) > 1 else ""
+        for rank, stages in enumerate(account.timeline.stages):
+            name = f"{title}{account.names[rank]}: stages {' '.join(map(str, stages))}"
+            events.append({"ph": "M", "name": "process_name", "pid": first + rank, "args": {"name": name}})
+        events += (
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": _NAMES[row % _APART]}}
+            for pid, row in sorted(rows)
+        )
+        events += drawn
+        for history in account.histories:
+            memory = {"ph": "C", "name": "memory", "pid": first + history.index}
+            for level in history.levels:
+                sizes = {str(category): size for category, size in level.device.items()}
+                events.append({**memory, "ts": level.seconds * scale, "args": sizes})
+        first += account.timeline.ranks
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
+    """Yield every event with its row."""
+    free: dict[tuple[int, TimelineRow], list[float]] = defaultdict(list)
+    for event in sorted(timeline.events, key=lambda event: event.start):
+        if not event.is_background:
+            yield event, 0
+            continue
+        ends = free[event.rank, event.stream]
+        slot = next((slot for slot, end in enumerate(ends) if end <= event.start), len(ends))
+        ends[slot : slot + 1] = [event.stop]
+        yield event, ROWS[event.stream] + _APART * slot
+
+
+def _events(timeline: Timeline, first: int, scale: float) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of a timeline, whose rank 0 is the process `first`. The id of a message is unique."""
+    pipelines = {rank: ranks for ranks in timeline.pipelines for rank in ranks}
+    for event, row in _rows(timeline):
+        start, stop = event.start * scale, event.stop * scale
+        place = {"pid": first + event.rank, "tid": row}
+        message = {"name": "message", "cat": "message", **place}
+        pipeline = first + pipelines[event.rank][0]
+        yield {
+            "ph": "X",
+            "name": f"wait {event}" if event.stream is TimelineRow.WAIT else str(event),
+            "cat": event.kind,
+            "ts": start,
+            "dur": stop - start,
+            "args": {"stage": event.stage, "microbatch": event.microbatch},
+            **place,
+        }
+        if event.kind in SENDS:
+            yield {"ph": "s", "id": f"{pipeline}: {event}", "ts": start, **message}
+        elif event.kind in RECEIVES:
+            assert event.stage is not None
+            sent = counterpart(Action(event.stage, ActionKind(event.kind), event.microbatch))
+            yield {"ph": "f", "bp": "e", "id": f"{pipeline}: {sent}", "ts": stop, **message}

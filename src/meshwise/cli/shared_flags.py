@@ -1,0 +1,203 @@
+"""Check the flags that several commands share: `--ranks`, `--comm`, `--on`, and the paths of files to write.
+
+A command first calls `check_outputs` or `check_drawings`, which refuse a path that cannot be written. After the work,
+`write_and_say`, `write_drawings` and `write_picture` write the files: each file is replaced whole or not at all.
+`read_step` reads the measured step that a drawing shows. `run_chosen` calls the function that the first word after a
+command names, as in `meshwise draw mesh`. `say_start` prints that local ranks start."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwise.base.atomic_file import is_read_only, write_whole
+from meshwise.bench.collective_benchmark import MissingExtraError, require_matplotlib
+from meshwise.comm.api.job_processes import is_rank, launched_rank
+from meshwise.comm.health.watchdog import stall_seconds_from_environment
+from meshwise.comm.launch.connect import asked_comm
+from meshwise.comm.launch.launch import cores, torchrun_line
+from meshwise.comm.network.process_world import Comm
+from meshwise.pipeline.run.measured_step import MeasuredStep
+from meshwise.plan import AXES
+from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
+from meshwise.train.console_output import OutputConsole, console_of_width, counted
+from meshwise.train.job import Job, JobError
+from meshwise.train.run_checkpoints import TIMELINE
+from meshwise.view.picture import Picture, svg_file, write_png
+from meshwise.view.plan_account import PlanAccount, write_chrome_trace
+from meshwise.view.plan_pictures import page, picture_sheet
+
+_WIDTH = 120
+"""Columns of a drawing where stdout is not a terminal."""
+
+
+def check_outputs(paths: Iterable[Path | None]) -> None:
+    """Raise JobError for a path that cannot be written; None is skipped. Commands call it before their work starts."""
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise JobError(f"cannot write {path}: it is a folder; name a file in it")
+        folder = next(parent for parent in path.resolve().parents if parent.exists())
+        if is_read_only(path) or not (folder.is_dir() and (path.exists() or os.access(folder, os.W_OK))):
+            raise JobError(f"cannot write {path}: no permission to write to it or to {folder}; name another path")
+
+
+def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: str = "") -> None:
+    """Make the folders of `path`, let `write` write the file, and print the path followed by `more`.
+
+    Does nothing if `path` is None. Raises JobError; an old file is then unchanged."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, write=write)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror or error}") from error
+    drawing_console().print(f"wrote {path}{more}", highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class DrawingFiles:
+    """Flags for the picture files that a command can write."""
+
+    html: Path | None = None
+    """Write an HTML page here: tables, and pictures that show details under the pointer. It loads no other files."""
+    png: Path | None = None
+    """Write a PNG here; needs the extra `plot`."""
+    svg: Path | None = None
+    """Write an SVG here."""
+    trace: Path | None = None
+    """Write a Chrome trace here, which ui.perfetto.dev opens. Times without a unit are written as milliseconds."""
+
+    @property
+    def wanted(self) -> bool:
+        """True if any file is to be written."""
+        return any((self.html, self.png, self.svg, self.trace))
+
+
+def drawing_console() -> OutputConsole:
+    """Return a console on stdout for drawings; where stdout is no terminal, its lines have at most 120 columns."""
+    return console_of_width(_WIDTH)
+
+
+def check_drawings(files: DrawingFiles) -> None:
+    """Raise JobError for a file that cannot be written, and for a PNG when matplotlib is not installed."""
+    check_outputs((files.html, files.png, files.svg, files.trace))
+    if files.png:
+        try:
+            require_matplotlib()
+        except MissingExtraError as error:
+            raise JobError(str(error)) from error
+
+
+def read_step(run: Path) -> MeasuredStep:
+    """Return the measured step of a run, given its folder or timeline.json. Raises JobError if it cannot be read."""
+    path = run / TIMELINE if run.is_dir() else run
+    try:
+        return MeasuredStep.read(path)
+    except FileNotFoundError:
+        raise JobError(f"{path} is not there; train with --train.timeline=3 to measure three steps of a run") from None
+    except (ValueError, OSError) as error:
+        raise JobError(str(error)) from error
+
+
+def write_drawings(accounts: Sequence[PlanAccount], *, files: DrawingFiles, title: str) -> None:
+    """Draw the plans (`accounts`) into the files that are not None, and print the paths. Raises JobError."""
+    write_and_say(files.html, write=lambda path: path.write_text(page(accounts, title=title), encoding="utf-8"))
+    write_and_say(files.trace, write=lambda path: write_chrome_trace(accounts, path=path))
+    if files.png or files.svg:
+        write_picture(picture_sheet(accounts), png=files.png, svg=files.svg)
+
+
+def write_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> None:
+    """Write a picture to the paths that are not None, and print them. Raises JobError when a file cannot be written."""
+    write_and_say(png, write=lambda path: write_png(picture, path=path))
+    write_and_say(svg, write=lambda path: path.write_text(svg_file(picture), encoding="utf-8"))
+
+
+DEFAULT_RANKS = 4
+"""Most local ranks to start by default, where neither the plan nor a flag gives the number: laptops have few cores."""
+
+
+def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
+    """Return the value of `--comm` as `run` expects it: None for `auto` (MESHWISE_COMM decides) and for `threads`.
+
+    Raises JobError for a bad MESHWISE_COMM or MESHWISE_STALL_SECONDS."""
+    if comm == "threads":
+        return None
+    try:
+        if comm == "auto":
+            asked_comm()
+        stall_seconds_from_environment()
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    return None if comm == "auto" else comm
+
+
+def checked_ranks(ranks: int | None) -> int | None:
+    """Return the value of `--ranks` unchanged; None if the flag was not given. Raises JobError for a value below 1."""
+    if ranks is not None and ranks < 1:
+        raise JobError(f"ranks = {ranks} has to be at least 1")
+    return ranks
+
+
+def launched_ranks() -> int | None:
+    """Return torchrun's number of ranks; None without torchrun. Raises JobError for a bad environment."""
+    try:
+        _, size = launched_rank() or (0, None)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    return size
+
+
+def local_ranks(job: Job) -> int:
+    """Return the number of ranks of a job: torchrun's number, else `job.ranks`, else the number that the plan needs.
+
+    With `dp=auto` it is the number of cores, at most 4, rounded down to a multiple of what the other axes need."""
+    if launched := launched_ranks():
+        return launched
+    if job.ranks is not None:
+        return job.ranks
+    needed: int = math.prod(getattr(job.plan, axis) or 1 for axis in AXES)
+    if job.plan.dp is not None:
+        return needed
+    return needed * max(1, min(DEFAULT_RANKS, cores()) // needed)
+
+
+def named_cluster(name: str) -> Cluster:
+    """Return the cluster that `--on` names, as in "64x8 h100". Raises JobError for an unknown cluster."""
+    try:
+        return parse_cluster(name)
+    except ClusterError as error:
+        raise JobError(f"--on: {error}") from error
+
+
+def run_chosen(
+    words: Sequence[str],
+    *,
+    command: str,
+    kind: str,
+    choices: Mapping[str, Callable[[Sequence[str]], None]],
+) -> int:
+    """Call the choice that the first word names with the other words, and return the exit status 0.
+
+    `kind`: noun for a choice, as in "benchmark". Raises JobError when the first word names no choice."""
+    names = ", ".join(f"meshwise {command} {name}" for name in choices)
+    if words and words[0] in ("-h", "--help"):
+        print(f"usage: {names}; each has --help")
+        return 0
+    if not words or words[0] not in choices:
+        given = f"unknown {kind} {words[0]!r}" if words and not words[0].startswith("-") else f"name a {kind}"
+        raise JobError(f"{given}; choose from: {names}")
+    choices[words[0]](words[1:])
+    return 0
+
+
+def say_start(size: int, *, words: Sequence[str], restarts: int = 0) -> None:
+    """Print that local ranks start, and the torchrun command that starts the same; on a rank, print nothing.
+
+    `words`: the words of the command line after `meshwise`."""
+    if not is_rank():
+        line = torchrun_line(size, ["-m", "meshwise", *words], restarts=restarts)
+        print(f"starting {counted(size, of='local rank')}; the same with torchrun:\n  {line}", flush=True)

@@ -1,0 +1,343 @@
+"""Represent a picture as a value: shapes in drawing order (`Picture`), and write it as SVG, PNG or in a page.
+
+So page, files and tests have equal content. A paint is the name of a colour in `COLORS`, for light and dark screens;
+`style` writes them as CSS. Lengths are pixels; y points down. `svg` returns an element of a page, `svg_file` a whole
+file, `write_png` writes a PNG with matplotlib. `html_document` and `html_table` make pages. `stacked`, `legend`,
+`ticks` and `text_width` help to arrange shapes."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeAlias
+
+COLORS: Mapping[str, tuple[str, str]] = {
+    # what a rank computes; every second stage of a rank in a lighter tone
+    "forward": ("#6a9fe0", "#5b93d8"),
+    "forward-2": ("#a9c9f2", "#8db6ea"),
+    "backward": ("#62b384", "#56a878"),
+    "backward-2": ("#a5d6b8", "#8ccba5"),
+    "input": ("#4fb3b9", "#47a7ad"),
+    "input-2": ("#9ad6d9", "#82c9cd"),
+    "weights": ("#e3b341", "#d9a93a"),
+    "weights-2": ("#f0d591", "#e8cb80"),
+    "update": ("#9b7fd4", "#9277cf"),
+    "between": ("#b9b2c9", "#6d6780"),
+    "wait": ("#e2645a", "#e46a60"),
+    "collective": ("#8390a5", "#7c899f"),
+    "message": ("#c28f5c", "#b58453"),
+    "tier": ("#c06fa5", "#b5669a"),
+    # what memory is for
+    "parameters": ("#5585cf", "#5b8ad6"),
+    "gathered": ("#9fc2ef", "#8fb6e8"),
+    "gradients": ("#62b384", "#56a878"),
+    "optimizer": ("#9b7fd4", "#9277cf"),
+    "reduction": ("#7fa6a0", "#6f9993"),
+    "activations": ("#eda34f", "#e29a48"),
+    "staging": ("#c06fa5", "#b5669a"),
+    "communication": ("#8390a5", "#7c899f"),
+    # nodes, one after the other
+    "node-0": ("#bcd4f5", "#2f4d78"),
+    "node-1": ("#c6e6d2", "#2c5a41"),
+    "node-2": ("#f6dfae", "#66501c"),
+    "node-3": ("#dccdf3", "#4b3a73"),
+    "node-4": ("#f5c8c3", "#733a34"),
+    "node-5": ("#c3e5e7", "#255659"),
+    # lines, letters and grounds
+    "ink": ("#1d232c", "#e6e9ee"),
+    "inside": ("#10203a", "#0b1220"),
+    "faint": ("#5d6673", "#a2abb8"),
+    "grid": ("#e3e6eb", "#2a3038"),
+    "ground": ("#ffffff", "#14181e"),
+    "row": ("#f5f6f8", "#1b2027"),
+    "limit": ("#c9372c", "#ff7d72"),
+}
+"""Colours (on a light, on a dark screen) by paint: a paint is the name of a colour. `UNSEEN` has none."""
+UNSEEN = "gap"
+"""Paint of invisible bars, which show their name when pointed at."""
+_LINES = ("faint", "grid", "ink", "limit")
+"""Paints in which lines are drawn."""
+
+
+def style() -> str:
+    """Return the CSS of all paints: a class for each, with variables for its light and its dark colour."""
+    light = "".join(f"--{paint}:{colors[0]};" for paint, colors in COLORS.items())
+    dark = "".join(f"--{paint}:{colors[1]};" for paint, colors in COLORS.items())
+    fills = "".join(f".picture .{paint}{{fill:var(--{paint})}}" for paint in COLORS)
+    lines = "".join(f".picture .line.{paint}{{fill:none;stroke:var(--{paint})}}" for paint in _LINES)
+    return (
+        f":root{{color-scheme:light dark;{light}}}\n"
+        f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+        f"{fills}\n{lines}\n"
+        ".picture .bars{stroke:var(--ground);stroke-width:.5;vector-effect:non-scaling-stroke}\n"
+        ".picture .plot:not(.near) .fine{stroke:none}\n"
+        f".picture .{UNSEEN}{{fill:transparent;stroke:none}}\n"
+        ".picture .line{stroke-width:1;vector-effect:non-scaling-stroke}.picture .line.limit{stroke-dasharray:5 4}\n"
+        ".picture text{font-family:system-ui,-apple-system,'Segoe UI',sans-serif;dominant-baseline:central}\n"
+    )
+
+
+Box: TypeAlias = tuple[float, float, float, float]
+"""Left, top, width and height of a rectangle."""
+Point: TypeAlias = tuple[float, float]
+"""x and y."""
+LETTER = 0.6
+"""Approximate width of a letter, as a multiple of the font size."""
+_NARROW = 3.0
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Rectangles of one paint. `names`: text of each rectangle when pointed at; empty for none."""
+
+    paint: str
+    boxes: tuple[Box, ...]
+    names: tuple[str, ...] = ()
+    row: str = ""
+    """Name of the row with these rectangles, shown before their names."""
+
+    @property
+    def fine(self) -> bool:
+        """True if the rectangles are too narrow for a line around each."""
+        return sum(width for _, _, width, _ in self.boxes) < _NARROW * len(self.boxes)
+
+
+@dataclass(frozen=True)
+class PicturePath:
+    """A line through points; if `filled`, the area that it encloses."""
+
+    paint: str
+    points: tuple[Point, ...]
+    filled: bool = False
+
+
+@dataclass(frozen=True)
+class PictureText:
+    """A line of text."""
+
+    text: str
+    x: float
+    y: float
+    """Middle of the line of text."""
+    paint: str = "ink"
+    size: float = 12
+    """Font size."""
+    anchor: str = "start"
+    """Part of the text that is at x: `start`, `middle` or `end`."""
+
+
+Shape: TypeAlias = Bars | PicturePath | PictureText
+"""Part of a picture."""
+
+
+def moved(shape: Shape, *, right: float, down: float) -> Shape:
+    """Return the shape moved right and down."""
+    if isinstance(shape, PictureText):
+        return replace(shape, x=shape.x + right, y=shape.y + down)
+    if isinstance(shape, PicturePath):
+        return replace(shape, points=tuple((x + right, y + down) for x, y in shape.points))
+    return replace(shape, boxes=tuple((x + right, y + down, width, height) for x, y, width, height in shape.boxes))
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Part of a picture in which x is time, from 0 on. Its shapes have coordinates from its own left top corner."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+    span: float
+    """Time of the whole `width`."""
+    unit: str
+    """`s`; empty for times without a unit."""
+    shapes: tuple[Shape, ...]
+    axis: tuple[Shape, ...] = ()
+    """Lines and texts of round times, drawn below the shapes. A page replaces axis and texts when it stretches time."""
+    texts: tuple[PictureText, ...] = ()
+    """Names of shapes, drawn over the shapes where there is room."""
+    brief: bool = False
+    """True if `texts` leave out the stage, as in `F0` for the action `0F0`."""
+
+    def x(self, time: float) -> float:
+        """Return the x coordinate of a time."""
+        return self.width * time / self.span
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture: shapes, then the plot if there is one."""
+
+    title: str
+    """Description for screen readers."""
+    width: float
+    height: float
+    shapes: tuple[Shape, ...]
+    plot: Plot | None = None
+
+    def flat(self) -> Iterator[Shape]:
+        """Yield all shapes in drawing order, also from the plot, with coordinates of the picture."""
+        yield from self.shapes
+        if self.plot is not None:
+            for shape in (*self.plot.axis, *self.plot.shapes, *self.plot.texts):
+                yield moved(shape, right=self.plot.left, down=self.plot.top)
+
+
+def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
+    """Return one picture with the given pictures below one another, with margins of `gap` pixels."""
+    shapes: list[Shape] = []
+    top = gap
+    for picture in pictures:
+        shapes += (moved(shape, right=gap, down=top) for shape in picture.flat())
+        top += picture.height + gap
+    width = 2 * gap + max(picture.width for picture in pictures)
+    return Picture("; ".join(picture.title for picture in pictures), width, top, tuple(shapes))
+
+
+def text_width(text: str, *, size: float) -> float:
+    """Return the approximate width of a text in pixels. `size`: the font size."""
+    return LETTER * size * len(text)
+
+
+def ticks(span: float, *, most: int) -> list[float]:
+    """Return evenly spaced numbers from 0 to `span`, in at most `most` steps of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(span / most))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if span / (power * factor) <= most)
+    return [step * index for index in range(math.floor(span / step * (1 + 1e-9)) + 1)]
+
+
+def legend(entries: Sequence[tuple[str, str]], *, x: float, y: float) -> Iterator[Shape]:
+    """Yield the shapes of a legend in one row, which begins at x. `entries`: (paint, meaning)."""
+    for paint, meaning in entries:
+        yield Bars(paint, ((x, y - 5, 14, 10),))
+        yield PictureText(meaning, x + 19, y, "faint", size=11)
+        x += 19 + text_width(meaning, size=11) + 16
+
+
+_LEGIBLE = 720.0
+"""Least width in pixels at which a page shows a wide picture."""
+
+
+def svg_file(picture: Picture) -> str:
+    """Return the text of an SVG file, which has its own CSS and background."""
+    ground = f'<rect class="ground" width="{_number(picture.width)}" height="{_number(picture.height)}"/>'
+    return svg(picture, before=f"<style>{style()}</style>{ground}")
+
+
+def svg(picture: Picture, *, before: str = "") -> str:
+    """Return an SVG element for an HTML page, which has the CSS of `style`. `before`: its first elements."""
+    width, height = _number(picture.width), _number(picture.height)
+    inside = before + "".join(map(_shape, picture.shapes)) + (_plot(picture.plot) if picture.plot else "")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width}" '
+        f'style="min-width:{_number(min(picture.width, _LEGIBLE))}px" role="img" '
+        f'aria-label="{escape(picture.title)}">{inside}</svg>'
+    )
+
+
+def _plot(plot: Plot) -> str:
+    """Return a nested SVG element. A page stretches time by changing this element's view box."""
+    left, top, width, height = map(_number, (plot.left, plot.top, plot.width, plot.height))
+    place = f'transform="translate({left} {top})"'
+    about = f'data-span="{plot.span!r}" data-unit="{plot.unit}"{" data-brief" * plot.brief}'
+    return (
+        f'<g class="axis" {place}>{"".join(map(_shape, plot.axis))}</g>'
+        f'<svg class="plot" x="{left}" y="{top}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'preserveAspectRatio="none" {about}>{"".join(map(_shape, plot.shapes))}</svg>'
+        f'<g class="texts" {place}>{"".join(map(_shape, plot.texts))}</g>'
+    )
+
+
+def _shape(shape: Shape) -> str:
+    if isinstance(shape, PictureText):
+        place = f'x="{_number(shape.x)}" y="{_number(shape.y)}" font-size="{_number(shape.size)}"'
+        return f'<text class="{shape.paint}" {place} text-anchor="{shape.anchor}">{escape(shape.text)}</text>'
+    if isinstance(shape, PicturePath):
+        points = "L".join(f"{_number(x)} {_number(y)}" for x, y in shape.points)
+        return f'<path class="{"area" if shape.filled else "line"} {shape.paint}" d="M{points}{"z" * shape.filled}"/>'
+    names = ""
+    if shape.names:
+        names = f' data-row="{escape(shape.row)}" data-names="{escape("|".join(shape.names))}"'
+    outline = []
+    for x, y, width, height in shape.boxes:
+        wide = _number(width)
+        outline.append(f"M{_number(x)} {_number(y)}h{wide}v{_number(height)}h-{wide}z")
+    return f'<path class="bars{" fine" * shape.fine} {shape.paint}" d="{"".join(outline)}"{names}/>'
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+_DOTS = 100
+"""Picture units in an inch of the PNG."""
+
+
+_SHARPNESS = 1.6
+"""Pixels of the PNG in a picture unit."""
+
+
+_POINTS = 72 / _DOTS
+
+
+_ANCHORS = {"start": "left", "middle": "center", "end": "right"}.get
+
+
+def write_png(picture: Picture, *, path: Path) -> None:
+    """Write a picture as a PNG. Raises ImportError without matplotlib, OSError when it cannot be written."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`
+
+    figure = Figure(figsize=(picture.width / _DOTS, picture.height / _DOTS), facecolor=COLORS["ground"][0])
+    sheet = figure.add_axes((0, 0, 1, 1), xlim=(0, picture.width), ylim=(picture.height, 0))
+    sheet.set_axis_off()
+    for order, shape in enumerate(picture.flat()):
+        if shape.paint != UNSEEN:
+            _paint(sheet, shape, {"color": COLORS[shape.paint][0], "zorder": order})
+    figure.savefig(path, dpi=_DOTS * _SHARPNESS, format="png")
+
+
+def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no-untyped-def] # matplotlib's Axes, of an extra
+    from matplotlib.collections import PolyCollection  # noqa: PLC0415 - of the extra `plot`
+
+    if isinstance(shape, PictureText):
+        place = {"ha": _ANCHORS(shape.anchor), "va": "center_baseline"}
+        sheet.text(shape.x, shape.y, shape.text, fontsize=shape.size * _POINTS, parse_math=False, **place, **how)
+    elif isinstance(shape, Bars):
+        corners = [((x, y), (x + w, y), (x + w, y + h), (x, y + h)) for x, y, w, h in shape.boxes]
+        sheet.add_collection(
+            PolyCollection(corners, linewidths=0 if shape.fine else 0.3, **how | {"edgecolor": COLORS["ground"][0]})
+        )
+    elif shape.filled:
+        sheet.add_collection(PolyCollection([shape.points], linewidths=0, **how))
+    else:
+        across, down = zip(*shape.points, strict=True)
+        sheet.plot(across, down, linewidth=0.8, linestyle="--" if shape.paint == "limit" else "-", **how)
+
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+"""Content-Security-Policy of the page: the browser loads nothing from other places, even if a title contains HTML."""
+
+
+def html_document(body: str, *, title: str) -> str:
+    """Return an HTML page with the HTML text `body`, which loads no other files."""
+    name, files = escape(title), resources.files("meshwise.view")
+    head = (
+        f'<meta charset="utf-8"><title>{name}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{style()}{files.joinpath('page.css').read_text(encoding='utf-8')}</style>"
+    )
+    script = f"<script>{files.joinpath('page.js').read_text(encoding='utf-8')}</script>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>{body}</main>{script}</body></html>\n'
+
+
+def html_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table. The first row holds the titles of the columns, the first column the titles of the rows."""
+    titles = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in rows[0])
+    lines = (
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows[1:]
+    )
+    return f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table>"

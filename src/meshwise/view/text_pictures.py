@@ -1,0 +1,164 @@
+"""Draw as text: a timed schedule with a row for each rank, and the share of each rank in a mixture (`expert_table`).
+
+    rank 0 │F0 F1 .  .  B0─── .  B1───
+    rank 1 │.  F0 B0─── F1 B1─── .  .
+
+In `draw_in_columns` a column is as long as the shortest computation; `─` continues a longer computation. `F0` is the
+forward of micro-batch 0. A rank with several stages writes the stage first: `2F0`. `draw_to_scale` draws times to
+scale, `rank_table` lists the computing and idle time of each rank."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from meshwise.base.mesh import Mesh, even_split
+from meshwise.base.text_format import align_columns
+from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.pipeline.schedules.schedule_table import ActionKind
+from meshwise.plan import Plan
+
+STYLES: Mapping[ActionKind, str] = {
+    ActionKind.F: "black on bright_blue",
+    ActionKind.B: "black on green",
+    ActionKind.I: "black on cyan",
+    ActionKind.W: "black on yellow",
+}
+"""Rich style of each kind of computation."""
+SHADES: Mapping[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, input",
+    "W": "backward, weights",
+    "▒": "waits",
+    "u": "update",
+    "░": "around",
+    ".": "bubble",
+}
+"""Meaning of each character in a drawing to scale, in the words of other pictures."""
+
+
+def draw_in_columns(timeline: Timeline, *, width: int) -> Text:
+    """Return a drawing in panels of at most `width` characters; a column is as long as the shortest computation."""
+    unit = min(event.seconds for row in timeline.computing for event in row)
+    names = [f"rank {rank:>{len(str(timeline.ranks - 1))}} │" for rank in range(timeline.ranks)]
+    cell = 1 + max(len(label(event, timeline=timeline)) for row in timeline.computing for event in row)
+    columns = math.floor(timeline.seconds / unit + 0.5)
+    rows = [Text().append_tokens(_cells(timeline, rank, unit, columns, cell)) for rank in range(timeline.ranks)]
+    panel = max(1, (width - len(names[0])) // cell) * cell
+    folded = [row.divide(range(panel, columns * cell, panel)) for row in rows]
+    lines: list[Text] = []
+    for parts in zip(*folded, strict=True):
+        lines += [Text()] * bool(lines)
+        lines += (Text(name).append_text(part) for name, part in zip(names, parts, strict=True))
+    return Text("\n").join(lines)
+
+
+def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
+    """Return a drawing to scale with a legend, with one row for each rank. `seconds` fill `width` characters.
+
+    Events shorter than a character are left out. `rows`: names of the ranks, by default their numbers."""
+    heads = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
+    longest = max(map(len, heads))
+    scale = (width - longest - 2) / seconds
+    drawn = [_scaled(timeline, rank, scale) for rank in range(timeline.ranks)]
+    lines = [Text(f"{head:<{longest}} │") + row for head, row in zip(heads, drawn, strict=True)]
+    used = {letter for row in drawn for letter in row.plain}
+    legend: list[Text] = []
+    styles = {**{str(kind): style for kind, style in STYLES.items()}, "▒": "red", ".": "dim"}
+    for letter, meaning in SHADES.items():
+        if letter in used:
+            text = Text.assemble("  ", (letter, styles.get(letter, "")), f" {meaning}")
+            if not legend or len(legend[-1]) + len(text) > width:
+                legend.append(Text(" " * longest))
+            legend[-1] += text
+    return Text("\n").join([*lines, *legend])
+
+
+def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
+    row = Text()
+    spots = [
+        event
+        for event in timeline.events
+        if event.rank == rank and not event.is_background and event.stream is not TimelineRow.WAIT
+    ]
+    for event in sorted(spots, key=lambda event: event.start):
+        first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
+        row.append("." * (first - len(row)), "dim")
+        if event.stream is TimelineRow.COMPUTE:
+            drawn = label(event, timeline=timeline).ljust(last - first, "─")
+            row.append(drawn[: last - first], STYLES[ActionKind(event.kind)])
+        else:
+            row.append(("u" if event.kind == "update" else "░") * (last - max(first, len(row))))
+    row.append("." * (math.floor(timeline.seconds * scale + 0.5) - len(row)), "dim")
+    for event in timeline.waiting[rank]:
+        first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
+        if event.exposed and last > first:
+            row = row[:first] + Text("▒" * (last - first), "red") + row[last:]
+    return row
+
+
+def label(event: Event, *, timeline: Timeline) -> str:
+    """Return the label of a computation, with its stage if any rank has several stages."""
+    return f"{'' if timeline.one_stage_each else event.stage}{event.kind}{event.microbatch}"
+
+
+def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) -> Iterator[tuple[str, str]]:
+    """Yield the text and style of each cell of a row, from left to right."""
+    nothing, column = ". ".ljust(cell), 0
+    for event in timeline.computing[rank]:
+        first, last = (math.floor(moment / unit + 0.5) for moment in (event.start, event.stop))
+        yield nothing * (first - column), "dim"
+        yield label(event, timeline=timeline).ljust((last - first) * cell - 1, "─"), STYLES[ActionKind(event.kind)]
+        yield " ", ""
+        column = last
+    yield nothing * (columns - column), "dim"
+
+
+def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
+    """Return a table of each rank: its stages, computing and idle time, and `peaks`, its peak memory in any unit."""
+    table = Table(box=None, pad_edge=False, caption=f"step {timeline.seconds:.6g}", caption_justify="left")
+    for heading in ("rank", "stages", "computing", "idle within", "bubble of the step", "held at most"):
+        table.add_column(heading, justify="left" if heading == "stages" else "right")
+    for rank in range(timeline.ranks):
+        table.add_row(
+            str(rank),
+            " ".join(map(str, timeline.stages[rank])),
+            f"{timeline.busy[rank]:.6g}",
+            f"{timeline.idle[rank]:.6g}",
+            f"{100 * timeline.bubbles[rank]:.1f} %",
+            f"{peaks[rank]:.6g}",
+        )
+    return table
+
+
+MOST_RANKS = 32
+"""Most ranks in a table."""
+
+
+def expert_table(plan: Plan, *, experts: int) -> str:
+    """Return a table with a line for each rank: its rows of the batch, tokens, experts, and its part of each matrix.
+
+    The last column has the ranks that hold the same parameters, and sum the gradients. Raises ValueError while dp is
+    auto, and for fewer experts than `ep`."""
+    mesh = plan.mesh()
+    if experts < plan.ep:
+        raise ValueError(f"ep={plan.ep} divides at least as many experts, not {experts}; give --experts {plan.ep}")
+    inner = mesh.expand(["etp"])
+    tokens = [axis for axis in mesh.expand((*plan.token_axes, *plan.tensor_axes)) if axis not in inner]
+    table: list[tuple[str, ...]] = [("rank", "stage", "rows", "tokens", "experts", "inner", "same on ranks")]
+    for rank in range(min(mesh.size, MOST_RANKS)):
+        start, stop = even_split(experts, plan.ep)[mesh.index(rank, axis="ep")]
+        same = mesh.group(rank, axes=mesh.others(("pp", "ep", "etp")))
+        places = (_place(mesh, rank, axes) for axes in (["pp"], plan.row_axes, tokens))
+        held = str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+        table.append((str(rank), *places, held, _place(mesh, rank, inner), " ".join(map(str, same))))
+    more = [f"… {mesh.size - MOST_RANKS} more ranks"] if mesh.size > MOST_RANKS else []
+    return "\n".join([align_columns(table), *more])
+
+
+def _place(mesh: Mesh, rank: int, axes: Iterable[str]) -> str:
+    """Return the place of a rank among the ranks along `axes`, as in `2 of 4`; `all` for one rank."""
+    group = mesh.group(rank, axes=tuple(axes))
+    return f"{group.index(rank) + 1} of {len(group)}" if len(group) > 1 else "all"
