@@ -278,8 +278,8 @@ def test_parquet_and_saved_datasets_are_read(pretrained: Path, tmp_path: Path) -
 RECORD_ERRORS = {
     "unknown fields": ({"txt": "a"}, r"a.jsonl, line 2 has the fields txt, but needs .* --data.arguments text=NAME"),
     "no text": ({"text": 3}, "line 2 has the fields text, but needs texts"),
-    "no JSON": ('{"text": ', "line 2 is no JSON: .* write one record a line"),
-    "a list": ([1], "line 2 is a list; write one record a line"),
+    "no JSON": ('{"text": ', "line 2 is no JSON object: .* write one record a line"),
+    "a list": ([1], "line 2 is no JSON object: .* write one record a line"),
     "no role": ({"messages": [{"content": "a"}]}, "line 2: the chat template refuses it"),
 }
 

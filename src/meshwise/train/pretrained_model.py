@@ -33,12 +33,11 @@ def pretrained_model(job: ModelJob) -> Callable[[], nn.Module]:
     folder = hub_folder(job.name, key="model.name")
     auto = library("transformers", key="model.name")
     settings = {"use_cache": False, "dtype": "float32", **job.arguments}
+    peft = library("peft", key="model.lora") if job.lora else None
     try:
         config, unknown = auto.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **settings)
         index = read_pretrained(folder)
-        adapters = library("peft", key="model.lora").LoraConfig(task_type="CAUSAL_LM", **job.lora) if job.lora else None
-    except JobError:
-        raise
+        adapters = peft and peft.LoraConfig(**{"task_type": "CAUSAL_LM", **job.lora})
     except (OSError, ValueError, KeyError, TypeError, DamageError) as error:
         raise JobError(f"model {_shown(job)}: {error}; check the folder and the keys") from error
     if unknown:
@@ -57,7 +56,7 @@ def pretrained_model(job: ModelJob) -> Callable[[], nn.Module]:
         try:
             model: nn.Module = auto.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
             _fill(model, index, weights)
-            return model if adapters is None else library("peft", key="model.lora").get_peft_model(model, adapters)
+            return peft.get_peft_model(model, adapters) if peft else model
         except ValueError as error:
             raise JobError(f"model {_shown(job)}: {error}") from error
 

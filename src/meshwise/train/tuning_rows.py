@@ -16,6 +16,7 @@ A row has `context` tokens. Packed, it is as many records as fit, in their order
     | position_ids    0    1    2    0    1    2    3    0       -100 where it has no loss (here a1 and b1), or
     | targets      -100   a2 -100 -100   b2   b3 -100 -100       where there is none"""
 
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -122,9 +123,7 @@ def load_rows(job: DataJob) -> RunData:
     Raises JobError for a record that cannot be read, a missing tokenizer, template or library, and for no records."""
     kind, _, where = str(job.dataset).partition(":")
     if job.tokenizer is None:
-        raise JobError(
-            f'data.dataset = {job.dataset!r} needs a tokenizer; name its folder: data.tokenizer = "hf:FOLDER"'
-        )
+        raise JobError(f'data.dataset = {job.dataset!r} needs a tokenizer; add data.tokenizer = "hf:FOLDER"')
     if unknown := sorted(set(job.arguments) - set(_FIELDS)):
         raise JobError(f'data.arguments: {unknown[0]!r} is none of {", ".join(_FIELDS)}; write as in text = "content"')
     folder = hub_folder(job.tokenizer, key="data.tokenizer")
@@ -139,8 +138,7 @@ def load_rows(job: DataJob) -> RunData:
         rows = TuningRows(build_once(cache / f"rows-{name}.bin", write=write), job=job)
     if not len(rows):
         raise JobError(
-            f"data.dataset = {job.dataset!r} has no row to train on: {rows.summary}. Give records with answers, or a "
-            f"larger data.context than {job.context}"
+            f"data.dataset = {job.dataset!r} has no row to train on: {rows.summary}; give more records or data.context"
         )
     data = load_data(job, made=rows)
     summary = f"{data.summary} of {counted(job.context, of='token')}; {rows.summary}"
@@ -220,30 +218,22 @@ class _Encoder:
             after = [render(messages[: i + 1], tokenize=False) for i in turns]
         except Exception as error:  # a template may raise any error
             raise JobError(f"{place}: the chat template refuses it: {type(error).__name__}: {error}") from error
-        if not all(
-            whole.startswith(last) and last.startswith(first) for first, last in zip(before, after, strict=True)
-        ):
+        spans = list(zip(before, after, strict=True))
+        if not all(whole.startswith(last) and last.startswith(first) for first, last in spans):
             raise JobError(
                 f"{place}: the answers cannot be found, because the chat template changes earlier messages when more "
                 "follow; mark answers in it: {% generation %}…{% endgeneration %}"
             )
-        return whole, [(len(first), len(last)) for first, last in zip(before, after, strict=True)], False
+        return whole, [(len(first), len(last)) for first, last in spans], False
 
     def _tokenized(self, texts: Sequence["_Text"]) -> Iterator[Words]:
         given = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-        found = (
-            self._tokenizer([text for text, _, _ in texts], **given)
-            if texts
-            else {"input_ids": (), "offset_mapping": ()}
-        )
+        found = self._tokenizer([text for text, _, _ in texts] or [""], **given)
         for (_, answers, framed), tokens, offsets in zip(
-            texts, found["input_ids"], found["offset_mapping"], strict=True
+            texts, found["input_ids"], found["offset_mapping"], strict=False
         ):
             starts = np.array([start for start, _ in offsets], np.int64)
-            loss = sum(
-                ((first <= starts) & (starts < stop) for first, stop in answers), np.zeros(len(tokens), np.bool_)
-            )
-            words = _words(tokens, loss)
+            words = _words(tokens, sum(((first <= starts) & (starts < stop) for first, stop in answers), starts < 0))
             yield np.concatenate([self._begin, words, self._end]) if framed else words
 
 
@@ -259,32 +249,28 @@ def _json_lines(files: Iterable[Path]) -> Iterator[tuple[str, Mapping[str, Any]]
     for path in files:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                place, record = f"{path}, line {number}", None
-                try:
-                    record = json.loads(line) if line.strip() else {}
-                except ValueError as error:
-                    raise JobError(
-                        f'{place} is no JSON: {error}; write one record a line, as {{"text": "…"}}'
-                    ) from error
-                if not isinstance(record, dict):
-                    raise JobError(f'{place} is a {type(record).__name__}; write one record a line, as {{"text": "…"}}')
-                if line.strip():
-                    yield place, record
+                record: Any = None
+                with contextlib.suppress(ValueError):
+                    record = json.loads(line) if line.strip() else None
+                if isinstance(record, dict):
+                    yield f"{path}, line {number}", record
+                elif line.strip():
+                    what = f"{path}, line {number} is no JSON object: {line[:40].decode(errors='replace')!r}"
+                    raise JobError(f'{what}; write one record a line, as {{"text": "…"}}')
 
 
 def _library_rows(kind: str, where: str, files: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the rows of Parquet files, or of a folder of the library datasets: of its split `train` if it has some."""
+    reader = library("pyarrow.parquet" if kind == "parquet" else "datasets", key="data.dataset")
     try:
         if kind == "parquet":
-            opened = map(library("pyarrow.parquet", key="data.dataset").ParquetFile, files)
-            rows = itertools.chain.from_iterable(batch.to_pylist() for file in opened for batch in file.iter_batches())
+            batches = (batch for path in files for batch in reader.ParquetFile(path).iter_batches())
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         else:
-            found = library("datasets", key="data.dataset").load_from_disk(where)
-            rows = found["train"] if isinstance(found, Mapping) else found
+            rows = reader.load_from_disk(where)
+            rows = rows["train"] if isinstance(rows, Mapping) else rows
         yield from ((f"{where}, row {number}", row) for number, row in enumerate(rows, start=1))
     except (KeyError, OSError, ValueError) as error:
-        if isinstance(error, JobError):
-            raise
         raise JobError(f"data.dataset = '{kind}:{where}' cannot be read: {error}; name another place") from error
 
 
