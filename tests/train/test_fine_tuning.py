@@ -414,5 +414,5 @@ def test_packed_rows_are_refused_for_a_model_that_attends_across(pretrained: Pat
     job = tuning_job(tmp_path, tmp_path / "bloom")
     job = replace(job, data=replace(job.data, tokenizer=f"hf:{pretrained}"))
     prepare(job, ranks=1)
-    with pytest.raises(JobError, match="BloomForCausalLM does not keep the records of a row apart"):
+    with pytest.raises(JobError, match="BloomForCausalLM lets packed records attend to each other"):
         prepare(replace(job, data=replace(job.data, pack=True)), ranks=1)

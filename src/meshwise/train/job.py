@@ -139,6 +139,11 @@ class DataJob:
     cache: str | None = None
     """Folder for the file of tokens, made from the text. Default: `meshwise` in $XDG_CACHE_HOME or in ~/.cache."""
 
+    @property
+    def has_records(self) -> bool:
+        """True if `dataset` names records that a tokenizer turns into rows of tokens."""
+        return (self.dataset or "").startswith(ROW_KINDS)
+
     def __post_init__(self) -> None:
         _least("data.context", self.context, 1)
         _least("data.workers", self.workers, 0)

@@ -26,7 +26,7 @@ from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags_and_toml import flags_of, parse_flags
-from meshwise.train.job import HUB, ROW_KINDS, Job, JobError, OptimizerJob
+from meshwise.train.job import HUB, Job, JobError, OptimizerJob
 from meshwise.train.pretrained_model import pretrained_model
 
 BYTE_VALUES = 256
@@ -86,22 +86,15 @@ def check_text(job: Job) -> None:
         raise JobError(f'model.name = {job.model.name!r} cannot read bytes of text; data.dataset = "json:train.jsonl"')
     if job.model.name not in ("gpt", "mixture"):
         return
-    shape = _configuration(job)
-    if shape.vocabulary < BYTE_VALUES:
-        raise JobError(
-            f"model.arguments of {job.model.name}: vocabulary={shape.vocabulary} is less than {BYTE_VALUES}, the "
-            "number of tokens of text; leave it out"
-        )
-    if shape.context < job.data.context:
-        raise JobError(
-            f"model.arguments of {job.model.name}: context={shape.context} is less than data.context = "
-            f"{job.data.context}, the bytes of a sample; leave it out"
-        )
+    shape, name = _configuration(job), job.model.name
+    for key, least, what in (("vocabulary", BYTE_VALUES, ""), ("context", job.data.context, "data.context = ")):
+        if (value := getattr(shape, key)) < least:
+            raise JobError(f"model.arguments of {name}: {key}={value} is less than {what}{least}; leave it out")
 
 
 def loss_function(job: Job) -> Loss:
     """Return the loss function of a job. Raises JobError for an unknown name."""
-    if job.loss == "cross-entropy" and (job.data.dataset or "").startswith(ROW_KINDS):
+    if job.loss == "cross-entropy" and job.data.has_records:
         return answer_loss
     if job.loss in LOSSES:
         return LOSSES[job.loss]

@@ -110,9 +110,8 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
         sizes.check_parts(replicas * plan.microbatches, plan=plan)
     kind, arguments = optimizer(job.optimizer)
     job = with_tokenizer(job)
-    records = (job.data.dataset or "").startswith(ROW_KINDS)
     model, loss = model_function(job), loss_function(job)
-    data = load_rows(job.data) if records else load_data(job.data)
+    data = load_rows(job.data) if job.data.has_records else load_data(job.data)
     if data.text:
         check_text(job)
     if data.largest is not None:
@@ -150,10 +149,8 @@ def check_plan(prepared: Prepared) -> None:
 
 def with_tokenizer(job: Job) -> Job:
     """Return the job with the tokenizer of its `hf:` model, if it has records and names no tokenizer."""
-    data, model = job.data, job.model.name
-    if data.tokenizer or not model.startswith(HUB) or not (data.dataset or "").startswith(ROW_KINDS):
-        return job
-    return dataclasses.replace(job, data=dataclasses.replace(data, tokenizer=model))
+    known = job.data.tokenizer or not job.model.name.startswith(HUB) or not job.data.has_records
+    return job if known else dataclasses.replace(job, data=dataclasses.replace(job.data, tokenizer=job.model.name))
 
 
 def _absolute(job: Job) -> Job:

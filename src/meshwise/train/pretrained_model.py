@@ -99,19 +99,13 @@ def check_rows_fit(module: nn.Module, *, largest: int, context: int, packed: boo
     vocabulary, config = model.get_input_embeddings().num_embeddings, model.config
     if largest >= vocabulary:
         raise JobError(
-            f"data.tokenizer: token {largest} is not among the {vocabulary} of the model; name the model's own"
+            f"data.tokenizer: token {largest} is beyond the model's {vocabulary}; name its own tokenizer"
         )
     if context > (most := getattr(config, "max_position_embeddings", None) or context):
-        raise JobError(
-            f"data.context = {context} exceeds the model's max_position_embeddings = {most}; use {most}, or change the "
-            "model: --model.arguments max_position_embeddings=N"
-        )
+        raise JobError(f"data.context = {context} exceeds the model's max_position_embeddings = {most}; use {most}")
     source = inspect.getsource(sys.modules[type(model).__module__])
     if packed and not (_APART.search(source) and set(getattr(config, "layer_types", None) or ()) <= _LAYERS):
-        raise JobError(
-            f"data.pack = true: {type(model).__name__} does not keep the records of a row apart by their position_ids; "
-            "use data.pack = false"
-        )
+        raise JobError(f"data.pack = true: {type(model).__name__} lets packed records attend to each other; use false")
 
 
 def _shown(job: ModelJob) -> str:

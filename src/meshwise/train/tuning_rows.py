@@ -10,11 +10,7 @@ A record is tokenized once, into a cache file that ranks map into memory:
     | N words, uint32          R integers, int64            R integers, int64              two integers, int64
     | tokens; bit 31: loss     first word of each record    its first token with a loss    largest token, R
 
-A row has `context` tokens. Packed, it is as many records as fit, in their order, with positions that begin anew:
-
-    | input_ids      a0   a1   a2   b0   b1   b2   b3    0       a target is the next token of the same record;
-    | position_ids    0    1    2    0    1    2    3    0       -100 where it has no loss (here a1 and b1), or
-    | targets      -100   a2 -100 -100   b2   b3 -100 -100       where there is none"""
+A row of `context` tokens is one record, or packed, as many as fit, in their order: docs/fine_tuning.md shows one."""
 
 import contextlib
 import functools
@@ -56,7 +52,7 @@ Words: TypeAlias = NDArray[np.uint32]
 Records: TypeAlias = Iterable[tuple[str, Mapping[str, Any]]]
 """Records, each with its place for error messages, as `train.jsonl, line 3`."""
 _LOSS = np.uint32(1 << 31)
-_BATCH = 1000
+_BATCH = 256
 _FIELDS = ("text", "prompt", "completion", "messages", "tools")
 _TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|chat_template|special_tokens|added_tokens).*|merges\.txt|.*\.model")
 
@@ -67,9 +63,10 @@ def _without_targets(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
 
 
 class TuningRows(Dataset[dict[str, Tensor]]):
-    """Rows of tokens from a cache file: dicts of int64 tensors `(context,)`, as the docstring of this file shows.
+    """Rows of tokens from a cache file: dicts of int64 tensors `(context,)`.
 
-    Without `pack`, a row is one record, padded at its end, with an `attention_mask` in place of the `position_ids`.
+    A target is the next token of the same record, or -100 where it has no loss or is missing. `position_ids` begin anew
+    with each packed record. Without `pack`, a record is padded at its end, with an `attention_mask` in their place.
     `largest` is the largest token, `summary` a line for the user, `content` what a resumed run compares."""
 
     def __init__(self, path: Path, *, job: DataJob) -> None:
@@ -87,10 +84,10 @@ class TuningRows(Dataset[dict[str, Tensor]]):
         self._starts, self._sizes = (starts[record] + skipped)[useful], sizes[useful]
         self._rows = _packed(self._sizes, context) if job.pack else np.arange(len(self._sizes) + 1)
         self.content = f"{counted(size, of='token')}, {digest(open_tokens(path))}"
+        long, lost = np.sum(lengths > context), count - len(np.unique(record[useful]))
         self.summary = (
-            f"{counted(count, of='record')} of {counted(size, of='token')}, {np.sum(lengths > context):,} longer than "
-            f"{context:,} ({job.overlong}), {count - len(np.unique(record[useful])):,} left out; rows are "
-            f"{self._sizes.sum() / max(1, len(self) * context):.0%} full"
+            f"{counted(count, of='record')} of {counted(size, of='token')}, {long:,} longer than {context:,} "
+            f"({job.overlong}), {lost:,} left out; rows are {self._sizes.sum() / max(1, len(self) * context):.0%} full"
         )
 
     def __len__(self) -> int:
