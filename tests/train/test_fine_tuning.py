@@ -139,12 +139,12 @@ def train_plainly(model: nn.Module, batches: Any) -> list[float]:
     return losses
 
 
+KINDS = {"padded": (False, False), "packed": (True, False), "packed lora": (True, True)}
 PLANS = ["dp=2 zero=3", "tp=2", "pp=2 microbatches=2"]
+CELLS = [(plan, *kind) for plan in PLANS for kind in KINDS.values()] + [("cp=2", True, False)]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("pack", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan,pack,lora", CELLS)
 def test_a_job_trains_as_plain_torch_does_on_each_record_alone(
     plan: str, pack: bool, lora: bool, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,9 +98,7 @@ def check_rows_fit(module: nn.Module, *, largest: int, context: int, packed: boo
         return
     vocabulary, config = model.get_input_embeddings().num_embeddings, model.config
     if largest >= vocabulary:
-        raise JobError(
-            f"data.tokenizer: token {largest} is beyond the model's {vocabulary}; name its own tokenizer"
-        )
+        raise JobError(f"data.tokenizer: token {largest} is beyond the model's {vocabulary}; name its own tokenizer")
     if context > (most := getattr(config, "max_position_embeddings", None) or context):
         raise JobError(f"data.context = {context} exceeds the model's max_position_embeddings = {most}; use {most}")
     source = inspect.getsource(sys.modules[type(model).__module__])

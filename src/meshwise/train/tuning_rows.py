@@ -94,18 +94,17 @@ class TuningRows(Dataset[dict[str, Tensor]]):
         return len(self._rows) - 1
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        context = self._job.context
-        row = {"input_ids": np.zeros(context, np.int64), "targets": np.full(context, IGNORED)}
-        positions, at = np.zeros(context, np.int64), 0
+        context, at = self._job.context, 0
+        inputs, targets, positions = (np.full(context, value, np.int64) for value in (0, IGNORED, 0))
         for part in range(self._rows[index], self._rows[index + 1]):
             words = self._words[self._starts[part] :][: self._sizes[part]]
-            stop = at + len(words)
-            row["input_ids"][at:stop] = words & ~_LOSS
-            row["targets"][at : stop - 1] = np.where(words[1:] & _LOSS, row["input_ids"][at + 1 : stop], IGNORED)
-            positions[at:stop] = np.arange(len(words))
-            at = stop
-        positions[at:] = np.arange(context - at)
+            positions[at:] = np.arange(context - at)
+            inputs[at : at + len(words)] = words & ~_LOSS
+            at += len(words)
+            targets[at - len(words) : at - 1] = np.where(words[1:] & _LOSS, inputs[at - len(words) + 1 : at], IGNORED)
         mask = (np.arange(context) < at).astype(np.int64)
+        positions[at:] = np.arange(context - at)
+        row = {"input_ids": inputs, "targets": targets}
         row |= {"position_ids": positions} if self._job.pack else {"attention_mask": mask}
         return {key: torch.from_numpy(values) for key, values in row.items()}
 
@@ -173,8 +172,8 @@ class _Encoder:
         if not self._tokenizer.is_fast:
             raise JobError(f"data.tokenizer: {folder} has no tokenizer.json; save a fast tokenizer there")
         self._names = {name: fields.get(name, name) for name in _FIELDS}
-        end, others = self._tokenizer.eos_token_id, (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id)
-        self._begin = _words([token for token in self._tokenizer("").input_ids if token not in others], 0)
+        end, sep = self._tokenizer.eos_token_id, self._tokenizer.sep_token_id
+        self._begin = _words([token for token in self._tokenizer("").input_ids if token not in (end, sep)], 0)
         self._end = _words([] if end is None else [end], 1)
 
     def words(self, records: Records) -> Iterator[Words]:
