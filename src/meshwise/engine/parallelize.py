@@ -389,7 +389,8 @@ class _Shared:
         setting.policy.undo.callback(CastHooks(module, precision=setting.storage.precision).close)
         world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
         refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
-        mixtures = planned_mixtures(module, plan=plan)
+        with _as_plan_error():
+            mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
         if parts:  # a rule may keep experts whole
             mixtures = {
                 name: each for name, each in mixtures.items() if name in parts and parts[name].role == "experts"
