@@ -28,6 +28,8 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "expert-choice": {"routing": "expert-choice"},
     "biased": {"routing": "biased"},
     "balance": {"balance": 0.1},
+    "balance over the batch": {"balance": 0.3, "balance_over": "batch"},
+    "z-loss": {"z_loss": 0.1},
     "5 experts": {"experts": 5},
 }
 
@@ -47,19 +49,19 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
 
 
-def training() -> dict[str, Any]:
-    options = Options(clip_norm=0.5, example=batches()[0])
+def training(kind: str = "top-2") -> dict[str, Any]:
+    options = Options(clip_norm=0.5, example=batches()[0], expert_bias_rate=0.02 if kind == "biased" else 0.0)
     return {"loss": loss, "options": options, "lr": 1e-2, "weight_decay": 0.1}
 
 
 @functools.cache
 def expected(kind: str, tied: bool) -> Any:
-    return alone(functools.partial(build, kind, tied=tied), batches=batches(), **training())
+    return alone(functools.partial(build, kind, tied=tied), batches=batches(), **training(kind))
 
 
 def check(plan: str, kind: str, *, tied: bool = False) -> None:
     def main(world: World) -> Any:
-        trainer = parallelize(functools.partial(build, kind, tied=tied), plan, world=world, **training())
+        trainer = parallelize(functools.partial(build, kind, tied=tied), plan, world=world, **training(kind))
         steps = outcome(trainer, batches=batches())
         trainer.close()
         return steps
@@ -110,3 +112,13 @@ KIND = Grid(
 @pytest.mark.grid(KIND)
 def test_every_kind_of_routing_is_that_of_one_process(kind: str, ranks: str, tied: bool) -> None:
     check(ranks, kind, tied=tied)
+
+
+@pytest.mark.parametrize("plan, kind", [("cp=2", "z-loss"), ("dp=2 cp=2 ep=4", "balance over the batch")])
+def test_losses_of_tokens_are_those_of_one_process_with_split_tokens(plan: str, kind: str) -> None:
+    check(plan, kind)
+
+
+def test_losses_of_a_part_of_the_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"losses of \(7, 2\) for targets of \(7, 4\).* Use sequence_parallel=0"):
+        check("tp=2 sequence_parallel=1", "z-loss")

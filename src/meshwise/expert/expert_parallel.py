@@ -383,7 +383,7 @@ class ExpertCalls:
         exchange, compute_any = self._experts.sharding.exchange, self._experts.for_any_rows(compute)
         return exchange.run(rows, index=index.unsqueeze(-1), weights=ones, compute=compute_any)
 
-    def answer(self, results: Tensor, recorded: Sequence[tuple[int, Tensor]], *, run: Callable[[], Any]) -> Any:
+    def answer(self, results: Tensor, *, recorded: Sequence[tuple[int, Tensor]], run: Callable[[], Any]) -> Any:
         """Return what `run` returns if its calls return the results of the `recorded` ones, in their order."""
         parts = results.split([x.numel() // x.size(-1) for _, x in recorded]) if recorded else ()
         self._results = [part.view(x.shape) for part, (_, x) in zip(parts, recorded, strict=True)][::-1]
@@ -392,7 +392,7 @@ class ExpertCalls:
         finally:
             self._results = None
 
-    def call(self, number: int, rows: Tensor, *, own: Callable[[Tensor], Tensor]) -> Tensor:
+    def call(self, rows: Tensor, *, number: int, own: Callable[[Tensor], Tensor]) -> Tensor:
         """Record a call of expert `number`, or return its result; outside of both, call the expert's forward `own`.
 
         Raises ValueError if the second run of the module around calls the experts with other rows."""
@@ -424,7 +424,7 @@ class CalledExpert(nn.Module):
                 f"expert {number} is called with {len(rows)} positional arguments and {list(named)}, and the rule "
                 "'experts' divides experts of one tensor (…, features). Leave out the rule and use ep=1"
             )
-        return calls.call(number, *rows, own=super().forward)
+        return calls.call(*rows, number=number, own=super().forward)
 
 
 class CallingModule(nn.Module):
@@ -445,7 +445,7 @@ class CallingModule(nn.Module):
         recorded = calls.record(run)
         results = calls.results(recorded, like=next(each for each in all_tensors((given, named))))
         with calls.recall.restored(place):
-            output = calls.answer(results, recorded, run=run)
+            output = calls.answer(results, recorded=recorded, run=run)
         # Every rank takes part in the backward of the exchange, also a rank that called no expert.
         none = results.flatten()[:0].sum()
         return map_tensors(lambda x: x + none.to(x.dtype) if x.is_floating_point() else x, output)

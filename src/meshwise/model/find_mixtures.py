@@ -58,7 +58,9 @@ def ruled_mixtures(module: nn.Module, *, rules: Mapping[str, str] | None) -> Map
     for pattern in (pattern for pattern, role in (rules or {}).items() if role == "experts"):
         for name in (name for name in modules if matches(name, pattern=pattern)):
             inside = [key for key, each in modules[name].named_children() if isinstance(each, nn.ModuleList)]
-            lists = [name] if isinstance(modules[name], nn.ModuleList) else [f"{name}.{key}".lstrip(".") for key in inside]
+            lists = (
+                [name] if isinstance(modules[name], nn.ModuleList) else [f"{name}.{key}".lstrip(".") for key in inside]
+            )
             if len(lists) != 1:
                 near = f"Name one of its lists: {{'{lists[0]}': 'experts'}}" if lists else "Name a module with one list"
                 raise ValueError(
@@ -75,9 +77,7 @@ def ruled_mixtures(module: nn.Module, *, rules: Mapping[str, str] | None) -> Map
     return found
 
 
-def planned_mixtures(
-    module: nn.Module, *, plan: Plan, rules: Mapping[str, str] | None = None
-) -> Mapping[str, Mixture]:
+def planned_mixtures(module: nn.Module, *, plan: Plan, rules: Mapping[str, str] | None = None) -> Mapping[str, Mixture]:
     """Return the mixtures of a model by name; none if the plan has neither `ep`, `etp` nor `tp`.
 
     Raises PlanError if `ep` or `etp` is above 1 and the model has no mixture, or one with fewer experts than `ep`."""
@@ -87,8 +87,8 @@ def planned_mixtures(
     if not found and max(plan.ep, plan.etp) > 1:
         raise PlanError(
             f"the plan '{plan}' divides experts, but no module of {type(module).__name__} was found that holds the "
-            'parameters of all experts. If a block calls experts of a ModuleList, name it in Options(tensor_rules=…): '
-            f"{{\"blocks.*.moe\": \"experts\"}}. Nearest that works as it is: '{dataclasses.replace(plan, ep=1, etp=1)}'"
+            "parameters of all experts. If a block calls experts of a ModuleList, name it in Options(tensor_rules=…): "
+            f'{{"blocks.*.moe": "experts"}}. Nearest that works as it is: \'{dataclasses.replace(plan, ep=1, etp=1)}\''
         )
     for name, mixture in found.items():
         if plan.ep > mixture.experts:

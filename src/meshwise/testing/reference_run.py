@@ -40,6 +40,7 @@ from meshwise.attention.context_parallel import ContextParallel, token_rules
 from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.engine.parallelize import Options
+from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
 from meshwise.model.full_parameter_access import WholeParameters
@@ -143,6 +144,8 @@ class ReferenceRun:
         if tokens is not None:
             tokens.attention.draws = self.draws
             tokens.install(self.model)
+        self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
+        self._routers.follow(self.model)
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:
@@ -150,6 +153,7 @@ class ReferenceRun:
 
         Raises ValueError when `loss` does not return (sum, count), or counts nothing."""
         self.model.zero_grad()
+        self._routers.begin()
         total, counted = self._run(batch)
         with self.draws.running(_all_of(batch), again=True):
             (total / counted).backward()
@@ -197,6 +201,7 @@ class ReferenceRun:
         with torch.no_grad():
             for name, parameter in self._trained.items():
                 parameter.copy_(self.masters[name])
+        self._routers.update()
         return float(norm)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
