@@ -21,8 +21,7 @@ from pathlib import Path
 
 import torch
 
-from meshwise.bench.bus_bandwidth import COPY, Measurement
-from meshwise.bench.collectives import VARIANTS, SizeSweep, measure, parse_size
+from meshwise.bench.collective_benchmark import COPY, VARIANTS, Measurement, SizeSweep, measure, parse_size
 from meshwise.comm import World, run
 from peer_table import machine, write_between_markers
 

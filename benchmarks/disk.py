@@ -30,8 +30,7 @@ from typing import TypeAlias
 import torch
 
 from meshwise.comm.api.streams import streams_of
-from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
-from meshwise.memory.swap_file import SwapFile, SwapTransfer
+from meshwise.memory.swap_file import StagingBuffers, SwapConfig, SwapFile, SwapTransfer
 
 KINDS = ("read", "write", "both")
 TIER = "meshwise"

@@ -31,9 +31,8 @@ from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.prediction import Prediction, predict
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import Prediction, predict
 from whole_backwards import whole_backwards
 
 PATH = Path(__file__).with_suffix(".csv")

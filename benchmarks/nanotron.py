@@ -50,13 +50,12 @@ from torch.nn import functional
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan
 from meshwise.planner.lower_bound import PlanFigures
+from meshwise.planner.plan_search import figures_of
 from meshwise.planner.plan_space import PlanSpace
-from meshwise.planner.search import figures_of
 from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import Cluster, Curve, parse_cluster, rate_at
-from meshwise.simulate.prediction import Prediction, predict
-from meshwise.simulate.rehearsal import Rehearsal
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject
+from meshwise.simulate.step_prediction import Prediction, predict
 from reserved import Held, reserved
 
 SEQUENCES, CONTEXT, VOCABULARY = 256, 4096, 131072

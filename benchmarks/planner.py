@@ -24,11 +24,11 @@ from functools import partial
 from pathlib import Path
 
 from meshwise.plan import Plan
+from meshwise.planner.plan_search import Candidate, PlanSearch, SearchEffort, search
 from meshwise.planner.plan_space import PlanSpace
-from meshwise.planner.search import Candidate, PlanSearch, SearchEffort, search
 from meshwise.simulate.cluster import Cluster, parse_cluster
-from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.step_prediction import predict
 from nanotron import MODELS, PEAK, SEQUENCES, machines, plan_of, searched, subject, told
 from peer_table import write_between_markers
 

@@ -30,14 +30,12 @@ from later_runs import Run
 from megatron_lm import PRECISION, Megatron, cross_entropy
 from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.schedules.action import COMPUTE
+from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.simulate.cluster import Cluster, load, rate_at
-from meshwise.simulate.cost_model import SEND_RECV, CostModel
-from meshwise.simulate.entry_times import entry_times
-from meshwise.simulate.memory_use import fullest
-from meshwise.simulate.prediction import predict
-from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.cost_model import SEND_RECV, CostModel, entry_times
+from meshwise.simulate.predicted_memory import fullest
+from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import predict
 from peer_table import write_between_markers
 from whole_backwards import whole_backwards
 

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from meshwise.pipeline.schedules.action import Action, ActionKind
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
 

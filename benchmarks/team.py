@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from contestants import Contestant
 from gpt import Shape
-from meshwise.comm.network.loopback_store import LOOPBACK, loopback_store
+from meshwise.comm.network.job_store import LOOPBACK, loopback_store
 
 _ANSWER_SECONDS = 300.0
 

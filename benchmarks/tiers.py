@@ -23,8 +23,7 @@ from disk import DDS, dds
 from meshwise.comm import World, run_threads
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.memory.swap_file import SwapFile
+from meshwise.memory.swap_file import SwapConfig, SwapFile
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from peer_table import machine, write_between_markers
 

@@ -23,9 +23,9 @@ from torch import nn
 
 import meshwise as mw
 from classroom import run_mesh, show
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import clock
-from meshwise.pipeline.schedules.validate import peaks
+from meshwise.pipeline.schedules.schedule_table import peaks
 from meshwise.testing import agree, alone, outcome
 from meshwise.view.schedule_text import draw_in_columns
 from meshwise.view.shapes import stacked

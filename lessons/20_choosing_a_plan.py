@@ -20,9 +20,8 @@ import meshwise as mw
 from meshwise.base.text_format import align_columns
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.prediction import predict
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import predict
 from meshwise.view.plan_account import predicted_account
 from meshwise.view.plan_comparison import comparison_table
 

@@ -17,9 +17,8 @@ import torch
 
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.prediction import predict
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import predict
 
 L, H, VOCABULARY, CONTEXT = 32, 51_200, 51_200, 2048  # fewer and wider layers than the paper's 128 x 25,600
 PLAN = "tp=8 pp=32 dp=12 zero=1 microbatches=64 sequence_parallel=1 precision=bf16"

@@ -228,7 +228,7 @@ WAITING_METHODS = frozenset({"item", "tolist", "nonzero", "masked_select", "cpu"
 REDUCTIONS = frozenset({"any", "all", "sum", "max", "min", "mean"})
 MAY_WAIT: Mapping[str, str] = {
     # Between steps, or once: checkpoints, trials at the begin, errors, measurements.
-    "meshwise.data_parallel.checkpoint_refill": "a checkpoint is read",
+    "meshwise.data_parallel.stored_slices": "a checkpoint is read",
     "meshwise.engine.step_result": "the batch of the first step is compared; a gradient that is not finite is named",
     "meshwise.engine.staged_runner._absent": "predictions, not steps",
     "meshwise.memory.recompute": "a repeated forward that differs is named",
@@ -236,7 +236,7 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.optim.flat_optimizer": "settings that are tensors; the optimizer is tried before the first step",
     "meshwise.pipeline.run.measured_step": "clocks of ranks are compared after a measurement",
     # In a step, where sizes or the work to do depend on values.
-    "meshwise.engine.batch_sharding": "the number of rows of each rank",
+    "meshwise.engine.microbatch_runner": "the number of rows of each rank",
     "meshwise.engine.open_step": "the loss of each backward is compared between ranks",
     "meshwise.data_parallel.batch_norm_statistics": "for a batch of one value, which is refused",
     "meshwise.expert.expert_parallel": "tokens for each expert; which experts have tokens; figures between steps",
@@ -244,8 +244,8 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.attention.token_attention": "a mask on the CPU",
     "meshwise.attention.mask_pattern": "which tiles of documents and padding are empty",
     # On the CPU; on CUDA the same check is one of the device (torch._assert_async).
-    "meshwise.tensor.core.vocab_parallel_loss._require_classes": "classes are checked",
-    "meshwise.tensor.core.sharded_embedding": "numbers are checked",
+    "meshwise.tensor.core.vocab_parallel._require_classes": "classes are checked",
+    "meshwise.tensor.core.sharded_layers": "numbers are checked",
 }
 """Files and functions that may let the host wait for the device, and for what; a step reads its totals in `World`."""
 
@@ -297,7 +297,8 @@ MAKERS = """
 READ_ONLY = ("Mapping", "Sequence", "Collection", "Set", "AbstractSet", "Iterable")
 MEANT_TO_BE_SET = (
     "sys.excepthook",
-    "util.spawnv_passfds",  # for one call, in comm/forked.py: multiprocessing does not ask how its server is to start
+    # for one call, in comm/launch/fork_server.py: multiprocessing does not ask how its server is to start
+    "util.spawnv_passfds",
 )
 OWN_OF_A_TENSOR = frozenset({"data", "grad", "requires_grad"})
 
@@ -387,7 +388,7 @@ SAYS_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"
 POSITIONS: Mapping[str, int] = {
     # The verbs a user writes: what, and by which plan or on how many ranks.
     "meshwise.engine.parallelize.parallelize": 2,
-    "meshwise.simulate.memory_shortage.needs": 2,
+    "meshwise.simulate.predicted_memory.needs": 2,
     "meshwise.verify.verification.verify": 4,
     "meshwise.attention.split_attention.attend": 3,  # as torch's scaled_dot_product_attention
     "meshwise.comm.launch.launch.run": 2,
@@ -401,7 +402,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.testing.reference_run.difference": 2,
     "meshwise.base.tensor_tree.map_tensors": 2,
     "meshwise.comm.launch.launch.torchrun_line": 2,
-    "meshwise.comm.api.flat_parts.split": 2,
+    "meshwise.comm.api.collective_buffers.split": 2,
     # What is called back: loss(output, batch), forward(model, batch), parameter_options(name, parameter),
     # on_gradient(row, gradient); and what torch's launcher calls in a rank.
     "meshwise.comm.launch.rank_process.rank_main": 5,

@@ -32,10 +32,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from meshwise.comm import World
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.launch.connect import _worlds, connect
 from meshwise.comm.network.gloo_world import GlooWorld
-from meshwise.comm.network.loopback_store import LOOPBACK
+from meshwise.comm.network.job_store import LOOPBACK
 from meshwise.comm.shared_memory.local_world import LocalWorld
 from worker_job import WorkerAnswer
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import warm_worker as worker
 from meshwise.comm.launch.fork_server import start_context
-from meshwise.comm.network.loopback_store import LOOPBACK, loopback_store
+from meshwise.comm.network.job_store import LOOPBACK, loopback_store
 from worker_job import WorkerAnswer, WorkerJob
 
 _GRACE_SECONDS = 1.0

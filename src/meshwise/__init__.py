@@ -12,12 +12,12 @@ from meshwise.engine.parameter_average import ParameterAverage
 from meshwise.engine.step_result import EvalResult, NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.layout import Layout
-from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.memory.swap_file import SwapConfig
 from meshwise.model.forward import LossError
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import LossScale
-from meshwise.simulate.memory_shortage import needs
+from meshwise.simulate.predicted_memory import needs
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.verify import Report, verify
 

@@ -1,6 +1,6 @@
 """Streams, events and pinned memory of a simulated device, as the `Streams` of a world (`SimulatedStreams`).
 
-They differ from `HostStreams` where a GPU differs from the CPU. Work of a stream runs later than its call
+They differ from plain `Streams` where a GPU differs from the CPU. Work of a stream runs later than its call
 (`queued_work.py`). Each use of memory is checked for races (`stream_races.py`). A pool gives its 32 streams again and
 again. `with use(stream) as value` gives None. The current device of a new thread is number 0."""
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelerator.queued_work import QueuedWork, WorkQueues, place_of_call
 from accelerator.stream_races import Clock, Memory, RaceDetector, label
-from meshwise.comm.api.streams import Stream, TimeOrigin
+from meshwise.comm.api.streams import Stream, Streams, TimeOrigin
 from meshwise.model.torch_private import without_modes
 
 POOL = 32
@@ -133,10 +133,8 @@ class SimulatedHost:
         return self.devices[self.device_of_thread()].current()
 
 
-class SimulatedStreams:
+class SimulatedStreams(Streams):
     """Streams of one simulated device; the `Streams` that a `World` on it uses."""
-
-    memory = None
 
     def __init__(self, host: SimulatedHost, *, rank: int, watches: bool, modes: "Modes") -> None:
         """`rank`: rank that computes on the device, and number of the device. `watches`: report races. `modes`: lets
@@ -210,12 +208,6 @@ class SimulatedStreams:
     def event(self, *, timing: bool = False, blocking: bool = False) -> SimulatedEvent:  # noqa: ARG002 - all alike
         """Return an event that is not recorded yet."""
         return SimulatedEvent(self)
-
-    def mark(self, *, timing: bool = False, blocking: bool = False) -> SimulatedEvent:  # noqa: ARG002 - all alike
-        """Return an event recorded on the current stream."""
-        event = self.event()
-        event.record(self.current())
-        return event
 
     def origin(self) -> TimeOrigin:
         """Return an origin that converts events to times of the host's clock."""

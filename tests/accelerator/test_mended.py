@@ -22,9 +22,8 @@ from meshwise.comm.api.world import World
 from meshwise.comm.network import nccl_world, process_world
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import StateBeforeUpdate
-from meshwise.memory.staging_buffers import SLAB, SwapConfig
-from meshwise.memory.storage_movers import HostMover
-from meshwise.memory.swap_file import BLOCK, SwapTransfer, aligned
+from meshwise.memory.activation_offload import HostMover
+from meshwise.memory.swap_file import BLOCK, SLAB, SwapConfig, SwapTransfer, aligned
 from meshwise.memory.tiers import Tiers
 from meshwise.plan.plan_keys import Offload
 from meshwise.testing import agree, run

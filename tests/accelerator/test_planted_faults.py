@@ -24,7 +24,7 @@ from accelerator.stream_races import StreamRace
 from accelerator.training import check_losses
 from meshwise.comm.api.world import World
 from meshwise.comm.network import gloo_world
-from meshwise.comm.network.mailbox import PendingMessages
+from meshwise.comm.network.gloo_world import PendingMessages
 from meshwise.testing import Disagreement, run
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -44,7 +44,11 @@ class Fault:
     instead: str = "pass"
 
 
-HOST, TIERS = "memory.storage_movers:HostMover", "memory.tiers:Tiers"
+HOST, MOVER, TIERS = (
+    "memory.activation_offload:HostMover",
+    "memory.activation_offload:StorageMover",
+    "memory.tiers:Tiers",
+)
 STATE = "dp=2 zero=2 microbatches=2 offload=gradients:cpu,optimizer:cpu"
 PARAMETERS = "dp=2 zero=3 microbatches=2 offload=params:cpu,optimizer:cpu"
 ACTIVATIONS = "dp=2 offload=activations:cpu"
@@ -57,14 +61,21 @@ FAULTS = (
     Fault(f"{TIERS}._join", "current.wait_event(copied)", PARAMETERS, "memory that stream .* may not have written yet"),
     Fault(f"{TIERS}._join", "self._streams.keep(values, stream=current)", PARAMETERS, "freed while a stream may use"),
     Fault(
-        "memory.staging_buffers:PinnedSlabs.cut",
+        "memory.swap_file:PinnedSlabs.cut",
         "self._rest = self._streams.host_empty([max(SLAB, 1 << (room - 1).bit_length())], dtype=torch.uint8)",
         PARAMETERS,
         "asynchronous copy on stream .* of memory that is not pinned",
         "self._rest = torch.empty([max(SLAB, room)], dtype=torch.uint8)",
     ),
-    Fault(f"{HOST}.park", "self._out.wait_stream(self.streams.current())", ACTIVATIONS, "reads memory .* written yet"),
-    Fault(f"{HOST}.park", "self.streams.keep(values, stream=self._out)", ACTIVATIONS, "freed while a stream may use"),
+    Fault(
+        f"{MOVER}._copy_out",
+        "self._out.wait_stream(self.streams.current())",
+        ACTIVATIONS,
+        "reads memory .* written yet",
+    ),
+    Fault(
+        f"{MOVER}._copy_out", "self.streams.keep(values, stream=self._out)", ACTIVATIONS, "freed while a stream may use"
+    ),
     Fault(
         f"{HOST}.park",
         "host = self._pinned.cut(size)",
@@ -73,43 +84,43 @@ FAULTS = (
         "host = torch.empty([size], dtype=torch.uint8)",
     ),
     Fault(
-        "memory.storage_movers:_StorageOnHost.start",
+        "memory.activation_offload:_StorageOnHost.start",
         "self._mover.back.wait_event(self._copied)",
         ACTIVATIONS,
         "reads memory .* written yet",
     ),
     Fault(
-        "memory.storage_movers:_StorageOnHost.start",
+        "memory.activation_offload:_StorageOnHost.start",
         "self._arrived.record(self._mover.back)",
         ACTIVATIONS,
         "memory that stream .* may not have written yet",
     ),
     Fault(
-        "memory.storage_movers:_StorageOnHost.get",
+        "memory.activation_offload:_StorageOnHost.get",
         "current.wait_event(self._arrived)",
         ACTIVATIONS,
         "memory that stream .* may not have written yet",
     ),
     Fault(
-        "memory.storage_movers:_StorageOnHost.get",
+        "memory.activation_offload:_StorageOnHost.get",
         "self._mover.streams.keep(self._back, stream=current)",
         ACTIVATIONS,
         "freed while a stream may use",
     ),
     Fault(
-        "memory.storage_movers:DiskMover._copy_out",
-        "self._copies.wait_stream(self.streams.current())",
+        f"{MOVER}._copy_out",
+        "self._out.wait_stream(self.streams.current())",
         "dp=2 offload=activations:disk",
         "reads memory .* written yet",
     ),
     Fault(
-        "memory.storage_movers:DiskMover._copy_out",
-        "self.streams.keep(values, stream=self._copies)",
+        f"{MOVER}._copy_out",
+        "self.streams.keep(values, stream=self._out)",
         "dp=2 offload=activations:disk",
         "freed while a stream may use",
     ),
     Fault(
-        "memory.storage_movers:DiskMover.park",
+        "memory.activation_offload:DiskMover.park",
         "written = self.file.write(offset, values=buffer, after=copied.synchronize)",
         "dp=2 offload=activations:disk",
         "relative difference|nan",

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.memory.storage_movers import ActivationTransfers
+from meshwise.memory.activation_offload import ActivationTransfers
+from meshwise.memory.swap_file import SwapConfig
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.testing import RankRunner, agree, alone, outcome, run

@@ -29,7 +29,7 @@ from meshwise.attention.mask_pattern import (
 )
 from meshwise.attention.split_attention import AttentionTask, attend, split_attention
 from meshwise.comm.api.world import World
-from meshwise.layout.token_order import TokenRanges, token_order
+from meshwise.layout.layout import TokenRanges, token_order
 from meshwise.testing import run
 
 SAMPLES, HEADS, FEATURES, LENGTH = 2, 4, 8, 23

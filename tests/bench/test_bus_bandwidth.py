@@ -2,8 +2,7 @@
 
 import pytest
 
-from meshwise.bench.bus_bandwidth import BUS_FACTORS, Measurement
-from meshwise.bench.collectives import group_sizes, parse_size
+from meshwise.bench.collective_benchmark import BUS_FACTORS, Measurement, group_sizes, parse_size
 
 # doc/PERFORMANCE.md of nccl-tests, "Bus bandwidth", for groups of 2, 4 and 8 ranks.
 DRAWN = """

@@ -1,5 +1,6 @@
 """A calibration is a cluster that prices rehearsals."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,9 @@ from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calib
 from meshwise.cli import bench_command as command
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.simulate.cluster import load, parse_cluster, to_table
-from meshwise.simulate.prediction import predict
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.cluster import load, parse_cluster
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import predict
 
 LITTLE = CalibrationEffort(lengths=(16, 64), sizes=(1 << 12, 1 << 14), rounds=1)
 
@@ -28,7 +28,7 @@ def test_what_is_measured_is_read_back_and_prices_a_step(tmp_path: Path) -> None
     cluster = found.cluster
     assert 0 < found.cpu_share <= 1
     path = tmp_path / "here.toml"
-    path.write_text(tomlkit.dumps(to_table(cluster)))
+    path.write_text(tomlkit.dumps(dataclasses.asdict(cluster)))
     assert load(path) == cluster
     assert not cluster.overlap
     subject = RehearsalSubject(

@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from meshwise.bench.bandwidth_plot import MissingExtraError, plot
-from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
-from meshwise.bench.collective_tables import as_json, as_table
-from meshwise.bench.collectives import VARIANTS, SizeSweep, measure
+from meshwise.bench.collective_benchmark import (
+    BUS_FACTORS,
+    COPY,
+    VARIANTS,
+    Measurement,
+    MissingExtraError,
+    SizeSweep,
+    as_json,
+    as_table,
+    measure,
+    plot,
+)
 from meshwise.cli.main import main
 from meshwise.comm import CallRecord, World
 from meshwise.comm.in_process.thread_world import run_threads
@@ -130,7 +138,9 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 def test_a_picture_without_matplotlib_names_the_extra_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("meshwise.bench.bandwidth_plot.find_spec", lambda name: None if name == "matplotlib" else name)
+    monkeypatch.setattr(
+        "meshwise.bench.collective_benchmark.find_spec", lambda name: None if name == "matplotlib" else name
+    )
 
     with pytest.raises(MissingExtraError, match=r"pip install 'meshwise\[plot\]'"):
         plot(EXAMPLE, path=tmp_path / "bandwidth.png")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from collectives import Cell, main, table
-from meshwise.bench.bus_bandwidth import Measurement
+from meshwise.bench.collective_benchmark import Measurement
 
 MIB = 1 << 20
 

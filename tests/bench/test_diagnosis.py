@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from meshwise.bench.diagnosis import (
+from meshwise.bench.doctor import (
     MachineFinding,
     check_gpu_settings,
     check_interfaces,
@@ -17,7 +17,7 @@ from meshwise.bench.diagnosis import (
     own_facts,
 )
 from meshwise.bench.machine import Machine, machine_facts, machine_table
-from meshwise.comm.health.roll_call import RollCallEntry
+from meshwise.comm.network.job_store import RollCallEntry
 
 GOOD = Machine(
     software=(("meshwise", "1"), ("torch", "2.13.0"), ("python", "3.11"), ("gloo", "yes"), ("nccl", "no")),

@@ -10,12 +10,10 @@ from unittest import mock
 import pytest
 
 from free_port import free_port
-from meshwise.bench.diagnosis import MachineFinding
-from meshwise.bench.doctor import DoctorReport, check_port, check_reachable, examine_job
+from meshwise.bench.doctor import DoctorReport, MachineFinding, check_port, check_reachable, examine_job
 from meshwise.cli.main import main
 from meshwise.comm import World
-from meshwise.comm.health.roll_call import roll_call
-from meshwise.comm.network.loopback_store import address_towards
+from meshwise.comm.network.job_store import address_towards, roll_call
 from warm_processes import Processes
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

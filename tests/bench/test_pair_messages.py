@@ -3,7 +3,7 @@
 import pytest
 from torch import Tensor
 
-from meshwise.bench.pair_messages import PairLink, PairMessages, exchange_messages, slow_links
+from meshwise.bench.doctor import PairLink, PairMessages, exchange_messages, slow_links
 from meshwise.comm import CallRecord, Group, Work, World
 from meshwise.comm.in_process.thread_world import ThreadWorld, run_threads
 from warm_processes import Processes

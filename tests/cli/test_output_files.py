@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.bench.bus_bandwidth import COPY, Measurement
-from meshwise.bench.collective_tables import as_table
+from meshwise.bench.collective_benchmark import COPY, Measurement, as_table
 from meshwise.cli.main import main
 from meshwise.cli.output_files import check_outputs, write_and_say
 from meshwise.train.job import JobError

@@ -12,7 +12,7 @@ from meshwise.cli.plan_command import _closest
 from meshwise.cli.plan_command import main as plan_main
 from meshwise.plan import Plan
 from meshwise.planner.lower_bound import PlanFigures
-from meshwise.planner.search import Candidate, EstimateLevel, SearchResult
+from meshwise.planner.plan_search import Candidate, EstimateLevel, SearchResult
 from meshwise.train.job import Job
 from meshwise.train.job_toml import from_toml
 

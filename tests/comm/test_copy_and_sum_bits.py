@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.flat_parts import copy, elements
-from meshwise.comm.api.private_buffers import PrivateBuffers
-from meshwise.comm.shared_memory.remote_span import MappedSpan, reduce_spans
+from meshwise.comm.api.collective_buffers import PrivateBuffers, copy, elements
+from meshwise.comm.shared_memory.shared_segment import MappedSpan, reduce_spans
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm.launch import cores
+from meshwise.comm.launch import launch
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,9 @@ def test_cores_are_those_that_this_process_may_use(
     place = tmp_path / "cpu.max"
     if share is not None:
         place.write_text(f"{share}\n")
-    monkeypatch.setattr(cores, "_SHARE", place)
+    monkeypatch.setattr(launch, "_SHARE", place)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 5, 7}, raising=False)
 
-    assert cores.cores() == expected
+    assert launch.cores() == expected

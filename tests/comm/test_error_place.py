@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from meshwise.comm.api.python_stacks import raised_at
+from meshwise.comm.api.flight_recorder import raised_at
 from meshwise.plan import Plan
 
 

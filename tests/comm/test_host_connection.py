@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.process_life import ProcessLife
+from meshwise.comm.api.job_processes import ProcessLife
 from meshwise.comm.shared_memory.host_connection import HostConnection, HostPeer, Progress
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")

@@ -17,9 +17,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined_worlds import joined
 from meshwise.comm import World
-from meshwise.comm.api.flat_parts import reduce_block
-from meshwise.comm.network.mailbox import PendingMessages
-from meshwise.comm.network.process_world import job_store
+from meshwise.comm.api.collective_buffers import reduce_block
+from meshwise.comm.network.gloo_world import PendingMessages
+from meshwise.comm.network.job_store import job_store
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -73,7 +73,7 @@ def adds_up_twice(world: World, name: str, how: str, size: int) -> str:
     work = other.all_reduce(x, axes="rank")
     told.set("begun", "")
     with (
-        _signalled_after("meshwise.comm.shared_memory.remote_span.reduce_block", reduce_block),
+        _signalled_after("meshwise.comm.shared_memory.shared_segment.reduce_block", reduce_block),
         pytest.raises(Interruption),
     ):
         work.wait()
@@ -130,7 +130,7 @@ def waits_twice(world: World, name: str) -> str:
     work = other.all_reduce(x, axes="rank")
     if world.rank == 1:
         with (
-            _signalled_after("meshwise.comm.network.mailbox.PendingMessages.wait", PendingMessages.wait),
+            _signalled_after("meshwise.comm.network.gloo_world.PendingMessages.wait", PendingMessages.wait),
             pytest.raises(Interruption),
         ):
             work.wait()

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 
-from meshwise.comm.api.job_attempt import JobAttempt, unused_store
-from meshwise.comm.network.loopback_store import (
+from meshwise.comm.api.job_processes import JobAttempt
+from meshwise.comm.network.job_store import (
     LoopbackRendezvous,
     address_towards,
     is_loopback,
     loopback_store,
     store_of,
+    unused_store,
 )
 
 SOON = timedelta(seconds=200)

@@ -20,11 +20,10 @@ import pytest
 import torch
 
 from meshwise.comm import RanksDisagree, World, connect, run, torchrun_line
-from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.launch import connect as connecting
-from meshwise.comm.launch.cores import cores
-from meshwise.comm.launch.elastic_agent import NoSemaphoresError
 from meshwise.comm.launch.fork_server import start_context
+from meshwise.comm.launch.launch import NoSemaphoresError, cores
 from warm_processes import Processes
 
 pytestmark = pytest.mark.processes

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from meshwise.comm import connect, run
-from meshwise.comm.api.launch_environment import launched_rank, prints_for_job
+from meshwise.comm.api.job_processes import launched_rank, prints_for_job
 from meshwise.comm.api.world import World
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -19,11 +19,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined_worlds import joined
 from meshwise.comm import World
-from meshwise.comm.api.process_life import ProcessLife, has_ended
+from meshwise.comm.api.job_processes import ProcessLife, has_ended
 from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.network.gloo_world import GlooWorld
-from meshwise.comm.network.process_world import job_store, process_world
-from meshwise.comm.shared_memory.board import Board
+from meshwise.comm.network.job_store import job_store
+from meshwise.comm.network.process_world import process_world
+from meshwise.comm.shared_memory.host_connection import Board
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -64,7 +65,7 @@ def by_an_old_python(world: World, name: str) -> None:
 def by_another_processor(world: World, name: str) -> int:
     """One that moves writes past writes, and whose system sleeps otherwise."""
     with (
-        mock.patch.multiple("meshwise.comm.shared_memory.board", _KEEPS_ORDER=False, _FUTEX=None),
+        mock.patch.multiple("meshwise.comm.shared_memory.host_connection", _KEEPS_ORDER=False, _FUTEX=None),
         mock.patch.object(Board, "_order", autospec=True, side_effect=Board._order) as order,
     ):
         other = joined(world, name, "shared memory")

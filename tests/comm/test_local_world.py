@@ -23,14 +23,15 @@ from joined_worlds import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm import World
 from meshwise.comm import run as run_processes
-from meshwise.comm.api import same_host
 from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.network import job_store as store_module
 from meshwise.comm.network.gloo_world import GlooWorld
-from meshwise.comm.network.process_world import Comm, job_store, process_world
-from meshwise.comm.shared_memory.board import Board
+from meshwise.comm.network.job_store import job_store
+from meshwise.comm.network.process_world import Comm, process_world
+from meshwise.comm.shared_memory.group_queue import RECORDS_PER_QUEUE
+from meshwise.comm.shared_memory.host_connection import Board
 from meshwise.comm.shared_memory.local_world import LocalWorld
-from meshwise.comm.shared_memory.queue_state import RECORDS_PER_QUEUE
-from meshwise.comm.shared_memory.segment import SharedSegment, TensorSlabs, open_segment
+from meshwise.comm.shared_memory.shared_segment import SharedSegment, TensorSlabs, open_segment
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -225,7 +226,7 @@ def must_share(world: World, name: str) -> str:
     found = job_store()
     assert found is not None
     with (
-        mock.patch.object(same_host, "host_name", return_value=str(world.rank)),
+        mock.patch.object(store_module, "host_name", return_value=str(world.rank)),
         pytest.raises(ValueError, match="comm=local, and the ranks cannot share memory: they are on sev") as caught,
     ):
         process_world(world.device, store=PrefixStore(name, found), comm="local")
@@ -334,7 +335,7 @@ def test_what_is_announced_is_what_is_mapped() -> None:
 
 
 MAKER = """
-from meshwise.comm.shared_memory.segment import SharedSegment
+from meshwise.comm.shared_memory.shared_segment import SharedSegment
 segment = SharedSegment.make(5, size=8192)
 segment.memory[3] = 7
 print(segment.place, flush=True)

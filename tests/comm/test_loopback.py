@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from meshwise.comm.network.loopback_store import loopback_store
+from meshwise.comm.network.job_store import loopback_store
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # from Python 3.12 on

@@ -14,8 +14,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm import World
+from meshwise.comm.network.job_store import job_store
 from meshwise.comm.network.nccl_world import Backend, Communicators, NcclWorld
-from meshwise.comm.network.process_world import job_store
 from meshwise.testing import run
 from warm_processes import Processes
 

@@ -12,8 +12,8 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm import World
-from meshwise.comm.network.process_world import job_store
-from meshwise.comm.shared_memory.process_memory import ProcessMemory
+from meshwise.comm.network.job_store import job_store
+from meshwise.comm.shared_memory.shared_segment import ProcessMemory
 from meshwise.testing import run
 from warm_processes import Processes
 

@@ -19,14 +19,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # not in t
 import script_processes
 from meshwise.base.mesh import Mesh
 from meshwise.comm import World, run
-from meshwise.comm.api.job_attempt import JobAttempt
-from meshwise.comm.api.process_life import ProcessLife
-from meshwise.comm.api.rank_lost import RankKilledError, RankLostError
+from meshwise.comm.api.job_processes import JobAttempt, ProcessLife, RankKilledError, RankLostError
 from meshwise.comm.health.watchdog import Watchdog
 from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.comm.launch.cores import cores
-from meshwise.comm.launch.rank_outcome import RankOutcome
-from meshwise.comm.launch.rank_process import asked_threads
+from meshwise.comm.launch.launch import cores
+from meshwise.comm.launch.rank_process import RankOutcome, asked_threads
 from meshwise.comm.shared_memory import host_connection
 
 pytestmark = pytest.mark.processes

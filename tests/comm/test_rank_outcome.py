@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.rank_lost import RankLostError
-from meshwise.comm.launch.rank_outcome import RankOutcome, first_error, results
+from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.launch.rank_process import RankOutcome, first_error, results
 
 
 class Refused(Exception):

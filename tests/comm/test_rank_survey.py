@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall
-from meshwise.comm.health.rank_survey import AbsentRank, HangFinding, RankAnswer, RankSurvey
+from meshwise.comm.health.watchdog import AbsentRank, HangFinding, RankAnswer, RankSurvey
 
 KINDS = {"A": "all_reduce", "B": "broadcast", "G": "all_gather"}
 

@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
-from meshwise.comm.shared_memory.board import Board
-from meshwise.comm.shared_memory.queue_state import RECORDS_PER_QUEUE, QueueState
-from meshwise.comm.shared_memory.segment import TensorSlabs, open_segment
+from meshwise.comm.shared_memory.group_queue import RECORDS_PER_QUEUE, QueueState
+from meshwise.comm.shared_memory.host_connection import Board
+from meshwise.comm.shared_memory.shared_segment import TensorSlabs, open_segment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
@@ -30,7 +30,7 @@ def test_a_slab_that_goes_while_one_is_looked_for_is_not_lent(monkeypatch: pytes
         held.clear()
         return size <= slab
 
-    monkeypatch.setattr("meshwise.comm.shared_memory.segment.fits", fits)
+    monkeypatch.setattr("meshwise.comm.shared_memory.shared_segment.fits", fits)
     x = slabs.empty(100, dtype=torch.float64).fill_(3)
     other = open_segment(os.getpid(), place=slabs.locate(x)[0])  # type: ignore[index] # it is in shared memory
     assert other[:800].view(torch.float64).equal(x)
@@ -56,7 +56,7 @@ def test_where_the_system_gives_no_more_a_tensor_is_an_ordinary_one(monkeypatch:
 
 COPY = """
 import os, torch
-from meshwise.comm.shared_memory.segment import TensorSlabs
+from meshwise.comm.shared_memory.shared_segment import TensorSlabs
 slabs = TensorSlabs()
 slabs.empty(100, dtype=torch.float64)
 (ready, go), (filled, done) = os.pipe(), os.pipe()

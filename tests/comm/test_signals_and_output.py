@@ -15,7 +15,7 @@ import pytest
 
 import script_processes
 from meshwise.comm import World, run
-from meshwise.comm.api.rank_lost import RankKilledError
+from meshwise.comm.api.job_processes import RankKilledError
 
 pytestmark = pytest.mark.processes
 

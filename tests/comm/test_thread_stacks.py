@@ -8,7 +8,7 @@ from pathlib import Path
 # returns from these frames, and others come to lie where they were. What then goes wrong may end the process.
 PROGRAM = """
 import gc, threading
-from meshwise.comm.api.python_stacks import stack_of
+from meshwise.comm.api.flight_recorder import stack_of
 
 go, over = threading.Event(), threading.Event()
 

@@ -47,7 +47,7 @@ def test_views_over_other_meshes_share_transport_and_recorder() -> None:
         with world.record() as records:
             grid.all_reduce(x, axes="dp").wait()
         assert [record.axes for record in records] == [("dp",)]
-        assert world.position.record == records[0]
+        assert world.flight_recorder.position.record == records[0]
         return float(x)
 
     assert run_threads(4, main) == [2, 4, 2, 4]
@@ -290,7 +290,7 @@ def test_a_run_leaves_no_thread() -> None:
 
 
 def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.comm.in_process.rendezvous._PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("meshwise.comm.in_process.thread_world._PATIENCE_SECONDS", 60.0)
     computing: list[int] = []
 
     def main(world: World) -> list[int]:
@@ -309,7 +309,7 @@ def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_waits_without_a_collective_does_not_block_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("meshwise.comm.in_process.rendezvous._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("meshwise.comm.in_process.thread_world._PATIENCE_SECONDS", 0.05)
     told = threading.Event()
 
     def main(world: World) -> float:

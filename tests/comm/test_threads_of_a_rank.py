@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined_worlds import joined
 from meshwise.comm import World
-from meshwise.comm.network.process_world import job_store
-from meshwise.comm.shared_memory.remote_span import reduce_spans
+from meshwise.comm.network.job_store import job_store
+from meshwise.comm.shared_memory.shared_segment import reduce_spans
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -34,13 +34,13 @@ def calls_while_another_waits(world: World, name: str, how: str) -> None:
     else:
         waiting = threading.Thread(target=other.barrier)
         waiting.start()
-        while other.position.waiting_since is None:
+        while other.flight_recorder.position.waiting_since is None:
             time.sleep(0.001)
         with pytest.raises(RuntimeError, match="call the collectives of a rank from one thread at a time"):
             other.all_reduce(torch.ones(3), axes="rank")
         told.set("refused", "")
         waiting.join()
-        assert other.position.waiting_since is None
+        assert other.flight_recorder.position.waiting_since is None
     x = torch.ones(3)
     other.all_reduce(x, axes="rank").wait()
     assert x.tolist() == [2.0] * 3

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from meshwise.comm.api.process_life import LauncherProcess, has_ended
+from meshwise.comm.api.job_processes import LauncherProcess, has_ended
 from meshwise.comm.api.world import World
 from meshwise.comm.health.watchdog import Watchdog, _Pace
 from meshwise.comm.network.process_world import process_world

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.launch.connect import connect
-from meshwise.comm.network.loopback_store import LOOPBACK, loopback_store
+from meshwise.comm.network.job_store import LOOPBACK, loopback_store
 from meshwise.train.job import Job
 from meshwise.train.loop import train
 

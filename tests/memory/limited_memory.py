@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import meshwise as mw
 from meshwise.cli import train_command as command
 from meshwise.comm import World, run_threads
-from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.simulate.memory_shortage import ShortageError
+from meshwise.memory.swap_file import SwapConfig
+from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train.job import Job
 from meshwise.train.job_toml import read_job
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from meshwise.comm import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.memory.swap_file import TierError
+from meshwise.memory.swap_file import SwapConfig, TierError
 
 STEPS, WIDTH = 3, 128
 SMALL = SwapConfig(buffers=2, buffer=1 << 16)

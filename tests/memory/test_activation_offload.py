@@ -15,11 +15,9 @@ from meshwise import testing
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.memory.activation_offload import ActivationTier, activation_tier
+from meshwise.memory.activation_offload import ActivationTier, ActivationTransfers, DiskMover, activation_tier
 from meshwise.memory.activation_policy import MEASURED_STEPS
-from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.memory.storage_movers import ActivationTransfers, DiskMover
-from meshwise.memory.swap_file import SwapFile, TierError
+from meshwise.memory.swap_file import SwapConfig, SwapFile, TierError
 from meshwise.plan import Plan
 from warm_processes import Processes
 

@@ -33,7 +33,7 @@ from meshwise.engine.step_result import NonFiniteError
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.swap_file import TierError
 from meshwise.testing import run
-from meshwise.testing.count_calls_and_bytes import Counts, count
+from meshwise.testing.agree import Counts, count
 
 PLAIN = replace(CLIPPED, clip_norm=None)
 TIERS = ("optimizer:cpu", "optimizer:disk", "optimizer:disk,gradients:disk", "optimizer:disk,params:disk")

@@ -14,13 +14,13 @@ import torch
 from memory.offloaded_model import Blocks, batches, squares
 from meshwise.checkpoint.checkpoint_errors import DamageError
 from meshwise.cli import train_command as command
-from meshwise.comm.api.rank_lost import RankKilledError
-from meshwise.memory.memory_error import is_out_of_memory
+from meshwise.comm.api.job_processes import RankKilledError
+from meshwise.memory.allocator import is_out_of_memory
 from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
-from meshwise.simulate import available_memory as room
-from meshwise.simulate.memory_shortage import MemoryNeeds, ShortageError, shortage
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate import measured_memory as room
+from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, shortage
+from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.failure_report import SELF_EXPLAINING
 
 ROOM = 88 * 2**20  # of which 3 or 4 are for what of it differs from run to run

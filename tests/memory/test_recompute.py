@@ -19,10 +19,10 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.recompute import RecomputedBlock, RecomputeError
 from meshwise.model.forward import ForwardReplay
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.schedules.by_name import SCHEDULES
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import run
-from meshwise.testing.count_calls_and_bytes import count
+from meshwise.testing.agree import count
 from meshwise.verify.verification import verify
 
 EVEN, UNEVEN = 8, 5

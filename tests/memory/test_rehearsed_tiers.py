@@ -10,13 +10,11 @@ import pytest
 from memory.offloaded_model import CLIPPED, SMALL, Blocks, batches, squares, under
 from meshwise.comm import World, run_threads
 from meshwise.engine.parallelize import Options
-from meshwise.memory.storage_movers import ActivationTransfers
+from meshwise.memory.activation_offload import ActivationTransfers
 from meshwise.memory.swap_file import BLOCK
 from meshwise.plan import Plan
-from meshwise.simulate.memory_use import RankMemory, memory_of
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
-from meshwise.simulate.simulation_tables import memory_table
+from meshwise.simulate.predicted_memory import RankMemory, memory_of, memory_table
+from meshwise.simulate.rehearsal import Device, RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import Category
 
 STATES = 4 * sum(parameter.numel() for parameter in Blocks().parameters())

@@ -14,8 +14,17 @@ from torch import Tensor
 
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.launch.fork_server import start_context
-from meshwise.memory.staging_buffers import StagingBuffers, SwapConfig
-from meshwise.memory.swap_file import BLOCK, PIECE, SwapFile, SwapTransfer, TierError, aligned, whole_blocks
+from meshwise.memory.swap_file import (
+    BLOCK,
+    PIECE,
+    StagingBuffers,
+    SwapConfig,
+    SwapFile,
+    SwapTransfer,
+    TierError,
+    aligned,
+    whole_blocks,
+)
 
 
 @pytest.fixture

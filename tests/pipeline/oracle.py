@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
-from meshwise.pipeline.run.stage import Stage
+from meshwise.pipeline.run.pipeline_stage import Stage, make_stage
+from meshwise.pipeline.run.schedule_interpreter import pack, tensor_specs, unpack
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 
 Call = Callable[[nn.Module], Any]
@@ -36,13 +35,13 @@ def run_stages(stages: list[Stage], call: Call) -> Tensor:
     for stage in stages:
         result = stage.run(call, received=received)
         if stage is not stages[-1]:
-            packed = pack(result)
+            skeleton, parts = pack(result)
             arrived = [
                 tensor.detach().clone().requires_grad_(spec.requires_grad)
-                for tensor, spec in zip(packed.tensors, tensor_specs(packed.skeleton), strict=True)
+                for tensor, spec in zip(parts, tensor_specs(skeleton), strict=True)
             ]
-            received = unpack(packed.skeleton, arrived=arrived)
-            crossed.append((packed.tensors, arrived))
+            received = unpack(skeleton, arrived=arrived)
+            crossed.append((parts, arrived))
     result.backward()
     for sent, arrived in reversed(crossed):
         pairs = [(s, a.grad) for s, a in zip(sent, arrived, strict=True) if a.grad is not None]

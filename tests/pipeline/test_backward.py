@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.pipeline.run.split_backward import backward_input
+from meshwise.pipeline.run.stage_backward import backward_input
 from meshwise.reference.gpt import Block, GPTConfig
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -3,11 +3,9 @@
 import pytest
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
-from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.schedules.action import Schedule, ScheduleError
-from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
-from meshwise.pipeline.schedules.validate import peaks
+from meshwise.pipeline.schedules.schedule_table import Schedule, ScheduleError, lower, peaks
 
 TWO = Schedule.parse("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
 

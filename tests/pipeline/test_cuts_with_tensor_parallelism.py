@@ -14,8 +14,7 @@ from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT
 from meshwise.reference.gpt import Block
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.testing import agree, alone, outcome, run
 from tensor.plain import gpt
 

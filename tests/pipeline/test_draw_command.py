@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.cli.main import main
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.plan_account import PlanAccount

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.cli.main import main as command
-from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
+from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.engine.measure_steps import measure, profile
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.run.measured_step import LostTime, MeasuredStep, clock_offset
-from meshwise.pipeline.schedules import make_schedule
-from meshwise.pipeline.schedules.action import COMPUTE, Action, Schedule
-from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
+from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action, Schedule, lower
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import run

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.pipeline.cut import probe as probing
-from meshwise.pipeline.cut.probe import probe
-from meshwise.pipeline.cut.profile_module import profile_module
+from meshwise.pipeline.cut.probe import probe, profile_module
 
 
 class Repeated(nn.Module):

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.pipeline.cut.partition import CutError, PartitionItems, divide, improve_bounds, places_to_try
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.cut.stage_balance import PartitionItems, divide, improve_bounds, places_to_try
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, StepClock, clock
 
 

@@ -2,18 +2,21 @@
 
 import pytest
 
-from meshwise.pipeline.schedules import SCHEDULES, make_schedule, planned_schedule
-from meshwise.pipeline.schedules.action import Schedule, ScheduleError
-from meshwise.pipeline.schedules.passes import (
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule, planned_schedule
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
+from meshwise.pipeline.schedules.schedule_table import (
+    Schedule,
+    ScheduleError,
     add_gathers,
     add_reductions,
     add_transfers,
     lower,
     merge_backward,
+    peaks,
     send_first,
+    validate,
+    walk,
 )
-from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
-from meshwise.pipeline.schedules.validate import peaks, validate, walk
 
 
 def table(text: str) -> Schedule:

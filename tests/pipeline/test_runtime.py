@@ -14,11 +14,10 @@ from grid import Grid
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
-from meshwise.pipeline.run.build_stage import make_stage
+from meshwise.pipeline.run.pipeline_stage import StageError, make_stage
 from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter
-from meshwise.pipeline.run.stage import StageError
-from meshwise.pipeline.schedules import SCHEDULES, make_schedule
-from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule
+from meshwise.pipeline.schedules.schedule_table import lower
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, run
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwise.cli.main import main as command
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, outcome, run

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
-from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.packed_tree import pack, unpack
-from meshwise.pipeline.run.split_backward import WeightBackward, backward_input
-from meshwise.pipeline.run.stage import Stage
-from meshwise.pipeline.schedules import SCHEDULES, make_schedule
-from meshwise.pipeline.schedules.action import Action, ActionKind
-from meshwise.pipeline.schedules.passes import lower
-from meshwise.pipeline.schedules.validate import walk
+from meshwise.pipeline.run.pipeline_stage import Stage, make_stage
+from meshwise.pipeline.run.schedule_interpreter import pack, unpack
+from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, lower, walk
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from pipeline.oracle import gradients
 
@@ -58,11 +55,11 @@ class OneProcess:
         if stage + 1 == len(self.stages):
             self.outputs[stage, index] = [result]
             return
-        packed = pack(result)
+        skeleton, parts = pack(result)
         after = (stage + 1, index)
-        self.outputs[stage, index] = list(packed.tensors)
-        self.arrived[after] = [t.detach().clone().requires_grad_() for t in packed.tensors]
-        self.received[after] = unpack(packed.skeleton, arrived=self.arrived[after])
+        self.outputs[stage, index] = list(parts)
+        self.arrived[after] = [t.detach().clone().requires_grad_() for t in parts]
+        self.received[after] = unpack(skeleton, arrived=self.arrived[after])
 
     def backward(self, stage: int, index: int) -> None:
         outputs, leaves = self.outputs.pop((stage, index)), self.arrived.pop((stage, index), [])

@@ -5,10 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.pipeline.schedules import SCHEDULES, make_schedule, read_schedule
-from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule, ScheduleError
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule, read_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
-from meshwise.pipeline.schedules.validate import in_flight, peaks, validate
+from meshwise.pipeline.schedules.schedule_table import (
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+    in_flight,
+    peaks,
+    validate,
+)
 
 DRAWN = {
     "naive": """

@@ -22,11 +22,9 @@ from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, MatrixPairs, cut_model
-from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.cut.piece_calls import CallCost, CutError, ProbeResult, inner_modules, typical
 from meshwise.pipeline.cut.probe import probe
-from meshwise.pipeline.cut.probe_result import CallCost, ProbeResult, typical
-from meshwise.pipeline.cut.split_blocks import inner_modules
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import StepClock
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss

@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.parameter_table import parameter_table
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, cut_model
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.run.build_stage import make_stage
-from meshwise.pipeline.run.packed_tree import enter, pack, tensor_specs, unpack
-from meshwise.pipeline.run.stage import NanPlaceholder, StageError, signature
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.run.pipeline_stage import NanPlaceholder, StageError, make_stage, signature
+from meshwise.pipeline.run.schedule_interpreter import pack, tensor_specs, unpack
+from meshwise.pipeline.run.stage_backward import enter
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 from pipeline.oracle import TOKENS, gpt, is_the_model, lm, run_stages
 
@@ -92,8 +92,8 @@ def test_a_frozen_beginning_sends_no_gradient_back() -> None:
     model.positions.requires_grad_(requires_grad=False)
     cut = cut_model(model, stages=7, call=lm, request=PARAMS)
     stages = is_the_model(model, lm, cut)
-    packed = pack(stages[0].run(lm, received={}))
-    assert [spec.requires_grad for spec in tensor_specs(packed.skeleton)] == [False]
+    skeleton, _ = pack(stages[0].run(lm, received={}))
+    assert [spec.requires_grad for spec in tensor_specs(skeleton)] == [False]
 
 
 class Recomputing(nn.Module):
@@ -311,14 +311,14 @@ def test_a_cut_prints_as_a_table_and_pickles() -> None:
 def test_any_tree_is_packed_and_unpacked() -> None:
     shared = torch.ones(2, requires_grad=True)
     values = {"a": (shared, None, 3), "b": [{"c": shared, "d": torch.arange(3)}]}
-    packed = pack(values)
-    assert [tuple(tensor.shape) for tensor in packed.tensors] == [(2,), (3,)]
-    skeleton = pickle.loads(pickle.dumps(packed.skeleton))
+    skeleton, parts = pack(values)
+    assert [tuple(tensor.shape) for tensor in parts] == [(2,), (3,)]
+    skeleton = pickle.loads(pickle.dumps(skeleton))
     assert [(spec.dtype, spec.requires_grad) for spec in tensor_specs(skeleton)] == [
         (torch.float64, True),
         (torch.int64, False),
     ]
-    back = unpack(skeleton, arrived=packed.tensors)
+    back = unpack(skeleton, arrived=parts)
     assert back["a"][0] is back["b"][0]["c"] is shared
     assert back["a"][1:] == (None, 3)
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.testing import run
 
 

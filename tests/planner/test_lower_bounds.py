@@ -16,12 +16,11 @@ from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
 from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
 from meshwise.planner.lower_bound import PlanFigures, bound
-from meshwise.planner.search import Candidate, figures_of, prediction_of
+from meshwise.planner.plan_search import Candidate, figures_of, prediction_of
 from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.prediction import predict
-from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import predict
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=2, heads=8, width=1024)
 SHIPPED = parse_cluster("2x4 h100")

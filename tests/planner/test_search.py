@@ -12,16 +12,25 @@ import torch
 
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
-from meshwise.planner.forked_workers import ForkedWorkers
 from meshwise.planner.lower_bound import PlanFigures
+from meshwise.planner.plan_search import (
+    FULL,
+    Candidate,
+    EstimateLevel,
+    ForkedWorkers,
+    PlanSearch,
+    SearchEffort,
+    SearchResult,
+    best_table,
+    figures_of,
+    lost_table,
+    search,
+)
 from meshwise.planner.plan_space import PlanSpace, parse_fixed
-from meshwise.planner.search import Candidate, EstimateLevel, PlanSearch, SearchEffort, SearchResult, figures_of, search
-from meshwise.planner.search_tables import FULL, best_table, lost_table
 from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.prediction import Prediction
-from meshwise.simulate.rehearsal import rehearse, schedule_of
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse, schedule_of
+from meshwise.simulate.step_prediction import Prediction
 
 CLUSTER = parse_cluster("1x4 h100")
 CONFIG = GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=512)
@@ -279,7 +288,7 @@ def test_work_runs_in_a_fork_of_a_process_with_threads() -> None:
     """libgomp's are gone in a fork, and a kernel that is divided among them would wait for them for ever."""
     script = """
 import torch
-from meshwise.planner.forked_workers import ForkedWorkers
+from meshwise.planner.plan_search import ForkedWorkers
 
 torch.set_num_threads(2)
 x = torch.ones(2, 4, 512, 32)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject
 
 CONFIG = GPTConfig(vocabulary=64, context=16, layers=4, heads=4, width=32)
 

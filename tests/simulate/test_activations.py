@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import Category, MemoryChange
 
 WIDTH, HEADS, LENGTH, BATCH = 256, 8, 128, 2

@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from meshwise.simulate.cluster import Cluster, Device, MatmulEfficiency
 from meshwise.simulate.cost_model import CostModel
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import TapeOperation
 
 CLUSTER = Cluster(

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from grid import Grid
 from meshwise.model.shape_constants import LARGEST, ShapeConstants
-from meshwise.simulate.meta_batch import LARGEST as LARGEST_OF_A_BATCH
-from meshwise.simulate.meta_batch import MetaBatch, with_rows
-from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import LARGEST as LARGEST_OF_A_BATCH
+from meshwise.simulate.rehearsal import MetaBatch, Rehearsal, RehearsalSubject, rehearse, with_rows
 from meshwise.simulate.step_tape import TapeOperation
 
 

@@ -7,12 +7,12 @@ import pytest
 
 from meshwise.base.timeline import TimelineRow
 from meshwise.engine.cut_agreement import plan_schedule
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Link
-from meshwise.simulate.prediction import predict
 from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.step_prediction import predict
 from meshwise.view.plan_account import predicted_account
 from simulate.subjects import gpt_subject
 from simulate.test_step_times import STEADY

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.cost_model import CostModel
-from meshwise.simulate.prediction import predict
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import predict
 from meshwise.simulate.step_tape import MatrixProduct, TapeOperation
 
 CLUSTER = parse_cluster("1x1 h100")

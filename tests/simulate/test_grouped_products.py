@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import MatrixProduct, TapeOperation
 
 EXPERTS, WIDTH, INNER, ROWS = 4, 16, 24, 32

@@ -5,10 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
-from meshwise.simulate.memory_use import RankMemory, fullest, memory_of
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.simulation_tables import memory_table, size_text
+from meshwise.simulate.predicted_memory import RankMemory, fullest, memory_of, memory_table, size_text
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import Category
 from simulate.subjects import gpt_subject
 

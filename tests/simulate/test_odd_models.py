@@ -17,8 +17,7 @@ from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
+from meshwise.simulate.rehearsal import Device, RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import TapeOperation
 
 WIDTH, WORDS = 8, 12

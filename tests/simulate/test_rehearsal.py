@@ -15,15 +15,14 @@ from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.engine.parallelize import parallelize
 from meshwise.pipeline.cut import model_cut as cut
+from meshwise.pipeline.cut.piece_calls import ProbeResult
 from meshwise.pipeline.cut.probe import probe
-from meshwise.pipeline.cut.probe_result import ProbeResult
-from meshwise.pipeline.schedules.action import ActionKind
+from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
-from meshwise.simulate.memory_shortage import needs
-from meshwise.simulate.prediction import each_flops
-from meshwise.simulate.rehearsal import Rehearsal, rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.predicted_memory import needs
+from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import each_flops
 from meshwise.simulate.step_tape import TapeOperation
 from meshwise.train.failure_report import notes
 from simulate.subjects import CONFIG, gpt_subject, loss

@@ -22,14 +22,11 @@ from meshwise.simulate.cluster import (
     NodeHost,
     load,
     parse_cluster,
-    to_table,
 )
 from meshwise.simulate.cost_model import CostModel, sent_fraction
-from meshwise.simulate.operation_flops import count_operation
-from meshwise.simulate.prediction import predict
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.step_tape import MemoryChange, TapeCall
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import predict
+from meshwise.simulate.step_tape import MemoryChange, TapeCall, count_operation
 from simulate.subjects import CONFIG, gpt_subject
 
 STEADY = Cluster(
@@ -231,7 +228,7 @@ def test_each_rank_of_a_ring_over_nodes_sends_its_part_between_them() -> None:
 def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -> None:
     cluster = load(name)
     path = tmp_path / "cluster.toml"
-    path.write_text(tomlkit.dumps(to_table(cluster)))
+    path.write_text(tomlkit.dumps(dataclasses.asdict(cluster)))
     assert load(path) == cluster
     assert parse_cluster(f"64x8 {name}").ranks == 512
     assert parse_cluster(f"64 × 8 {name.upper()}") == parse_cluster(f"64x8 {name}")
@@ -250,9 +247,6 @@ def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -
         ("device", "memory = -1", "memory = -1 has to be above 0"),
         ("device", "memory = 0", "memory = 0 has to be above 0"),
         ("device", "launch = nan", "launch = nan has to be at least 0"),
-        ("device", "kernel = inf", "kernel = inf has to be a finite number"),
-        ("device", "peak = {float32 = inf}", "peak.float32 = inf has to be a finite number"),
-        ("device.products", "best = inf", "best = inf has to be a finite number"),
         ("device", "bandwidth = 1e12", "bandwidth has to be a list of"),
         ("device", 'bandwidth = [["1", 2]]', "bandwidth has to be a list of"),
         ("device", "bandwidth = [[1, 2], [1, 3]]", "sizes have to ascend"),

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from simulate.subjects import CONFIG, gpt_subject
 
 

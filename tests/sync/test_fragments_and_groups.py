@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.api.world import World
-from meshwise.sync.mixing_graph import mixing_weights
+from meshwise.sync.sync_scheme import mixing_weights
 from meshwise.testing import run
 from sync.plain_replay import Replay
 from sync.test_replay import batch, made, plain, require_equal

@@ -16,7 +16,7 @@ from meshwise.reference import GPTConfig
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Norm, Part
 from meshwise.tensor.core.split_context import SplitContext
-from meshwise.tensor.schemes.kv_replicas import scheme_on
+from meshwise.tensor.schemes import scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
 from meshwise.testing import run
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.comm.in_process.trace_world import TraceWorld
-from meshwise.pipeline.run.split_backward import backward_input
+from meshwise.pipeline.run.stage_backward import backward_input
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.detect.find_parts import find_parts
 from meshwise.testing import SavedForBackward
-from meshwise.testing.count_calls_and_bytes import Counts, count
+from meshwise.testing.agree import Counts, count
 from tensor.splitting import install
 
 H, TOKENS, HEADS, ROWS = 64, 16, 8, 64

@@ -10,12 +10,10 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.layout import Layout
-from meshwise.tensor.core.linear import Projection
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.scheme import Scheme
+from meshwise.tensor.core.sharded_layers import Projection
 from meshwise.tensor.core.split_context import SplitContext
-from meshwise.tensor.schemes.one_d import one_d
-from meshwise.tensor.schemes.two_d import two_d
+from meshwise.tensor.schemes import Scheme, one_d, two_d
 from meshwise.testing import run
 
 EXPERTS, ROWS, IN, OUT = 5, 4, 6, 7

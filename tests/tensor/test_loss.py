@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwise.base.mesh import Mesh, even_split
 from meshwise.comm.api.world import World
-from meshwise.tensor.core.split_logits import SplitLogits
-from meshwise.tensor.core.vocab_parallel_loss import VocabularySplit
+from meshwise.tensor.core.vocab_parallel import SplitLogits, VocabularySplit
 from meshwise.testing import run
 
 CLASSES, RANKS = 11, 3

@@ -11,7 +11,7 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import next_token_loss
 from meshwise.tensor.detect.find_parts import find_parts
-from meshwise.tensor.schemes.kv_replicas import mesh_with_kv_replicas
+from meshwise.tensor.schemes import mesh_with_kv_replicas
 from meshwise.testing import run
 from tensor.plain import Attention, Block, gpt, stack
 

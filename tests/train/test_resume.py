@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from meshwise.checkpoint.checkpoint_errors import DamageError, SaveError
-from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.plan import Plan
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, SwapJob, TrainJob
 from meshwise.train.run_folder import LAUNCH, find_run_start

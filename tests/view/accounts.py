@@ -3,8 +3,8 @@
 from functools import cache
 
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.prediction import Prediction, predict
 from meshwise.simulate.rehearsal import rehearse
+from meshwise.simulate.step_prediction import Prediction, predict
 from meshwise.view.plan_account import PlanAccount, predicted_account
 from simulate.subjects import gpt_subject
 

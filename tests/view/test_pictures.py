@@ -11,11 +11,10 @@ import pytest
 
 from meshwise.base.mesh import Mesh
 from meshwise.cli.output_files import write_png
-from meshwise.pipeline.schedules import make_schedule
+from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Device
-from meshwise.simulate.memory_use import fullest
-from meshwise.simulate.simulation_tables import size_text
+from meshwise.simulate.predicted_memory import fullest, size_text
 from meshwise.view.chrome_trace import write_chrome_trace
 from meshwise.view.mesh_picture import mesh_picture
 from meshwise.view.palette import COLORS, UNSEEN

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwise.base.timeline import TimelineRow, time_by_activity
-from meshwise.simulate.predicted_timeline import PredictionReplay
+from meshwise.simulate.step_prediction import PredictionReplay
 from view.accounts import SHARDED, SPLIT, prediction
 
 PLANS = [
@@ -67,7 +67,7 @@ def test_a_moment_of_memory_is_in_the_action_that_its_rank_is_at_then(replay: Pr
 def test_waits_too_many_to_be_seen_one_by_one_still_add_up(
     monkeypatch: pytest.MonkeyPatch, replay: PredictionReplay
 ) -> None:
-    monkeypatch.setattr("meshwise.simulate.predicted_timeline._MOST_EVENTS", 0)
+    monkeypatch.setattr("meshwise.simulate.step_prediction._MOST_EVENTS", 0)
     merged = PredictionReplay(replay.prediction).timeline
     for own, exact in zip(time_by_activity(merged), time_by_activity(replay.timeline), strict=True):
         assert own == pytest.approx(exact, rel=1e-9, abs=1e-12)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full
-from meshwise.layout.token_order import TokenRanges, TokenTile
+from meshwise.layout.layout import TokenRanges, TokenTile
 from meshwise.model.random_bits import IndexBlock, draw, keep_mask
 from meshwise.model.random_interception import DrawContext
 from meshwise.model.torch_private import attention_with_lse, attention_with_lse_backward

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meshwise.attention.mask_pattern import Fill, Pattern, TilePair
 from meshwise.comm.api.world import Work, World
-from meshwise.layout.token_order import TokenRanges
+from meshwise.layout.layout import TokenRanges
 
 BlockGradient: TypeAlias = Callable[[TokenRanges, Tensor], Tensor]
 """Function of the positions of a block and the block that returns the gradient of the block."""

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from meshwise.layout.token_order import TokenTile
+from meshwise.layout.layout import TokenTile
 
 
 class Fill(enum.Enum):

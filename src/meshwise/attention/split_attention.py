@@ -23,7 +23,7 @@ from meshwise.attention.key_exchange import KeyExchange, NoExchange
 from meshwise.attention.mask_pattern import Pattern
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.layout.token_order import TokenRanges
+from meshwise.layout.layout import TokenRanges
 from meshwise.precision.dtype_policy import product_dtype
 
 

@@ -27,7 +27,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.base.text_format import align_columns
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import Group, World
-from meshwise.layout.token_order import TokenRanges
+from meshwise.layout.layout import TokenRanges
 from meshwise.model.random_interception import DrawContext
 from meshwise.plan import Plan, PlanError
 

@@ -16,7 +16,7 @@ from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.layout.token_order import TokenRanges, token_order
+from meshwise.layout.layout import TokenRanges, token_order
 
 RING, HEADS = "ring", "heads"
 """Axes into which the axis `cp` is divided: `heads` exchanges tokens for heads, `ring` exchanges keys."""

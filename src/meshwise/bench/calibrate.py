@@ -4,7 +4,7 @@ All ranks measure at the same time, because they also share caches, memory and l
 timed over a grid of shapes, and their efficiency by shape is fitted by three constants (see `MatmulEfficiency`). Most
 other numbers are medians over all rounds of all ranks.
 
-The system clears the memory of a new tensor page by page, unless freed memory is kept (see `memory.malloc_settings`).
+The system clears the memory of a new tensor page by page, unless freed memory is kept (see `memory.allocator`).
 Clearing takes longer than most operations. So its cost is measured separately, and subtracted from the times of
 operations that make new tensors.
 
@@ -28,20 +28,18 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.bench.collectives import SizeSweep, measure
+from meshwise.bench.collective_benchmark import SizeSweep, measure
 from meshwise.bench.machine import processor_name
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.memory.malloc_settings import keep_freed_memory_of_rank
+from meshwise.memory.allocator import keep_freed_memory_of_rank
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency, rate_at
 from meshwise.simulate.cost_model import SEND_RECV
-from meshwise.simulate.measured_ranks import measure as measured
-from meshwise.simulate.operation_flops import causal_part, count_operation
-from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.step_tape import TapeOperation
+from meshwise.simulate.measured_memory import measure as measured
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
+from meshwise.simulate.step_tape import TapeOperation, causal_part, count_operation
 
 aten = torch.ops.aten
 

@@ -5,26 +5,231 @@
     | 3  connect the ranks of the job (or start local ranks), and let every pair of ranks exchange messages
 
 Step 3 only runs if the steps before found no problem. Every step that waits for other ranks has a short time limit,
-because the ordinary time limits of a job are too long for a check."""
+because the ordinary time limits of a job are too long for a check.
+
+Step 1 is `examine_machine`, step 2 `examine_roll_call`. Step 3, `exchange_messages`, makes one all-reduce, and then
+compares and times messages. In round d, rank r sends to rank r + d and receives from rank r − d, modulo the number of
+ranks:
+
+    4 ranks, 3 rounds:    0→1 1→2 2→3 3→0    0→2 1→3 2→0 3→1    0→3 1→0 2→1 3→2"""
 
 import contextlib
+import ipaddress
 import os
+import re
 import socket
+import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from meshwise.bench.diagnosis import MachineFinding, examine_machine, examine_roll_call, own_facts, problem
-from meshwise.bench.machine import Machine, machine_facts
-from meshwise.bench.pair_messages import PairMessages, exchange_messages, slow_links
+import torch
+
+from meshwise.bench.machine import Machine, addresses_of, machine_facts
 from meshwise.comm import World, connect, run
-from meshwise.comm.api.launch_environment import launch_error
-from meshwise.comm.health.roll_call import RollCall, roll_call
-from meshwise.comm.network.loopback_store import is_opened_by_launcher
+from meshwise.comm.api.flight_recorder import ranks_text
+from meshwise.comm.api.job_processes import launch_error
+from meshwise.comm.launch.rank_process import asked_threads
+from meshwise.comm.network.job_store import RollCall, RollCallEntry, is_opened_by_launcher, roll_call
+
+_SHARED_MEMORY = 1 << 30
+_OPEN_FILES = 4096
+_STREAMS = 8
+"""Streams of a rank that may work at once: compute, two directions of copies, NCCL's of groups and of messages."""
+
+_NCCL = (2, 19)
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+_COMPARED: Mapping[str, str] = {
+    "meshwise": "install the same version everywhere",
+    "torch": "install the same version everywhere",
+    "python": "use the same Python everywhere: pickles and seeds may differ",
+    "nccl": "install the same torch build everywhere, and unset NCCL overrides in LD_LIBRARY_PATH",
+    "device": "give every rank a GPU, or hide the GPUs everywhere with CUDA_VISIBLE_DEVICES=",
+}
+
+_SMALL_MESSAGES = 20
+_LARGE_BYTES = 4 << 20
+_SLOW = 4.0
+"""A link is slow if the median bandwidth of all links is more than this many times its own bandwidth."""
 
 _RETRY_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class MachineFinding:
+    """A finding. `problem`: ranks cannot train until it is solved. `note`: they can train here, maybe not elsewhere."""
+
+    level: Literal["note", "problem"]
+    what: str
+    remedy: str
+
+
+def problem(what: str, *, remedy: str) -> MachineFinding:
+    """Return a finding of level `problem`: ranks cannot train until it is solved."""
+    return MachineFinding("problem", what, remedy)
+
+
+def note(what: str, *, remedy: str) -> MachineFinding:
+    """Return a finding of level `note`: the ranks here can train nevertheless."""
+    return MachineFinding("note", what, remedy)
+
+
+@dataclass(frozen=True)
+class PairLink:
+    """Link of two ranks, the smaller first: seconds of a small message (8 bytes), bytes/s of a large one (4 MiB)."""
+
+    ranks: tuple[int, int]
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class PairMessages:
+    """Results of an exchange between all ranks, equal on every rank. `medium`: such as `shared memory` or `NCCL`."""
+
+    size: int
+    device: str
+    medium: str
+    links: tuple[PairLink, ...]
+    findings: tuple[MachineFinding, ...]
+
+
+def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
+    """Return the facts that this rank writes into the roll call: versions of software, `device`, `host` and `loopback`.
+    `loopback` is `yes` if other machines cannot reach the rank: it has a loopback address, or its name is unresolved.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    addresses = [ipaddress.ip_address(address.partition("%")[0]) for address in addresses_of(machine.host)]
+    is_loopback = interface.startswith("lo") if interface else all(address.is_loopback for address in addresses)
+    return {
+        **dict(machine.software),
+        "device": device,
+        "host": machine.host,
+        "loopback": "yes" if is_loopback else "no",
+    }
+
+
+def examine_machine(machine: Machine, *, ranks: int) -> Iterator[MachineFinding]:
+    """Yield the problems and notes for `ranks` ranks on this machine. Also reads environment variables."""
+    torch = dict(machine.software)["torch"]
+    if machine.gpus_of_driver and not machine.gpus:
+        yield problem(
+            f"the driver has {machine.gpus_of_driver} GPUs and torch {torch} sees none",
+            remedy="install a CUDA build of torch that this driver supports, and look at CUDA_VISIBLE_DEVICES",
+        )
+    if 0 < machine.shared_memory < _SHARED_MEMORY:
+        yield note(
+            f"/dev/shm has {machine.shared_memory >> 20} MiB; DataLoader workers and NCCL need more",  # noqa: S108
+            remedy="start the container with --shm-size=8g or --ipc=host",
+        )
+    if machine.open_files < _OPEN_FILES:
+        yield note(f"{machine.open_files} open files allowed; many ranks need more", remedy=f"ulimit -n {_OPEN_FILES}")
+    if not machine.host_addresses:
+        yield note(
+            f"the host name {machine.host} does not resolve, so other machines' ranks cannot find this one",
+            remedy=f"add {machine.host} to /etc/hosts, or name the interface in GLOO_SOCKET_IFNAME",
+        )
+    threads = asked_threads() or 1
+    if ranks * threads > machine.cores and not machine.gpus:
+        yield note(
+            f"{ranks} ranks of {threads} threads share {machine.cores} cores",
+            remedy=f"start at most {max(1, machine.cores // threads)} ranks here, or set OMP_NUM_THREADS lower",
+        )
+    if machine.gpus:
+        yield from check_gpu_settings(os.environ, machine=machine, ranks=ranks)
+    yield from check_interfaces(os.environ, names=[interface.name for interface in machine.interfaces])
+
+
+def check_gpu_settings(environment: Mapping[str, str], *, machine: Machine, ranks: int) -> Iterator[MachineFinding]:
+    """Yield notes on settings with which `ranks` ranks use the GPUs of a machine worse than they could."""
+    allocator = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" not in allocator:
+        yield note(
+            "the allocator's segments cannot grow, so units that are gathered and freed fragment the GPU's memory",
+            remedy="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        )
+    queues = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if queues.isdecimal() and int(queues) < _STREAMS:
+        yield note(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: a rank's streams for compute, NCCL and copies share "
+            f"{queues} queue{'s' if int(queues) > 1 else ''} of the GPU, and wait for each other",
+            remedy="unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 32",
+        )
+    version = re.match(r"(\d+)\.(\d+)", dict(machine.software).get("nccl", ""))
+    if version and tuple(map(int, version.groups())) < _NCCL:
+        yield note(
+            f"NCCL {version[0]} is older than {_NCCL[0]}.{_NCCL[1]}, and takes more GPU memory per communicator",
+            remedy="install a torch build with a newer NCCL, or remove an older one from LD_LIBRARY_PATH",
+        )
+    if ranks > len(machine.gpus):
+        yield note(
+            f"{ranks} ranks share {len(machine.gpus)} GPUs; NCCL refuses this, so they use gloo, which is slower",
+            remedy=f"start {len(machine.gpus)} ranks here, one for each GPU",
+        )
+
+
+def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) -> Iterator[MachineFinding]:
+    """Yield a problem for each interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names but the machine lacks.
+
+    `names` are the machine's interfaces. gloo reads a list of names, NCCL a list of prefixes, or exact names after `=`.
+    """
+    for variable in _INTERFACE_VARIABLES:
+        wanted = environment.get(variable, "")
+        if not wanted or wanted.startswith("^"):
+            continue
+        is_exact = variable.startswith("GLOO") or wanted.startswith("=")
+        for name in wanted.removeprefix("=").split(","):
+            if not any(own == name if is_exact else own.startswith(name) for own in names):
+                remedy = f"set {variable} to one of {', '.join(names)}, or unset it"
+                yield problem(f"{variable} names {name}, which this machine does not have", remedy=remedy)
+
+
+def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> Iterator[MachineFinding]:
+    """Yield the problems between the ranks of a job of `size` ranks. `seconds`: the time limit of the roll call."""
+    ranks = [entry.rank for entry in entries]
+    sizes = _ranks_by([str(entry.size) for entry in entries], ranks)
+    missing = sorted(set(range(size)) - set(ranks))
+    if len(sizes) > 1:
+        yield problem(
+            f"the ranks differ about the size of the world: {_in_words(sizes)}",
+            remedy="start torchrun with the same --nnodes and --nproc-per-node on every machine",
+        )
+    elif missing:
+        yield problem(
+            f"{ranks_text(missing)} of {size} did not answer the roll call within {seconds:g} s",
+            remedy="look at their machines' output; start them, with the same MASTER_ADDR and MASTER_PORT",
+        )
+    if repeated := sorted({rank for rank in ranks if ranks.count(rank) > 1}):
+        yield problem(
+            f"{ranks_text(repeated)} answered the roll call more than once",
+            remedy="give torchrun another --node-rank on each machine, and end the processes of earlier jobs",
+        )
+    for fact, remedy in _COMPARED.items():
+        values = _ranks_by([entry.facts[fact] for entry in entries], ranks)
+        if len(values) > 1:
+            yield problem(f"the ranks differ in {fact}: {_in_words(values)}", remedy=remedy)
+    hidden = [entry.rank for entry in entries if entry.facts["loopback"] == "yes"]
+    if hidden and len({entry.facts["host"] for entry in entries}) > 1:
+        yield problem(
+            f"{ranks_text(hidden)} can only be reached from their own machine: their address is a loopback address",
+            remedy="set GLOO_SOCKET_IFNAME on that machine to an interface that the other machines can reach",
+        )
+
+
+def _ranks_by(values: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int]]:
+    """Return a dict from each value to the ranks that have it; `values[i]` belongs to `ranks[i]`."""
+    found: dict[str, list[int]] = {}
+    for value, rank in zip(values, ranks, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _in_words(ranks_by_value: Mapping[str, list[int]]) -> str:
+    return " and ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_by_value.items())
 
 
 def check_reachable(address: str, *, port: int, seconds: float) -> MachineFinding | None:
@@ -62,6 +267,78 @@ def check_port(port: int) -> MachineFinding | None:
             remedy="choose another MASTER_PORT on all ranks, or end the process that has it",
         )
     return None
+
+
+def exchange_messages(world: World) -> PairMessages:
+    """Exchange messages between all ranks, and return the times and problems of all ranks. Every rank calls it."""
+    findings, links = _check_sum(world), []
+    for distance in range(1, world.size):
+        link, wrong = _exchange(world, distance)
+        links.append(link)
+        findings += wrong
+        world.barrier()
+    everyone = world.exchange((links, findings))
+    by_pair = {link.ranks: link for own, _ in everyone for link in own}
+    pairs = tuple(by_pair[pair] for pair in sorted(by_pair))
+    found = dict.fromkeys(finding for _, own in everyone for finding in own)
+    return PairMessages(world.size, world.device.type, world.medium, pairs, tuple(found))
+
+
+def _check_sum(world: World) -> list[MachineFinding]:
+    """Sum rank + 1 over all N ranks. Return a problem unless every element is N(N+1)/2, else an empty list."""
+    total = torch.full((1000,), world.rank + 1.0, device=world.device)
+    world.all_reduce(total, axes=world.mesh.names).wait()
+    expected = world.size * (world.size + 1) / 2
+    wrong = total[total != expected]
+    if not wrong.numel():
+        return []
+    return [
+        problem(
+            f"rank {world.rank}: an all-reduce of {world.size} ranks gave {wrong[0].item():g} instead of {expected:g}",
+            remedy="test this machine's memory and network card, and try another interface with GLOO_SOCKET_IFNAME",
+        )
+    ]
+
+
+def _exchange(world: World, distance: int) -> tuple[PairLink, list[MachineFinding]]:
+    """Send to rank r + `distance` and receive from rank r − `distance`: small messages, then large messages."""
+    axis = world.mesh.names[0]
+    to, source = (world.rank + distance) % world.size, (world.rank - distance) % world.size
+    streams = world.streams
+    world.prepare(lines=[(rank, (rank + distance) % world.size) for rank in range(world.size)])
+    seconds, is_wrong = [], False
+    for elements in (*[2] * (_SMALL_MESSAGES + 1), _LARGE_BYTES // 4, _LARGE_BYTES // 4):
+        own = torch.full((elements,), float(world.rank), device=world.device)
+        received = torch.empty_like(own)
+        streams.synchronize()
+        start = time.perf_counter()
+        for work in (world.send(own, axis=axis, to=to), world.recv(received, axis=axis, source=source)):
+            work.wait()
+        streams.synchronize()
+        seconds.append(time.perf_counter() - start)
+        is_wrong = is_wrong or bool((received != source).any())
+    pair = (min(source, world.rank), max(source, world.rank))
+    link = PairLink(pair, statistics.median(seconds[1 : _SMALL_MESSAGES + 1]), _LARGE_BYTES / seconds[-1])
+    if not is_wrong:
+        return link, []
+    text = f"a message from rank {source} to rank {world.rank} arrived with changed bytes"
+    return link, [problem(text, remedy="test the memory and the network cards of the two machines")]
+
+
+def slow_links(links: tuple[PairLink, ...]) -> list[MachineFinding]:
+    """Return a note for each link with less than a quarter of the median bandwidth; none for fewer than three links."""
+    if len(links) < 3:
+        return []
+    median = statistics.median(link.bandwidth for link in links)
+    return [
+        note(
+            f"ranks {link.ranks[0]} and {link.ranks[1]} exchange {link.bandwidth / 1e9:.2f} GB/s, "
+            "less than a quarter of the median of all pairs",
+            remedy="look at the cable of that link, and for other programs that use the link",
+        )
+        for link in links
+        if link.bandwidth * _SLOW < median
+    ]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from meshwise.comm.api.streams import gpu_count, gpu_properties
-from meshwise.comm.launch.cores import cores
+from meshwise.comm.launch.launch import cores
 from meshwise.comm.network.process_world import backends
 
 _TOOL_SECONDS = 10

@@ -28,7 +28,7 @@ import torch
 
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.safetensors_format import DTYPES
-from meshwise.layout.rectangles import Rectangle
+from meshwise.layout.layout import Rectangle
 
 INDEX = "checkpoint.json"
 """Name of the index file."""

@@ -25,7 +25,7 @@ from meshwise.checkpoint.checkpoint_index import (
     plain_name,
 )
 from meshwise.checkpoint.safetensors_format import read_header
-from meshwise.layout.rectangles import Rectangle
+from meshwise.layout.layout import Rectangle
 
 PARTS = "model.safetensors.index.json"
 """File that says which file holds each tensor, for a model in several files."""

@@ -15,7 +15,7 @@ from meshwise.checkpoint.read_rectangles import ByteSpan, SourceFile, read_spans
 from meshwise.checkpoint.safetensors_format import read_header
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
-from meshwise.layout.rectangles import rectangles
+from meshwise.layout.layout import rectangles
 
 _PIECE_ELEMENTS = 1 << 20
 _T = TypeVar("_T")

@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwise.checkpoint.checkpoint_errors import Damage, DamageError
 from meshwise.checkpoint.checkpoint_index import BLOCK, CheckpointFile
 from meshwise.checkpoint.safetensors_format import TensorEntry
-from meshwise.layout.rectangles import Rectangle
+from meshwise.layout.layout import Rectangle
 
 WINDOW_BYTES = 8 * BLOCK
 """Bytes of the buffer, and the most bytes that are read together."""

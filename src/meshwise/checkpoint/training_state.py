@@ -25,9 +25,15 @@ from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, unu
 from meshwise.checkpoint.load_state import fill, load, on_all_ranks
 from meshwise.checkpoint.safetensors_format import dtype_name
 from meshwise.checkpoint.save_state import PendingSave, SaveContent, save
-from meshwise.data_parallel.checkpoint_refill import OPTIMIZER_KINDS, CheckpointRefill, RefillSlot
 from meshwise.data_parallel.engine_protocol import Engine
-from meshwise.data_parallel.stored_slices import StoredSlice, buffers, slices_to_save
+from meshwise.data_parallel.stored_slices import (
+    OPTIMIZER_KINDS,
+    CheckpointRefill,
+    RefillSlot,
+    StoredSlice,
+    buffers,
+    slices_to_save,
+)
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.optim.flat_optimizer import describe_groups, optimizer_name, restore_groups, saved_groups
 from meshwise.plan import Plan

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from meshwise.bench.bandwidth_plot import require_matplotlib
+from meshwise.bench.collective_benchmark import require_matplotlib
 from meshwise.cli.flag_values import checked_comm, local_ranks
 from meshwise.cli.output_files import check_outputs, html_document, html_table, write_and_say
 from meshwise.comm.api.world import World

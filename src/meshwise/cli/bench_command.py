@@ -3,6 +3,7 @@
 | bench collectives   time and bandwidth of every collective over tensor sizes and group sizes
 | bench calibrate     compute, copy and network rates of this machine, written as a cluster file"""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +12,27 @@ from typing import Literal
 
 import tomlkit
 
-from meshwise.bench.bandwidth_plot import plot, require_matplotlib
-from meshwise.bench.bus_bandwidth import BUS_FACTORS, COPY, Measurement
 from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calibrate
-from meshwise.bench.collective_tables import as_json, as_table
-from meshwise.bench.collectives import SizeSweep, group_sizes, parse_size
-from meshwise.bench.collectives import measure as measure_collectives
+from meshwise.bench.collective_benchmark import (
+    BUS_FACTORS,
+    COPY,
+    Measurement,
+    SizeSweep,
+    as_json,
+    as_table,
+    group_sizes,
+    parse_size,
+    plot,
+    require_matplotlib,
+)
+from meshwise.bench.collective_benchmark import measure as measure_collectives
 from meshwise.bench.machine import link_text, network_interfaces
 from meshwise.cli.flag_values import DEFAULT_RANKS, checked_comm, checked_ranks, launched_ranks, run_chosen, say_start
 from meshwise.cli.output_files import check_outputs, write_and_say
 from meshwise.comm import World, run
-from meshwise.comm.api.launch_environment import prints_for_job
+from meshwise.comm.api.job_processes import prints_for_job
 from meshwise.comm.api.streams import gpu_count
-from meshwise.comm.launch.cores import cores
-from meshwise.simulate.cluster import to_table
+from meshwise.comm.launch.launch import cores
 from meshwise.train.console_output import console_of_width, counted
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError
@@ -145,7 +153,7 @@ def _calibrate(words: Sequence[str]) -> None:
         size, _calibrate_rank, args=(CalibrationEffort(rounds=flags.rounds),), device=device, comm=comm
     )[0]
     if prints_for_job():
-        text = tomlkit.dumps(to_table(found.cluster))
+        text = tomlkit.dumps(dataclasses.asdict(found.cluster))
         result = f": {found.cluster.device.name}, {counted(size, of='rank')}"
         if found.cpu_share < UNDISTURBED:
             result += f"; {_disturbance(found, size=size)}"

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from rich.markup import escape
 
-from meshwise.bench.doctor import DoctorReport, examine_job, examine_local_ranks
+from meshwise.bench.doctor import DoctorReport, PairMessages, examine_job, examine_local_ranks
 from meshwise.bench.machine import machine_table
-from meshwise.bench.pair_messages import PairMessages
 from meshwise.cli.flag_values import checked_ranks
-from meshwise.comm.api.launch_environment import is_under_launcher, prints_for_job
+from meshwise.comm.api.job_processes import is_under_launcher, prints_for_job
 from meshwise.train.console_output import OutputConsole
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError

@@ -30,10 +30,9 @@ from meshwise.cli.output_files import (
 from meshwise.engine.cut_agreement import CutInputs, cut_source, plan_schedule
 from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward
-from meshwise.pipeline.schedules import read_schedule
-from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.schedules.named_schedules import read_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
-from meshwise.pipeline.schedules.validate import peaks
+from meshwise.pipeline.schedules.schedule_table import lower, peaks
 from meshwise.plan import Plan
 from meshwise.train.flags import parse_flags
 from meshwise.train.job import JobError, StudiedJob

@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from meshwise.comm.api.launch_environment import is_rank, launched_rank
+from meshwise.comm.api.job_processes import is_rank, launched_rank
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.connect import asked_comm
-from meshwise.comm.launch.cores import cores
-from meshwise.comm.launch.launch import torchrun_line
+from meshwise.comm.launch.launch import cores, torchrun_line
 from meshwise.comm.network.process_world import Comm
 from meshwise.plan import AXES
 from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster

@@ -29,11 +29,10 @@ from meshwise.cli import (
     verify_command,
 )
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.launch_environment import is_rank, prints_for_job
-from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.job_processes import RankLostError, is_rank, prints_for_job
 from meshwise.comm.launch.connect import leave_undone
-from meshwise.comm.launch.elastic_agent import NoSemaphoresError
 from meshwise.comm.launch.fork_server import fork_server_from_here
+from meshwise.comm.launch.launch import NoSemaphoresError
 from meshwise.comm.launch.rank_process import CONSEQUENCE_SECONDS
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.model.forward import LossError

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.base.atomic_file import is_read_only, write_whole
-from meshwise.bench.bandwidth_plot import MissingExtraError, require_matplotlib
+from meshwise.bench.collective_benchmark import MissingExtraError, require_matplotlib
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.train.console_output import OutputConsole, console_of_width
 from meshwise.train.job import JobError

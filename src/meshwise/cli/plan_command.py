@@ -13,16 +13,15 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from meshwise.cli.flag_values import named_cluster
 from meshwise.cli.output_files import DrawingFiles, check_drawings, check_outputs, write_drawings
-from meshwise.comm.launch.cores import cores
+from meshwise.comm.launch.launch import cores
 from meshwise.model.deferred_init import shapes_of
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import plan_notation, read_size
+from meshwise.planner.plan_search import SearchEffort, SearchResult, best_table, lost_table, prediction_of, search
 from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
-from meshwise.planner.search import SearchEffort, SearchResult, prediction_of, search
-from meshwise.planner.search_tables import best_table, lost_table
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
-from meshwise.simulate.simulation_tables import size_text
+from meshwise.simulate.predicted_memory import size_text
+from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import change_file, read_job

@@ -15,11 +15,10 @@ from meshwise.comm.launch.launch import run
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.measured_ranks import MALLOC, MeasuredRank, measure
-from meshwise.simulate.memory_use import memory_of
-from meshwise.simulate.prediction import Prediction, predict
+from meshwise.simulate.measured_memory import MALLOC, MeasuredRank, measure
+from meshwise.simulate.predicted_memory import memory_of, memory_table
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.simulation_tables import memory_table, time_table
+from meshwise.simulate.step_prediction import Prediction, predict, time_table
 from meshwise.train.console_output import counted, text_table
 from meshwise.train.job import JobError, StudiedJob
 from meshwise.train.job_toml import read_job

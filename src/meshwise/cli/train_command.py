@@ -9,13 +9,12 @@ import torch
 from rich.console import Console
 
 from meshwise.cli.flag_values import checked_comm, local_ranks, say_start
-from meshwise.comm.api.launch_environment import is_rank
-from meshwise.comm.api.rank_lost import RankKilledError
+from meshwise.comm.api.job_processes import RankKilledError, is_rank
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
-from meshwise.memory.memory_error import is_out_of_memory
-from meshwise.simulate.available_memory import room_left
-from meshwise.simulate.memory_shortage import MemoryNeeds, ShortageError, shortage
+from meshwise.memory.allocator import is_out_of_memory
+from meshwise.simulate.measured_memory import room_left
+from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, shortage
 from meshwise.train.console_output import replace_missing_characters
 from meshwise.train.failure_report import leave_traceback
 from meshwise.train.job import Job

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from meshwise.cli.flag_values import checked_comm, local_ranks, say_start
-from meshwise.comm.api.launch_environment import is_rank, prints_for_job
+from meshwise.comm.api.job_processes import is_rank, prints_for_job
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.launch.launch import run

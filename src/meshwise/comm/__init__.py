@@ -1,7 +1,7 @@
 """Start the ranks of a job and let them communicate: the only package that imports torch.distributed."""
 
 from meshwise.comm.api.flight_recorder import CallRecord, Position, RanksDisagree
-from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.in_process.trace_world import TraceWorld

@@ -35,8 +35,7 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket, ShardGroup, StorageConfig
 from meshwise.data_parallel.bucket_place import Options
-from meshwise.data_parallel.live_unit import GradientCallback, LiveUnit, UnitGradients
-from meshwise.data_parallel.parameter_gather import ParameterGatherer
+from meshwise.data_parallel.live_unit import GradientCallback, LiveUnit, ParameterGatherer, UnitGradients
 from meshwise.memory.swap_file import TierError
 from meshwise.model.deferred_init import ParameterSource, install
 from meshwise.model.parameter_table import ParameterRow, ParameterTable

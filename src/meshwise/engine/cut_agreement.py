@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import Forward, Loss, LossError, call_loss
 from meshwise.model.parameter_units import Patterns
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, MatrixPairs, ModelCut, cut_model, cut_pieces
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.schedules import planned_schedule
-from meshwise.pipeline.schedules.action import Schedule, ScheduleError
+from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.schedules.named_schedules import planned_schedule
+from meshwise.pipeline.schedules.schedule_table import Schedule, ScheduleError
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.plan_keys import is_path
 from meshwise.tensor.core.part import Part

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from meshwise.comm.api.stopwatch import ActivityStopwatch
+from meshwise.comm.api.flight_recorder import ActivityStopwatch
 from meshwise.engine.trainer import Trainer
 from meshwise.pipeline.run.measured_step import MeasuredStep, measured_step
 

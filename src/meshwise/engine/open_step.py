@@ -26,8 +26,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.logical_slices import whole_tensors
-from meshwise.engine.batch_sharding import BatchSharder, MicroBatch, gather_rows
-from meshwise.engine.microbatch_runner import WholeModelRunner, placed
+from meshwise.engine.microbatch_runner import BatchSharder, MicroBatch, WholeModelRunner, gather_rows, placed
 from meshwise.engine.step import StepAttempt, TrainingSteps
 from meshwise.engine.step_result import StepInputs, StepResult, StepTotals, mismatch_text
 from meshwise.model.forward import call_loss

@@ -34,11 +34,10 @@ from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_parallel import expert_parallel
 from meshwise.expert.router_updates import RouterUpdates
-from meshwise.memory.activation_offload import activation_tier
+from meshwise.memory.activation_offload import ActivationTransfers, activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
-from meshwise.memory.memory_error import memory_errors_explained
-from meshwise.memory.staging_buffers import SwapConfig
-from meshwise.memory.storage_movers import ActivationTransfers
+from meshwise.memory.allocator import memory_errors_explained
+from meshwise.memory.swap_file import SwapConfig
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.deferred_init import ParameterSource, build_with_values
@@ -49,10 +48,9 @@ from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, default_options, flat_optimizer, needs_whole
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.run.build_stage import make_stage, model_without_values
-from meshwise.pipeline.run.stage import FeatureWidth, PieceForward
-from meshwise.pipeline.schedules.classic_schedules import naive
-from meshwise.pipeline.schedules.validate import in_flight
+from meshwise.pipeline.run.pipeline_stage import FeatureWidth, PieceForward, make_stage, model_without_values
+from meshwise.pipeline.schedules.named_schedules import naive
+from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import (
     CastHooks,
@@ -65,13 +63,18 @@ from meshwise.precision.dtype_policy import (
     widen_for_loss,
 )
 from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
-from meshwise.tensor.core.activation_slices import activation_regions
+from meshwise.tensor.core.activation_slices import (
+    activation_regions,
+    feature_dims,
+    local_and_total_tokens,
+    local_and_total_width,
+    parts_of_stage,
+)
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
-from meshwise.tensor.core.stage_parts import feature_dims, local_and_total_tokens, local_and_total_width, parts_of_stage
 from meshwise.tensor.detect.find_parts import Rules, find_parts
-from meshwise.tensor.schemes.kv_replicas import mesh_with_kv_replicas, scheme_on
+from meshwise.tensor.schemes import mesh_with_kv_replicas, scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
 
 

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.comm.api.stopwatch import StepPhase
+from meshwise.comm.api.flight_recorder import StepPhase
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.data_parallel_engine import DataParallel, from_holders
 from meshwise.data_parallel.live_unit import LiveUnit
-from meshwise.engine.batch_sharding import MicroBatch
 from meshwise.engine.microbatch_runner import (
+    MicroBatch,
     MicrobatchTask,
     OnCount,
     OnGradient,
@@ -47,11 +47,17 @@ from meshwise.model.forward import call_loss
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
 from meshwise.model.random_draws import RandomDraws
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
-from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter
-from meshwise.pipeline.run.stage import Stage, signature
-from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
-from meshwise.pipeline.schedules.passes import add_gathers, add_transfers, lines_of, lower
+from meshwise.pipeline.run.pipeline_stage import Stage, signature
+from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter, pack, tensor_specs, unpack
+from meshwise.pipeline.schedules.schedule_table import (
+    Action,
+    ActionKind,
+    Schedule,
+    add_gathers,
+    add_transfers,
+    lines_of,
+    lower,
+)
 from meshwise.plan import PlanError
 
 
@@ -400,7 +406,7 @@ class StagedRunner:
         for parameters in self._parameters.values():
             parameters.begin_forwards(())
         returned = self._runtime.run(self._forwards, jobs={0: MicrobatchJob(call, (signature(batch), False))})
-        packed = pack({"output": whole_output(returned[0])}) if returned else None
+        skeleton, parts = pack({"output": whole_output(returned[0])}) if returned else (None, ())
         if names := "".join(self._world.exchange(_absent(returned[0]) if returned else "", axes="pp")):
             raise PlanError(
                 f"predict would return NaN in {names}: an earlier stage computes it, and does not send it because the "
@@ -408,14 +414,14 @@ class StagedRunner:
                 "output_hidden_states=False, output_attentions=False), or the loss use it; or load a checkpoint under "
                 "a plan without pp and predict there"
             )
-        skeletons = self._world.exchange(packed and packed.skeleton, axes="pp")
-        source = next(index for index, skeleton in enumerate(skeletons) if skeleton is not None)
+        skeletons = self._world.exchange(skeleton, axes="pp")
+        source = next(index for index, one in enumerate(skeletons) if one is not None)
         arrived = [
             torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
             for spec in tensor_specs(skeletons[source])
         ]
-        if packed is not None:
-            arrived = [tensor.contiguous() for tensor in packed.tensors]
+        if skeleton is not None:
+            arrived = [tensor.contiguous() for tensor in parts]
         for tensor in arrived:
             self._world.broadcast(tensor, axes="pp", source=source).wait()
         return unpack(skeletons[source], arrived=arrived)["output"]

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.stopwatch import StepPhase
+from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
-from meshwise.engine.batch_sharding import BatchSharder
-from meshwise.engine.microbatch_runner import MicrobatchRunner, OnGradient, zeros
+from meshwise.engine.microbatch_runner import BatchSharder, MicrobatchRunner, OnGradient, zeros
 from meshwise.engine.noise_scale import NoiseMeter, NoiseScale
 from meshwise.engine.step_result import (
     NonFiniteError,
@@ -35,7 +33,7 @@ from meshwise.engine.step_result import (
     mismatch_text,
 )
 from meshwise.memory.activation_policy import ActivationPolicy
-from meshwise.memory.malloc_settings import first_step_of
+from meshwise.memory.allocator import first_step_of
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import LossScale, likely_count
 from meshwise.sync.replicas import Replicas

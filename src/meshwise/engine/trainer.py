@@ -20,8 +20,7 @@ from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.data_parallel.stored_slices import buffers
 from meshwise.data_parallel.update_timing import build_update
-from meshwise.engine.batch_sharding import BatchSharder, gather_rows
-from meshwise.engine.microbatch_runner import MicrobatchRunner, WholeModelRunner, zeros
+from meshwise.engine.microbatch_runner import BatchSharder, MicrobatchRunner, WholeModelRunner, gather_rows, zeros
 from meshwise.engine.open_step import OpenStep
 from meshwise.engine.parameter_average import ParameterAverage, drop_average
 from meshwise.engine.step import TrainingSteps
@@ -29,7 +28,7 @@ from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, Upda
 from meshwise.expert.expert_parallel import imbalances
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
-from meshwise.memory.memory_error import memory_errors_explained
+from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode
@@ -37,7 +36,7 @@ from meshwise.model.module_copy import refuse_partial_copies
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.schedules.action import Schedule
+from meshwise.pipeline.schedules.schedule_table import Schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import KINDS, dtype_names
 from meshwise.sync.replicas import Replicas

@@ -1,7 +1,6 @@
 """Layouts: the part of a tensor that each rank of a mesh stores, computed without tensors."""
 
-from meshwise.layout.layout import DimSplit, Layout
-from meshwise.layout.rectangles import Rectangle, rectangles
+from meshwise.layout.layout import DimSplit, Layout, Rectangle, rectangles
 
 __all__ = [
     "DimSplit",

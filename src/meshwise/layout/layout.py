@@ -1,15 +1,93 @@
-"""Layout of one tensor on a mesh: which mesh axes split which dim, and over which axes it is a partial sum.
+"""Layouts: which part of a tensor, or of a sequence of tokens, each rank has.
 
-The ranks along all other axes hold copies. These three facts describe a tensor in every scheme of tensor parallelism.
-So a scheme here is a table of layouts, not code that slices and communicates."""
+A `Layout` says which mesh axes split which dim, and over which axes the tensor is a partial sum. The ranks along all
+other axes hold copies. These three facts describe a tensor in every scheme of tensor parallelism. So a scheme here is a
+table of layouts, not code that slices and communicates.
+
+ZeRO splits the row-major elements of a tensor at any element. Both kinds of part are written as a `Rectangle` of the
+full tensor, so a checkpoint of one plan can be loaded under another. `rectangles` covers a range of elements.
+
+`token_order` splits a sequence over ranks. `TokenRanges` holds the global positions of some tokens as ranges, so a few
+numbers describe any length. Under a causal mask a token's work grows with its position. So two of the orders give each
+rank early and late tokens:
+
+    | contiguous   rank r has block r of N
+    | zigzag       rank r has blocks r and 2N-1-r of 2N (Llama 3, arXiv 2407.21783)
+    | striped      rank r has the tokens r, r+N, r+2N, … (striped attention, arXiv 2311.09431)"""
 
 import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from meshwise.base.mesh import Mesh, even_split
-from meshwise.layout.rectangles import Rectangle
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor: its first index (`offsets`) and its number of elements (`sizes`), per dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the full tensor: `full[rectangle.slices]` is the part."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+
+    def overlap(self, other: "Rectangle") -> "Rectangle | None":
+        """Return the intersection of two rectangles of one tensor; None if it is empty."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        sizes = tuple(min(a + m, b + n) - start for (a, m, b, n), start in zip(ends, starts, strict=True))
+        return Rectangle(starts, sizes) if min(sizes, default=1) > 0 else None
+
+    def seen_from(self, origin: Sequence[int]) -> "Rectangle":
+        """Return the rectangle with its offsets relative to `origin`."""
+        return Rectangle(tuple(start - zero for start, zero in zip(self.offsets, origin, strict=True)), self.sizes)
+
+
+def rectangles(shape: Sequence[int], *, start: int, stop: int) -> list[Rectangle]:
+    """Return rectangles that cover elements `start` to `stop` (excluded) of a row-major tensor, in their order.
+
+    They are at most 2·ndim - 1. A matrix has up to three: the end of the first row, full rows, the start of the last.
+
+        | shape (4, 5), elements 3 to 16        . . . a a
+        |                                       b b b b b
+        |                                       b b b b b
+        |                                       c . . . .
+
+    Raises ValueError if the range does not lie within the tensor."""
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"a tensor of shape {tuple(shape)} has no elements {start} to {stop}")
+    if start == stop:
+        return []
+    if not shape:
+        return [Rectangle((), ())]
+    row = math.prod(shape[1:])
+    first, last = start // row, stop // row
+    if first == last:
+        return _within(first, rectangles(shape[1:], start=start % row, stop=stop % row))
+    head = _within(first, rectangles(shape[1:], start=start % row, stop=row)) if start % row else []
+    whole = first + bool(head)
+    inner = (0,) * (len(shape) - 1)
+    body = [Rectangle((whole, *inner), (last - whole, *shape[1:]))] if whole < last else []
+    return head + body + _within(last, rectangles(shape[1:], start=0, stop=stop % row))
+
+
+def _within(index: int, parts: list[Rectangle]) -> list[Rectangle]:
+    """Return rectangles of row `index` as rectangles of the tensor that contains the row."""
+    return [Rectangle((index, *part.offsets), (1, *part.sizes)) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -162,3 +240,94 @@ class Layout:
         for size, axes, cut in zip(shape, self.splits, self._cuts, strict=True):
             bounds.append(cut.spans(size, places=[(mesh.index(rank, axis=a), mesh.degree(a)) for a in axes]))
         return bounds
+
+
+@dataclass(frozen=True)
+class TokenTile:
+    """Neighbouring local tokens whose global positions are evenly spaced.
+
+    | start, stop    indices of the tokens among the tokens of the rank
+    | first, last    lowest and highest global position
+    | step           distance between two neighbouring positions"""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    step: int
+
+    @property
+    def positions(self) -> slice:
+        """Global positions as a slice."""
+        return slice(self.first, self.last + 1, self.step)
+
+
+@dataclass(frozen=True)
+class TokenRanges:
+    """Global positions of tokens, in the order in which a rank has them.
+
+    `ranges`: for each range the first position, the number of tokens, and the distance between two positions."""
+
+    ranges: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def whole(cls, length: int) -> "TokenRanges":
+        """Return the positions of all tokens of a sequence."""
+        return cls(((0, length, 1),))
+
+    @classmethod
+    def joined(cls, parts: Sequence["TokenRanges"]) -> "TokenRanges":
+        """Return the positions of several ranks, one rank after the other."""
+        return cls(tuple(one for part in parts for one in part.ranges))
+
+    @cached_property
+    def count(self) -> int:
+        """Number of tokens."""
+        return sum(count for _, count, _ in self.ranges)
+
+    def positions(self, *, device: torch.device | None = None) -> Tensor:
+        """Return the positions as integers of shape (count,)."""
+        parts = [torch.arange(first, first + count * step, step, device=device) for first, count, step in self.ranges]
+        return torch.cat(parts)
+
+    def take(self, x: Tensor, *, dim: int) -> Tensor:
+        """Return the elements of `x` at these positions along `dim`."""
+        index: list[slice] = [slice(None)] * (dim % x.dim())
+        parts = [x[(*index, slice(first, first + count * step, step))] for first, count, step in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def narrow(self, start: int, *, stop: int) -> "TokenRanges":
+        """Return the positions of the local tokens `start` to `stop` (excluded)."""
+        found, passed = [], 0
+        for first, count, step in self.ranges:
+            low, high = max(0, start - passed), min(count, stop - passed)
+            found.append((first + low * step, max(0, high - low), step))
+            passed += count
+        return TokenRanges(tuple(found))
+
+    def without(self, position: int) -> "TokenRanges":
+        """Return the positions below `position`."""
+        return TokenRanges(
+            tuple((first, min(count, len(range(first, position, step))), step) for first, count, step in self.ranges)
+        )
+
+    def tiles(self, size: int) -> Iterator[TokenTile]:
+        """Yield the tokens as tiles of at most `size` tokens, none across the border of two ranges."""
+        passed = 0
+        for first, count, step in self.ranges:
+            for low in range(0, count, size):
+                high = min(low + size, count)
+                yield TokenTile(passed + low, passed + high, first + low * step, first + (high - 1) * step, step)
+            passed += count
+
+
+def token_order(order: str, *, length: int, parts: int) -> tuple[TokenRanges, ...]:
+    """Return the positions of each of `parts` ranks for a sequence of `length` tokens; some may have none."""
+    if order == "contiguous":
+        blocks = even_split(length, parts)
+        return tuple(TokenRanges(((start, stop - start, 1),)) for start, stop in blocks)
+    if order == "zigzag":
+        blocks = even_split(length, 2 * parts)
+        pairs = ((blocks[index], blocks[2 * parts - 1 - index]) for index in range(parts))
+        return tuple(TokenRanges(tuple((start, stop - start, 1) for start, stop in pair)) for pair in pairs)
+    return tuple(TokenRanges(((index, len(range(index, length, parts)), parts),)) for index in range(parts))

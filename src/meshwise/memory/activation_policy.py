@@ -16,7 +16,7 @@ from meshwise.base.text_format import align_columns
 from meshwise.comm.api.world import World
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.recompute import RecomputedBlock
-from meshwise.memory.recompute_cost import MODES, RecomputeCost, choose_modes
+from meshwise.memory.recompute_modes import MODES, RecomputeCost, choose_modes
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import Forward, ForwardReplay
 from meshwise.model.parameter_units import Patterns, partition, select
@@ -30,7 +30,7 @@ ALLOWED: Mapping[str, Sequence[str]] = {
     "selective": ("none", "selective"),
     "full": ("none", "full"),
 }
-"""The modes that a budget may choose for a block, by the plan's `recompute`; see `recompute_cost.MODES`."""
+"""The modes that a budget may choose for a block, by the plan's `recompute`; see `recompute_modes.MODES`."""
 
 
 class RecomputedBlocks:

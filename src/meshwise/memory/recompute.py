@@ -11,15 +11,23 @@ value belongs to the slot of its saved tensor, and lives as long as the slot:
 
 A separate node saves the block's inputs, so that they can be offloaded like other saved activations. The repeated
 forward finds the state of the first forward: torch's generators, autocast, and the state that `ForwardReplay`
-remembers. Objects that the block receives, such as the cache of a decoder, have their earlier content
-(`changed_inputs`). Only the module's `forward` is repeated, so hooks on the block itself do not run again. In the
+remembers. Only the module's `forward` is repeated, so hooks on the block itself do not run again. In the
 repetition norms update copies of their running statistics, because the first forward has updated the real ones.
-A block that writes to another buffer is refused, because its repeated forward might read the changed buffer."""
+A block that writes to another buffer is refused, because its repeated forward might read the changed buffer.
+
+A block may receive an object (a list, a dict, an instance of a class) and change it in its forward. For example, a
+decoder of the transformers library writes its keys and values into the cache that it receives. A repeated forward
+would find them there, and append them again. So during the repetition the object has its earlier content
+(`BlockInputs`); afterwards its present content is restored. A tensor that is written to in place is not restored. The
+block then saves different tensors, which raises `RecomputeError`."""
 
 import contextlib
+import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -29,9 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.api.streams import cuda_in_use, generator_states, restore_generators
-from meshwise.memory.changed_inputs import BlockInputs
-from meshwise.memory.recompute_cost import DeviceTimer, RecomputeCost
-from meshwise.memory.saved_operations import SavedOperations
+from meshwise.memory.recompute_modes import DeviceTimer, RecomputeCost, SavedOperations
 from meshwise.model.forward import ForwardReplay, ReplayTape
 from meshwise.model.torch_private import without_modes
 from meshwise.precision.dtype_policy import active_product_casts
@@ -227,7 +233,7 @@ class _Call:
     def _repeat(self) -> None:
         args, kwargs = self._inputs.leaves()
         recall = self._block.recall
-        filled = _Filling(self)
+        fill = functools.partial(self._fill, deque(self._slots))
         play = recall.playing(self._tape) if self._selective else recall.suspended()
         restored = (self._block.repeated(self._statistics), self._containers.as_before())
         with contextlib.ExitStack() as stack:
@@ -235,11 +241,30 @@ class _Call:
                 stack.enter_context(context)
             if self._selective:
                 stack.enter_context(SavedOperations(recall))
-            stack.enter_context(saved_tensors_hooks(filled.pack, _saved_itself))
+            stack.enter_context(saved_tensors_hooks(fill, lambda tensor: tensor))
             stack.enter_context(contextlib.suppress(_Enough))
             self._block.run(*args, **kwargs)
         self._tape = ReplayTape()
         self._block.is_trusted = True
+
+    def _fill(self, left: deque[weakref.ref[_Slot]], tensor: Tensor) -> Tensor:
+        """Put a saved tensor into the first slot in `left`. Raises `_Enough` after the last slot.
+
+        Raises RecomputeError if the tensor differs from the tensor of the first forward."""
+        if not left:
+            raise RecomputeError(self._differs("more tensors"))
+        slot, kept = left.popleft()(), tensor.detach()
+        if slot is not None:
+            if slot.kind != (tensor.shape, tensor.dtype, tensor.device):
+                raise RecomputeError(
+                    self._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.kind[0])}")
+                )
+            if slot.sample is not None and not _is_close(kept, before=slot.sample):
+                raise RecomputeError(self._differs("other values"))
+            slot.value = kept
+        if not left:
+            raise _Enough
+        return kept
 
     def _differs(self, what: str) -> str:
         return (
@@ -249,41 +274,8 @@ class _Call:
         )
 
 
-class _Filling:
-    """Pack hook of a repeated forward, which fills the slots of the first forward in order."""
-
-    def __init__(self, call: _Call) -> None:
-        self._call = call
-        self._count = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Put a tensor into the next slot. Raises RecomputeError if it differs, and `_Enough` after the last slot."""
-        call = self._call
-        if self._count == len(call._slots):
-            raise RecomputeError(call._differs("more tensors"))
-        slot = call._slots[self._count]()
-        self._count += 1
-        kept = tensor.detach()
-        if slot is not None:
-            if slot.kind != (tensor.shape, tensor.dtype, tensor.device):
-                raise RecomputeError(
-                    call._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.kind[0])}")
-                )
-            if slot.sample is not None and not _is_close(kept, before=slot.sample):
-                raise RecomputeError(call._differs("other values"))
-            slot.value = kept
-        if self._count == len(call._slots):
-            raise _Enough
-        return kept
-
-
 class _Enough(Exception):
     """Raised when all slots are filled. It is an Exception, so that torch runs `always_call` hooks on the way out."""
-
-
-def _saved_itself(tensor: Tensor) -> Tensor:
-    """Return a saved tensor unchanged; the unpack hook for a backward that runs in a repeated forward."""
-    return tensor
 
 
 class _Inputs:
@@ -399,3 +391,69 @@ def _is_close(tensor: Tensor, *, before: Tensor) -> bool:
     most = float(finite.max()) if finite.numel() else 0.0
     differ = ~torch.isclose(one, other, rtol=0.0, atol=_LITTLE * most, equal_nan=True)
     return int(differ.sum()) <= _FEW * before.numel()
+
+
+Container: TypeAlias = dict[Any, Any] | list[Any]
+"""A list, a dict, or the attributes of an object (its `__dict__`)."""
+
+_PLAIN = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, float, complex, str, bytes, type(None))
+"""Types whose content is not searched for containers."""
+
+
+class BlockInputs:
+    """The containers that can be reached from a block's arguments, with copies of their content before its forward."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._before = [(one, _copied(one)) for one in _reached(arguments)]
+
+    def ran(self) -> None:
+        """Drop the copies of containers that the first forward left unchanged; call it after that forward."""
+        self._before = [(one, before) for one, before in self._before if _contents(one) != _contents(before)]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, the containers have their content from before the first forward; afterwards their present content."""
+        now = [(one, _copied(one)) for one, _ in self._before]
+        try:
+            _put(self._before)
+            yield
+        finally:
+            _put(now)
+
+
+def _reached(arguments: tuple[Any, ...]) -> Iterator[Container]:
+    """Yield each container that can be reached from the arguments, once."""
+    seen: set[int] = set()
+    open_ = [*arguments]
+    while open_:
+        item = open_.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict | list):
+            yield item
+        if isinstance(item, dict | list | tuple):
+            values = item.values() if isinstance(item, dict) else item
+            open_ += (value for value in values if not isinstance(value, _PLAIN))
+        elif isinstance(attributes := getattr(item, "__dict__", None), dict):
+            open_.append(attributes)
+
+
+def _copied(container: Container) -> Container:
+    """Return a shallow copy of a container. It avoids the `copy` method of the container's class, which may do more."""
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _contents(container: Container) -> list[int]:
+    """Return the `id` of every key and value of a container."""
+    return [id(one) for one in ([*container, *container.values()] if isinstance(container, dict) else container)]
+
+
+def _put(contents: list[tuple[Container, Container]]) -> None:
+    """Restore the content of each container."""
+    for container, content in contents:
+        container.clear()
+        if isinstance(container, dict):
+            container.update(content)
+        else:
+            container.extend(content)

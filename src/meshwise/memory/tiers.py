@@ -21,9 +21,18 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.api.streams import StreamEvent, Streams, streams_of
-from meshwise.memory.rehearsed_movers import RehearsedFile
-from meshwise.memory.staging_buffers import PinnedSlabs, StagingBuffers, SwapConfig
-from meshwise.memory.swap_file import BLOCK, REMEMBERED, SwapFile, SwapTransfer, TierActivity, whole_blocks
+from meshwise.memory.swap_file import (
+    BLOCK,
+    REMEMBERED,
+    PinnedSlabs,
+    RehearsedFile,
+    StagingBuffers,
+    SwapConfig,
+    SwapFile,
+    SwapTransfer,
+    TierActivity,
+    whole_blocks,
+)
 from meshwise.plan.plan_keys import Offload
 
 GATHERED_AHEAD = 3
@@ -66,7 +75,7 @@ class Tiers:
         self.device = self._streams.device
         self.swap = swap or SwapConfig()
         self._updates_on_cpu = self.offload.updates_on_cpu
-        self.file: SwapFile | RehearsedFile | None = None
+        self.file: SwapFile | None = None
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None

@@ -8,8 +8,8 @@ A rehearsal's tensors have no values, so a model that reads values could not be 
 
 The first condition is the same for every batch: `positions` is made from no other tensor (as by `arange`, `ones_like`)
 or only from such tensors. The values of such small tensors are computed along with their meta tensors. The second
-condition depends on integers of the batch, which have the user's values (`meta_batch.py`). Tensors from parameters,
-draws or other numbers have no values."""
+condition depends on integers of the batch, which have the user's values (`simulate/rehearsal.py`). Tensors from
+parameters, draws or other numbers have no values."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -15,31 +15,28 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.stopwatch import StepPhase
+from meshwise.comm.api.flight_recorder import StepPhase
 from meshwise.engine.cut_agreement import finest_cut
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
 from meshwise.model.parameter_units import partition
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.schedules.action import ActionKind
+from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan
 from meshwise.planner.plan_space import rows_shared, splits_backward
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cost_model import CostModel
-from meshwise.simulate.entry_times import entry_times
-from meshwise.simulate.memory_use import memory_of
-from meshwise.simulate.meta_batch import MetaBatch, with_rows
-from meshwise.simulate.meta_value_errors import wrap_for_rehearsal
-from meshwise.simulate.rehearsal import rehearse, shapes_in
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.cost_model import CostModel, entry_times
+from meshwise.simulate.predicted_memory import memory_of
+from meshwise.simulate.rehearsal import MetaBatch, RehearsalSubject, rehearse, shapes_in, with_rows, wrap_for_rehearsal
 from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
 
 
@@ -239,12 +236,9 @@ class LayerProfile:
         rows, split = key.rows / self.key.rows, self.key.plan.tp / key.plan.tp
         pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
         if key.plan.recompute != self.key.plan.recompute:
+            bare = partial(dataclasses.replace, keeps=0, top=0)
             pieces = [
-                dataclasses.replace(
-                    piece,
-                    forward=dataclasses.replace(piece.forward, keeps=0, top=0),
-                    backward=dataclasses.replace(piece.backward, keeps=0, top=0),
-                )
+                dataclasses.replace(piece, forward=bare(piece.forward), backward=bare(piece.backward))
                 for piece in pieces
             ]
         return LayerProfile(key, tuple(pieces), self.least)
@@ -292,12 +286,12 @@ def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
 
 def _forward(step: Sequence[TapeSegment]) -> list[TapeOperation]:
     return [
-        entry for segment in step if segment.kind is ActionKind.F for entry in segment.entries if _is_operation(entry)
+        entry
+        for segment in step
+        if segment.kind is ActionKind.F
+        for entry in segment.entries
+        if isinstance(entry, TapeOperation)
     ]
-
-
-def _is_operation(entry: Entry) -> TypeGuard[TapeOperation]:
-    return isinstance(entry, TapeOperation)
 
 
 @dataclass(frozen=True)
@@ -329,7 +323,9 @@ class _StepReader:
             elif kind is ActionKind.SEND_F:
                 sends += sum(call.record.bytes for call in segment.calls() if call.record.kind == "send")
             elif segment.activity is StepPhase.UPDATE:
-                update += sum(self.cost_model.seconds(entry) for entry in segment.entries if _is_operation(entry))
+                update += sum(
+                    self.cost_model.seconds(entry) for entry in segment.entries if isinstance(entry, TapeOperation)
+                )
         forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
         return ModelPiece(forward, backward, weight, rest, update, sends)
 
@@ -343,7 +339,7 @@ class _StepReader:
             if isinstance(entry, TapeCall):
                 continue
             now = stop
-            kernels += _is_operation(entry) and not (self.joined and entry.name.startswith("_foreach"))
+            kernels += isinstance(entry, TapeOperation) and not (self.joined and entry.name.startswith("_foreach"))
             if isinstance(entry, TapeWait):
                 waits += stop - start
             elif isinstance(entry, MemoryChange) and entry.category is Category.ACTIVATIONS and not entry.host:
@@ -357,4 +353,4 @@ def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:
     for entry in entries:
         if count <= 0:
             yield entry
-        count -= _is_operation(entry)
+        count -= isinstance(entry, TapeOperation)

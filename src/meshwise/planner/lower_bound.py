@@ -24,9 +24,9 @@ import torch
 
 from meshwise.base.timeline import TimelineRow
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.pipeline.schedules import SCHEDULES
-from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule
 from meshwise.plan import Plan
 from meshwise.planner.layer_profile import LayerProfile, ModelPiece, PieceWork
 from meshwise.planner.plan_space import splits_backward
@@ -205,10 +205,8 @@ def _levels(row: Sequence[Action], stages: Sequence[_Stage], shard: "_Shard") ->
 
     Tensors that a backward in two parts keeps for the weights' gradients do not count."""
     sizes = [(stage.keeps, stage.top_forward, stage.top_backward) for stage in stages]
-    gathers, reduces = (
-        {ActionKind.GATHER: 1, ActionKind.FREE: -1},
-        {action.stage for action in row if action.kind is ActionKind.REDUCE},
-    )
+    gathers = {ActionKind.GATHER: 1, ActionKind.FREE: -1}
+    reduces = {action.stage for action in row if action.kind is ActionKind.REDUCE}
     whole: set[int] = set()
     level = 0.0
     for action in row:

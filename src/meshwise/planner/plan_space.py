@@ -13,6 +13,7 @@
 
 Plans that the compatibility table refuses are left out, and schedules that do not exist for these numbers."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from meshwise.pipeline.schedules import SCHEDULES, planned_schedule
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES, planned_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.plan_keys import is_path, keys_of, read_words
 
@@ -108,7 +109,7 @@ class PlanSpace:
             if key in self.fixed or now not in values or useless:
                 continue
             for value in values[values.index(now) + 1 :][:1]:
-                yield from self._made({**_values(plan), key: value})
+                yield from _made(plan, {key: value})
 
     def _with(self, chosen: Mapping[str, Any]) -> Iterator[Plan]:
         """Yield the plans with the chosen degrees and schedule, for all values of the other keys."""
@@ -122,7 +123,7 @@ class PlanSpace:
                 continue
             for free in itertools.product(*values):
                 changes = {**chosen, "microbatches": microbatches, **dict(zip(tried, free, strict=True))}
-                yield from self._made({**_values(self.base), **changes})
+                yield from _made(self.base, changes)
 
     def _repeats(self, chosen: Mapping[str, Any], *, microbatches: int) -> bool:
         """Return whether, for these few micro-batches, an earlier schedule has the same table as the chosen one."""
@@ -145,12 +146,6 @@ class PlanSpace:
         nearest = lambda count: recipe.nearest(chosen["pp"], microbatches=count, virtual_stages=virtual)  # noqa: E731
         return [count for count in wanted if nearest(count) == (count, virtual)]
 
-    def _made(self, values: Mapping[str, Any]) -> Iterator[Plan]:
-        try:
-            yield Plan(**values)
-        except PlanError:
-            return
-
     def _tensor(self) -> Iterator[dict[str, Any]]:
         """Yield the combinations of `tp`, `tp_mode`, `tp_depth` and `sequence_parallel` to try."""
         for tp in _divisors(self.ranks):
@@ -160,7 +155,7 @@ class PlanSpace:
                 chosen = {"tp": tp, "tp_mode": mode, "tp_depth": depth, "sequence_parallel": split}
                 trivial = tp == 1 and (mode != "1d" or split)
                 flat = mode == "2.5d" and (depth == 1 or depth == tp)
-                if self._allows(chosen) and not trivial and not flat and any(True for _ in self._made(chosen)):
+                if self._allows(chosen) and not trivial and not flat and any(True for _ in _made(Plan(), chosen)):
                     yield chosen
 
     def _schedules(self, pp: int) -> Iterator[dict[str, Any]]:
@@ -216,8 +211,10 @@ def parse_fixed(text: str) -> dict[str, Any]:
     return {key: getattr(plan, key) for key in words}
 
 
-def _values(plan: Plan) -> dict[str, Any]:
-    return {item.name: getattr(plan, item.name) for item in dataclasses.fields(plan)}
+def _made(plan: Plan, changes: Mapping[str, Any]) -> Iterator[Plan]:
+    """Yield the changed plan; nothing if the compatibility table refuses it."""
+    with contextlib.suppress(PlanError):
+        yield dataclasses.replace(plan, **changes)
 
 
 def _divisors(number: int) -> list[int]:

@@ -233,7 +233,7 @@ def parse_cluster(text: str) -> Cluster:
     """Return the cluster of a text like `64x8 h100`: nodes, ranks of a node, and a name or file for `load`.
 
     `8 h100` is one node of 8 ranks. `mine.toml` keeps the nodes and ranks of the file. Raises ClusterError for another
-    text, for no ranks, and for more than `MOST` ranks."""
+    text, for no ranks, and for more than `LARGEST_COUNT` ranks."""
     found = re.fullmatch(r"(?:(?:(\d+)\s*[xX×]\s*)?(\d+)\s+)?(\S.*)", text.strip())
     if found is None or (" " in found[3] and not is_path(found[3])):
         raise ClusterError(f"{text!r} is not a cluster; write nodes x ranks and a name, as in '64x8 h100'")
@@ -243,22 +243,10 @@ def parse_cluster(text: str) -> Cluster:
     cluster = load(name)
     ranks = int(each) if each else cluster.ranks_per_node
     count = int(nodes) if nodes else 1 if each else cluster.nodes
-    if ranks * count > LARGEST_COUNT:
-        raise ClusterError(
-            f"{text!r} has more ranks than {LARGEST_COUNT}; write nodes x ranks and a name, as in '64x8 h100'"
-        )
-    if not ranks or not count:
-        raise ClusterError(f"{text!r} has no ranks; write nodes x ranks and a name, as in '64x8 h100'")
+    if not 0 < ranks * count <= LARGEST_COUNT:
+        wrong = f"more ranks than {LARGEST_COUNT}" if ranks * count else "no ranks"
+        raise ClusterError(f"{text!r} has {wrong}; write nodes x ranks and a name, as in '64x8 h100'")
     return dataclasses.replace(cluster, nodes=count, ranks_per_node=ranks)
-
-
-def to_table(value: Any) -> Any:
-    """Return a cluster, or a value of one, as dicts, lists and numbers that `tomlkit` writes and `load` reads back."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: to_table(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: to_table(one) for key, one in value.items()}
-    return [to_table(one) for one in value] if isinstance(value, tuple) else value
 
 
 def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
@@ -270,28 +258,25 @@ def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
         if key not in hints:
             near = (difflib.get_close_matches(key, hints, n=1, cutoff=0.3) or list(hints))[0]
             raise ClusterError(f"{at}: unknown key {key}; did you mean {near}?")
-        unlimited = kind is NodeHost or key in ("memory", "rates")
-        values[key] = _value(hints[key], value, at=f"{at}: {key}", zero=defaults.get(key) == 0, finite=not unlimited)
+        values[key] = _value(hints[key], value, at=f"{at}: {key}", zero=defaults.get(key) == 0)
     return kind(**values)
 
 
-def _value(hint: Any, value: Any, *, at: str, zero: bool = False, finite: bool = True) -> Any:
-    """Return the checked value of a key as type `hint`; `zero`: the value may be 0; `finite`: it must be finite."""
+def _value(hint: Any, value: Any, *, at: str, zero: bool = False) -> Any:
+    """Return the checked value of a key as type `hint`. `zero`: the value may be 0."""
     if dataclasses.is_dataclass(hint) or typing.get_origin(hint) is Mapping:
         if not isinstance(value, dict):
             raise ClusterError(f"{at} = {value!r} has to be a table of keys")
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             return _read(hint, value, at=at)
         kind = typing.get_args(hint)[1]
-        return {name: _value(kind, one, at=f"{at}.{name}", finite=finite) for name, one in value.items()}
+        return {name: _value(kind, one, at=f"{at}.{name}") for name, one in value.items()}
     if hint == Curve:
         return _curve(value, at=at)
     if not (_is_number(value) if hint is float else type(value) is hint):
         raise ClusterError(f"{at} = {value!r} has to be of type {hint.__name__}")
     if hint in (int, float) and not (value > 0 or (zero and value == 0)):
         raise ClusterError(f"{at} = {value} has to be {'at least' if zero else 'above'} 0")
-    if finite and value == math.inf:
-        raise ClusterError(f"{at} = {value} has to be a finite number")
     return float(value) if hint is float else value
 
 

@@ -1,10 +1,40 @@
-"""Compute the seconds that one operation, one allocation or one collective takes on a cluster."""
+"""Compute the seconds that operations, allocations, collectives and offloaded state take on a cluster.
+
+`CostModel` has the seconds of one entry of a tape, and `entry_times` the start and stop of each entry.
+
+`step_seconds` adds the time of offloaded state. The bytes that it moves between device, host and disk in a step are
+computed by `microbatch_traffic` and `update_traffic`:
+
+    | offloaded     in every micro-batch                  at the update, after the norm of all gradients is known
+    | activations   written, read
+    | parameters    read twice (gathers)                  written
+    | gradients     written; read except in the first     read
+    | masters                                             read, written
+    | optimizer                                           read, written
+
+Bytes between a GPU and its host cross the link between them. Bytes of the tier `disk` also use the disk. If optimizer
+state is off the GPU, the host runs the update; gradients and parameters on the GPU then cross the link once."""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
+from meshwise.pipeline.schedules.schedule_table import COMPUTE
+from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster, Curve, rate_at
-from meshwise.simulate.step_tape import MemoryChange, TapeCall, TapeOperation
+from meshwise.simulate.step_tape import (
+    Entry,
+    MemoryChange,
+    Tape,
+    TapeCall,
+    TapeOperation,
+    TapeSegment,
+    TapeWait,
+    TierTraffic,
+)
 
 FUSED = frozenset(
     {
@@ -117,3 +147,99 @@ def sent_fraction(kind: str, *, count: int) -> float:
     if kind in ("send", "recv", SEND_RECV):
         return 1.0
     return (2.0 if kind == "all_reduce" else 1.0) * (count - 1) / count
+
+
+class EntryTime(NamedTuple):
+    """Start and stop of an entry of a tape, in seconds since the first segment began."""
+
+    segment: TapeSegment
+    entry: Entry
+    start: float
+    stop: float
+
+
+def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> Iterator[EntryTime]:
+    """Yield the times of the entries of consecutive segments, except messages between stages.
+
+    Collectives along the same axes run one after the other on one stream; the rank computes until it waits for one. If
+    the cluster cannot compute and communicate together (`overlap` is False), a wait follows each call. On a GPU the
+    host runs ahead of the device."""
+    cluster = cost_model.cluster
+    launch, action, runs_ahead = cluster.device.launch, cluster.device.action, cluster.device.kind != "cpu"
+    now = host = 0.0
+    free: dict[tuple[str, ...], float] = defaultdict(float)
+    ends: dict[int, float] = {}
+    for segment in segments:
+        if segment.kind in COMPUTE:
+            host = (host if runs_ahead else now) + action
+            now = now if runs_ahead else host
+        for entry in segment.entries:
+            if isinstance(entry, TapeOperation):
+                host = (host if runs_ahead else now) + launch
+                start = max(now, host)
+                now = start + cost_model.seconds(entry)
+                yield EntryTime(segment, entry, start, now)
+            elif isinstance(entry, TapeCall):
+                if entry.record.point_to_point:
+                    continue
+                start = max(now, free[entry.record.axes])
+                end = free[entry.record.axes] = ends[entry.record.sequence] = start + cost_model.collective(entry)
+                yield EntryTime(segment, entry, start, end)
+                if not cluster.overlap:
+                    yield EntryTime(segment, TapeWait(entry.record.sequence), now, end)
+                    now = end
+            elif isinstance(entry, TapeWait):
+                end = max(now, ends.get(entry.sequence, 0.0))
+                yield EntryTime(segment, entry, now, end)
+                now = end
+            else:
+                start = now
+                now += cost_model.allocation(entry)
+                yield EntryTime(segment, entry, start, now)
+
+
+_AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "masters": 2, "optimizer": 2})
+"""Number of reads and writes at the update, by kind of state."""
+
+
+def microbatch_traffic(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> TierTraffic:
+    """Return the bytes that a rank moves between tiers during all micro-batches of a step.
+
+    `sizes`: bytes of a rank off the device by kind of state; for activations, the bytes of one micro-batch.
+    `on_gpu`: the rank computes on a GPU, so its transfers cross the link to the host."""
+    times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
+    moved = {what: many * sizes.get(what, 0) for what, many in times.items()}
+    on_disk = sum(size for what, size in moved.items() if getattr(tiers, what) == "disk")
+    return TierTraffic(link=sum(moved.values()) if on_gpu else 0, disk=on_disk)
+
+
+def update_traffic(
+    tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], on_gpu: bool
+) -> TierTraffic:
+    """Return the bytes that a rank moves between tiers at the update.
+
+    `sizes`, `on_gpu`: as in `microbatch_traffic`. `updated`: bytes of `params` and `gradients` in the rank's update."""
+    crossing = (what for what in updated if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
+    on_disk = (what for what in _AT_UPDATE if getattr(tiers, what) == "disk")
+    return TierTraffic(
+        link=sum(updated[what] for what in crossing) if on_gpu else 0,
+        disk=sum(_AT_UPDATE[what] * sizes.get(what, 0) for what in on_disk),
+    )
+
+
+def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> float:
+    """Return the seconds of a step with the traffic between tiers. `took`: its seconds without this traffic.
+
+    Traffic of the micro-batches overlaps computation; traffic of the update follows it. `on_host`: the optimizer of a
+    GPU runs on the host, at the rate of the host's memory."""
+    updates = 0
+    if on_host:
+        operations = (entry for part in tape.steady for entry in part.entries if isinstance(entry, TapeOperation))
+        updates = sum(one.bytes for one in operations if one.name.startswith("_fused_"))
+    along, after = (_seconds(traffic, cluster) for traffic in (tape.microbatch_traffic, tape.update_traffic))
+    return max(took, along) + max(after, updates * cluster.ranks_per_node / cluster.host.memory)
+
+
+def _seconds(traffic: TierTraffic, cluster: Cluster) -> float:
+    """Return the seconds of traffic: the slower of the rank's link, and of the disk that a node's ranks share."""
+    return max(traffic.link / cluster.host.link, traffic.disk * cluster.ranks_per_node / cluster.host.disk)

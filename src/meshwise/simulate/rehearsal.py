@@ -1,5 +1,7 @@
 """Rehearse a plan: run `parallelize` and two steps of the training code on meta tensors, for one rank of each kind.
 
+`RehearsalSubject` has all that `parallelize` gets, except the plan. `rehearse` runs these parts:
+
 | equal parts | the part that runs |
 |---|---|
 | ranks that differ in dp, tp or cp only | the first of these ranks |
@@ -7,40 +9,308 @@
 | micro-batches between the first and the last | one of these micro-batches |
 | steps after the first, which allocates the optimizer's state | the second step |
 
+The tape of a rank has the memory that exists after the plan is applied. It also has every operation, call and
+allocation of two steps (`tape_recorder.py`).
+
+`MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans:
+
+    | batch of the user       batch of the rehearsal      values kept
+    | input_ids   [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
+    | mask        [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
+    | images      [6, 3, 9]   [8, 3, 9] on meta           none
+
+A model may read masks, positions and lengths to choose a branch or a size. It rarely reads floating-point values. If it
+does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes or from integers of the batch.
+`explaining_values` explains such an error.
+
 A rehearsal raises every error of the training code in the same words. Excepted are errors that depend on values: a loss
 that is not finite or counts nothing, an index outside of a vocabulary, a partly initialized tensor."""
 
+import contextlib
 import dataclasses
+import functools
 import math
+import re
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.stopwatch import Activity, StepPhase
+from meshwise.comm.api.flight_recorder import Activity, FlightRecorder, StepPhase
 from meshwise.engine.cut_agreement import cut_and_note_writes, matrix_pairs, plan_schedule
-from meshwise.engine.parallelize import Options
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.memory.activation_offload import RehearsedMover
 from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.parameter_table import check_trains
 from meshwise.model.shape_constants import ShapeConstants
+from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.pipeline.cut.model_cut import CutRequest, ModelCut
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.schedules.action import Action, ActionKind, Schedule
-from meshwise.pipeline.schedules.passes import lower
+from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
 from meshwise.plan import Plan
-from meshwise.simulate.meta_batch import MetaBatch
-from meshwise.simulate.meta_value_errors import explaining_values, wrap_for_rehearsal
-from meshwise.simulate.rehearsal_subject import Device, RehearsalSubject
-from meshwise.simulate.rehearsal_world import StageMessages
+from meshwise.plan.plan_keys import Offload
+from meshwise.simulate.cost_model import microbatch_traffic, update_traffic
 from meshwise.simulate.step_tape import Category, MemoryChange, Tape, TapeSegment
-from meshwise.simulate.tape_recording import TapeRecording
+from meshwise.simulate.tape_recorder import (
+    KernelChoice,
+    OperationMemo,
+    OperationRecorder,
+    Recorder,
+    RehearsalWorld,
+    StageMessages,
+    optimizer_on,
+)
 from meshwise.tensor.detect.find_parts import find_parts
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+"""Kind of device of the ranks that are predicted; the rehearsal itself needs no device."""
+
+
+@dataclass(frozen=True)
+class RehearsalSubject:
+    """Training that is rehearsed under one or several plans: the arguments of `parallelize` except the plan."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    """Module, which is not changed, or the function that builds it."""
+    loss: Loss
+    """Function `loss(output, batch)` that returns (sum, count)."""
+    batch: Any
+    """Global batch like those of the training. Its shapes count, and the values of integer and boolean tensors."""
+    optimizer: OptimizerClass = torch.optim.AdamW
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the optimizer."""
+    options: Options = field(default_factory=Options)
+
+
+LARGEST = 2**24
+"""Largest number of elements of a tensor whose values are kept."""
+
+
+@dataclass(frozen=True)
+class MetaBatch:
+    """Batch of meta tensors, with the values of its small integer and boolean tensors."""
+
+    batch: Any
+    values: tuple[tuple[Tensor, Tensor], ...]
+    """Pairs of a meta tensor and its values, as for `ShapeConstants`."""
+
+    @classmethod
+    def of(cls, batch: Any, *, rows: int) -> "MetaBatch":
+        """Return a batch of meta tensors with `rows` rows; kept values repeat the batch's rows in order."""
+        values: list[tuple[Tensor, Tensor]] = []
+
+        def stand_in(tensor: Tensor) -> Tensor:
+            shape = (rows, *tensor.shape[1:])
+            bare = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            counts = not (tensor.is_floating_point() or tensor.is_complex())
+            dense = type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse)
+            if counts and dense and len(tensor) > 0 and bare.numel() <= LARGEST:
+                values.append((bare, tensor.cpu()[torch.arange(rows) % len(tensor)].contiguous()))
+            return bare
+
+        return cls(tree.map_tensors(stand_in, batch), tuple(values))
+
+
+def with_rows(batch: Any, *, rows: int) -> Any:
+    """Return a batch of `rows` rows: CPU tensors where `MetaBatch` keeps the values, meta tensors otherwise."""
+    made = MetaBatch.of(batch, rows=rows)
+    values = {id(bare): known for bare, known in made.values}
+    return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
+
+
+ASKED = "a rehearsal's tensors have no values, but the model seems to read some"
+"""Reason to append to an error if `asks_for_values` is True for it."""
+
+_NO_VALUES = (
+    f"{ASKED}. Only integers and booleans of the batch have values, if the batch has values and is not too large. "
+    "Mixtures of experts in transformers read values of their router; with experts_implementation='batched_mm' they do "
+    "not."
+)
+
+
+def asks_for_values(error: Exception) -> bool:
+    """Return whether the message of an error is about a meta tensor, so the model probably read a value."""
+    return re.search(r"(\b|register_)meta\b", str(error), re.IGNORECASE) is not None
+
+
+@contextlib.contextmanager
+def explaining_values() -> Iterator[None]:
+    """Add a note about missing values to an error of the block that comes from reading a meta tensor.
+
+    The error is raised again. A TypeError, which torch raises if numpy reads a meta tensor, becomes a RuntimeError."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if not asks_for_values(error):
+            raise
+        if isinstance(error, TypeError):
+            explained = RuntimeError(str(error))
+            explained.add_note(_NO_VALUES)
+            raise explained from error
+        error.add_note(_NO_VALUES)
+        raise
+
+
+def wrap_for_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
+    """Return `call`, wrapped to run on meta tensors.
+
+    While it runs, torch's default device is meta, and `constants` knows values that follow from sizes or the batch."""
+
+    def run(*given: Any) -> Any:
+        with torch.device("meta"), constants.forward():
+            return call(*given)
+
+    return run
+
+
+@dataclass(frozen=True)
+class TapeRecording:
+    """Recording of the tapes of a plan's ranks, with the inputs that all ranks share."""
+
+    subject: RehearsalSubject
+    plan: Plan
+    only: frozenset[int]
+    """Micro-batches that run; they stand for the others."""
+    source: ParameterSource
+    """Model, with parameters on meta."""
+    device: Device
+    stages: StageMessages
+    """Messages between the ranks along pp that are rehearsed."""
+    shared: bool
+    """True if the ranks are processes of one host and share its memory."""
+    values: tuple[tuple[Tensor, Tensor], ...]
+    """Pairs of a meta tensor of the batch and its values."""
+    memo: OperationMemo = field(default_factory=OperationMemo)
+
+    def tapes(self) -> tuple[Tape, ...]:
+        """Rehearse one rank of each kind, each in its own thread, and return the tape of each rank along pp."""
+        like = self.stages.rehearsed
+        ranks_run = sorted(set(like))
+        with ThreadPoolExecutor(len(ranks_run)) as threads:
+            tape_of = self.stages.running()(self._tape)  # each thread runs when it is its turn
+            futures = {index: threads.submit(tape_of, index) for index in ranks_run}
+        failures = [failure for failure in (future.exception() for future in futures.values()) if failure is not None]
+        for failure in sorted(failures, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+            with explaining_values():
+                raise failure
+        return tuple(futures[index].result() for index in like)
+
+    def _tape(self, index: int) -> Tape:
+        """Return the tape of the first rank with this index along pp."""
+        mesh = self.plan.mesh()
+        rank = index * (mesh.size // self.plan.pp)
+        recorder = Recorder(FlightRecorder())
+        world = RehearsalWorld(rank=rank, mesh=mesh, recorder=recorder, stages=self.stages, shared=self.shared)
+        constants, options = ShapeConstants(self.values), self.subject.options
+        forward = wrap_for_rehearsal(options.forward or default_forward, constants=constants)
+        with KernelChoice(self.device, local=self.plan.random == "local"):
+            with constants:
+                trainer = parallelize(
+                    self.source,
+                    _played(self.plan, self.device),
+                    loss=wrap_for_rehearsal(self.subject.loss, constants=constants),
+                    optimizer=optimizer_on(self.device, optimizer=self.subject.optimizer),
+                    world=world,
+                    options=dataclasses.replace(options, forward=forward),
+                    **self.subject.arguments,
+                )
+            recorder.segments()
+            for tensor in tree.tensors(self.subject.batch):
+                recorder.ignore(tensor)  # the batch belongs to the caller, not to the trainer
+            _watch(trainer, recorder, on_gpu=self.device == "cuda")
+            build = recorder.segments()
+            with OperationRecorder(recorder, memo=self.memo), constants:
+                trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
+                first = self._run(recorder)
+                saved = 0 if trainer.activations is None else trainer.activations.mover.peak
+                trainer.step(self.subject.batch, only=self.only)
+                steady = self._run(recorder)
+        tiers, on_gpu = self.plan.tiers, self.device == "cuda"
+        sizes = {**trainer.tiers.disk_bytes, "activations": saved}
+        return Tape(
+            index,
+            build[0],
+            first,
+            steady,
+            self._away(trainer, saved=saved),
+            microbatch_traffic(tiers, sizes=sizes, microbatches=self.plan.microbatches, on_gpu=on_gpu),
+            update_traffic(tiers, sizes=sizes, updated=_updated(trainer), on_gpu=on_gpu),
+        )
+
+    def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
+        """Return the bytes off the device by tier (`cpu`, `disk`). `saved`: offloaded activations per micro-batch."""
+        away: Counter[str] = Counter()
+        for what, size in trainer.tiers.disk_bytes.items():
+            away[getattr(self.plan.tiers, what)] += size
+        if saved:
+            kept, stages = in_flight(trainer.schedule), trainer.schedule.stages_of(trainer.world.group("pp").index)
+            away[self.plan.tiers.activations] += saved * math.ceil(max(kept[stage] for stage in stages))
+        if self.device == "cuda":  # staging buffers are pinned memory of the host
+            away["cpu"] += trainer.tiers.staged if self.plan.tiers.uses_disk else 0
+            away["cpu"] += _staged(trainer) if self.plan.tiers.activations == "disk" else 0
+        return +away
+
+    def _run(self, recorder: Recorder) -> tuple[TapeSegment, ...]:
+        """Return the segments recorded since the last call, without the forwards of skipped micro-batches."""
+        passed = {Action(0, ActionKind.F, index) for index in range(self.plan.microbatches) if index not in self.only}
+        return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.activity not in passed)
+
+
+def _updated(trainer: Trainer) -> Mapping[str, int]:
+    """Return the bytes that a rank updates: of `params`, and of their `gradients` in the dtype of the masters."""
+    updated: Counter[str] = Counter()
+    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
+        count = bucket.owned[1] - bucket.owned[0]
+        updated["params"] += count * bucket.dtype.itemsize
+        updated["gradients"] += count * bucket.shard_group.storage.precision.master_of(bucket.dtype).itemsize
+    return updated
+
+
+def _staged(trainer: Trainer) -> int:
+    """Return the bytes of the staging buffers through which activations move."""
+    tier = trainer.activations
+    return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
+
+
+def _played(plan: Plan, device: Device) -> Plan:
+    """Return the plan to run: for CUDA, `cpu` in its `offload` becomes `disk`, because no rehearsal has a GPU."""
+    tiers = {what: "disk" if tier == "cpu" else tier for what, tier in dataclasses.asdict(plan.tiers).items()}
+    return plan if device == "cpu" else dataclasses.replace(plan, offload=str(Offload(**tiers)))
+
+
+def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
+    """Count the memory that exists before the first step, and watch storages that grow and shrink in a step."""
+    for tensor in trainer.tiers.disk_tensors:
+        recorder.ignore(tensor)
+    staged = functools.partial(recorder.watch, category=Category.STAGING)
+    trainer.tiers.on_new_buffer = recorder.ignore if on_gpu else staged  # staging buffers of a GPU are host memory
+    if trainer.activations is not None and isinstance(trainer.activations.mover, RehearsedMover):
+        trainer.activations.mover.on_new_buffer = trainer.tiers.on_new_buffer
+    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
+        for name, value in vars(bucket).items():
+            if isinstance(value, Tensor) and not trainer.tiers.on_disk(value):
+                gathered = bucket.is_sharded and value is bucket.whole
+                gradient = name in ("gradient", "reduced")
+                usual = Category.GRADIENTS if gradient else Category.PARAMETERS
+                note = recorder.watch if value is bucket.whole else recorder.record_allocation
+                note(value, category=Category.GATHERED if gathered else usual)
+        for state in bucket.reduction_state.values():
+            recorder.record_allocation(state, category=Category.REDUCTION)
+    for module in trainer.modules:
+        for buffer in module.buffers():
+            recorder.record_allocation(buffer, category=Category.PARAMETERS)
+    for state in trainer.optimizer.state.values():
+        for value in tree.tensors(state):
+            recorder.record_allocation(value, category=Category.OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -63,6 +333,11 @@ class Rehearsal:
         default_factory=dict, compare=False, repr=False
     )
     """Results of `step`, by its arguments."""
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks with the same index along pp."""
+        return self.plan.mesh().size // len(self.tapes)
 
     def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
         """Return the segments of a whole step of the rank with this index along pp.
@@ -235,14 +510,12 @@ def _representatives(schedule: Schedule) -> frozenset[int]:
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def rehearsed_ranks(model: nn.Module, *, cut: ModelCut | None, schedule: Schedule, ends: bool) -> tuple[int, ...]:
-    """Return, for each rank along pp, the first rank that does the same work. Without a cut all ranks differ.
+def rehearsed_ranks(model: nn.Module, *, cut: ModelCut, schedule: Schedule, ends: bool) -> tuple[int, ...]:
+    """Return, for each rank along pp, the first rank that does the same work.
 
     Two stages are equal if they run modules of the same classes with parameters of the same shapes, receive and send
     the same number of values, and share no parameter with another stage. The first and last stage equal no other.
     `ends`: True if the first and the last block of a list do more work than the others."""
-    if cut is None:
-        return tuple(range(schedule.ranks))
     kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
     first: dict[Hashable, int] = {}
     return tuple(

@@ -2,16 +2,28 @@
 
 A tape consists of segments. A segment has the entries of one action of the schedule (`2F0`: stage 2, forward,
 micro-batch 0), or of one phase outside of actions (`exchange`, `update`). Micro-batches after the first one are equal,
-so a tape has only a few of them."""
+so a tape has only a few of them.
 
-from collections.abc import Iterator, Mapping
+`count_operation` returns the entry of one torch operation. Flops follow torch's own formulas (2·m·k·n for a matrix
+product). Bytes are the sizes of all tensors that an operation reads and writes, each counted once. A view has no flops
+and no bytes."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from functools import cache
+from typing import Any, TypeAlias
 
-from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.stopwatch import Activity
-from meshwise.pipeline.schedules.action import Action, ActionKind
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from meshwise.base.tensor_tree import tensors
+from meshwise.comm.api.flight_recorder import Activity, CallRecord
+from meshwise.pipeline.cut.dataflow import written_arguments
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind
 
 
 class Category(StrEnum):
@@ -144,3 +156,160 @@ class Tape:
     """Traffic between tiers during the micro-batches of a step."""
     update_traffic: TierTraffic = field(default_factory=TierTraffic)
     """Traffic between tiers at the update."""
+
+
+aten = torch.ops.aten
+
+LOOK_UPS = frozenset(
+    {
+        "aten::embedding",
+        "aten::index",
+        "aten::index_select",
+        "aten::gather",
+        "aten::slice_backward",
+        "aten::take",
+        "aten::nll_loss_forward",
+        "aten::nll_loss2d_forward",
+    }
+)
+"""Operations that read as many bytes of their input as they return, not all of it."""
+
+ZERO_FILLED = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
+"""Operations that fill a tensor with zeros and a few values; their reads count as 0 bytes."""
+
+NO_WORK = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::detach",
+        "aten::detach_",
+        "aten::set_",
+        "aten::_unsafe_view",  # a view, though its schema does not say so
+        "aten::_local_scalar_dense",
+        "aten::lift_fresh",
+        "profiler::_record_function_enter_new",
+        "profiler::_record_function_exit",
+    }
+)
+"""Operations that have no flops and no bytes, although their schema does not show it."""
+
+
+@cache
+def moves_nothing(func: OpOverload) -> bool:
+    """Return whether an operation has no flops and no bytes: it makes a view or uninitialized memory."""
+    name = func._schema.name
+    if name in NO_WORK:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+
+
+@cache
+def returns_only_new(func: OpOverload) -> bool:
+    """Return whether an operation only returns new tensors: no view, and no argument is changed."""
+    schema = func._schema
+    return (
+        func is not aten._unsafe_view.default
+        and bool(schema.returns)
+        and all(one.alias_info is None for one in (*schema.returns, *schema.arguments))
+    )
+
+
+def count_operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> TapeOperation:
+    """Return the flops, bytes and matrix sizes of one call of `func` that returned `output`."""
+    inputs = [*tensors(args), *tensors(kwargs)]
+    outputs = list(tensors(output))
+    flops = _flops(func, args, kwargs, output)
+    written = sum(map(_nbytes, list(written_arguments(func, args=args, kwargs=kwargs)) or outputs))
+    name = func._schema.name
+    read = written if name in LOOK_UPS else 0 if name in ZERO_FILLED else sum(map(_nbytes, inputs))
+    dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
+    product = _product(func, args, inputs, outputs) if flops else None
+    part, where = 1.0, _causal(func)
+    if product is not None and where is not None and (args[where] if where < len(args) else kwargs.get("is_causal")):
+        part = causal_part(product.n, cpu=name.endswith(("_for_cpu", "_for_cpu_backward")))
+    return TapeOperation(name.removeprefix("aten::"), dtype, flops, read + written, product, part)
+
+
+def causal_part(keys: int, *, cpu: bool) -> float:
+    """Return the fraction of causal attention's flops that a kernel computes for `keys` keys per sequence.
+
+    On a GPU the fraction is 1/2, because published rates count half of the flops. Real kernels compute whole tiles, so
+    for short sequences they compute more. On a CPU it is (keys + 512) / (2 · keys), at most 1, because torch's kernel
+    takes 512 keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    return min(1.0, (keys + 512) / (2 * keys)) if cpu else 0.5
+
+
+@cache
+def _causal(func: OpOverload) -> int | None:
+    """Return the position of the argument `is_causal` of an operation; None if it has no such argument."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("is_causal") if "is_causal" in names else None
+
+
+def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
+    packet = func._overloadpacket
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    if packet is aten._grouped_mm:
+        a, b = args[:2]
+        return int(2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() > b.dim() else 1))
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=output)) if formula else 0
+
+
+def storages_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the dense tensors that store a tensor: the indices and the values of a sparse tensor, else itself."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, at most the bytes of its storage, so that expanded elements count once."""
+    if tensor.is_sparse:
+        return sum(map(_nbytes, storages_of(tensor)))
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _product(
+    func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> MatrixProduct | None:
+    """Return the sizes of the matrix product, or batch of products, of a call; None for other operations."""
+    packet = func._overloadpacket
+    if packet is aten.convolution:
+        return _windows(args[0], args[1], outputs[0], transposed=args[6], groups=args[8])
+    if packet is aten.convolution_backward:
+        return _windows(args[1], args[2], args[0], transposed=args[7], groups=args[9])
+    if packet in (aten.addmm, aten.baddbmm):
+        inputs = inputs[1:]
+    if packet in (aten.mm, aten.addmm):
+        (m, k), n = inputs[0].shape, inputs[1].shape[1]
+        return MatrixProduct(1, m, k, n)
+    if packet in (aten.bmm, aten.baddbmm):
+        (batch, m, k), n = inputs[0].shape, inputs[1].shape[2]
+        return MatrixProduct(batch, m, k, n)
+    if packet is aten._grouped_mm:
+        return _grouped(inputs[0], inputs[1], outputs[0])
+    if "attention" in packet.__name__:
+        batch, heads, length, width = inputs[0].shape
+        return MatrixProduct(batch * heads, length, width, length)
+    return None
+
+
+def _grouped(a: Tensor, b: Tensor, output: Tensor) -> MatrixProduct:
+    """Return the sizes of a grouped matrix product, in which groups divide the rows, columns or summed terms."""
+    batch = output.shape[0] if output.dim() == 3 else 1
+    terms = a.shape[-1] // (batch if a.dim() == b.dim() == 2 else 1)
+    return MatrixProduct(batch, a.shape[-2], max(1, terms), b.shape[-1])
+
+
+def _windows(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool, groups: int) -> MatrixProduct:
+    """Return a convolution as one matrix product per group: all windows of the input times the weight."""
+    places = x if transposed else y
+    channels, window = weight.shape[0] // groups, math.prod(weight.shape[1:])
+    k, n = (channels, window) if transposed else (window, channels)
+    return MatrixProduct(groups, places.numel() // places.shape[1], k, n)

@@ -28,8 +28,7 @@ from meshwise.comm.api.world import Work
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice
-from meshwise.sync.mixing_graph import mixing_weights
-from meshwise.sync.sync_scheme import SyncScheme
+from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 
 _LEAST_WEIGHT = 1e-30
 """Weight of a replica that has updated nothing: if no replica has, all weigh the same."""

@@ -18,16 +18,24 @@ from meshwise.model.module_copy import set_sharded_class
 from meshwise.model.parameter_table import Placement
 from meshwise.plan import Plan
 from meshwise.tensor.core import activation_reshard as reshard
-from meshwise.tensor.core.gathered_outputs import GatheredOutputs
-from meshwise.tensor.core.linear import Projection, ShardedHead, ShardedLinear
+from meshwise.tensor.core.activation_reshard import GatheredOutputs
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.sharded_embedding import ShardedEmbedding, SplitTable
-from meshwise.tensor.core.sharded_multihead import MultiheadSharding
-from meshwise.tensor.core.sharded_norm import ShardedBatchNorm, ShardedNorm, SplitNorm, SplitStatistics
+from meshwise.tensor.core.sharded_layers import (
+    MultiheadSharding,
+    Projection,
+    ShardedBatchNorm,
+    ShardedEmbedding,
+    ShardedHead,
+    ShardedLinear,
+    ShardedNorm,
+    SplitNorm,
+    SplitStatistics,
+    SplitTable,
+)
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
-from meshwise.tensor.detect.matrix_modules import PATCH_CONVOLUTIONS, computes_as
-from meshwise.tensor.schemes.kv_replicas import scheme_on
+from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS, computes_as
+from meshwise.tensor.schemes import scheme_on
 
 _TO_STREAM = ("norm", "single", "embedding")
 """Roles of modules that return hidden states, inside and outside of blocks."""
@@ -169,7 +177,7 @@ class _Split:
             summed = functools.partial(reshard.with_summed_gradient, context=context, axes=axes)
             reshard.change_input(module, change=summed)
         if inner and isinstance(module, BatchNorm):
-            sizes = context.sizes(Layout((axes,), cuts=(part.cut,)), size=module.num_features, axes=axes)
+            sizes = context.sizes(module.num_features, axes=axes, cut=part.cut)
             set_sharded_class(module, front=ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
         parameters = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
         for key, parameter in parameters.items():
@@ -186,10 +194,9 @@ class _Split:
         if context.degree(axes) == 1:
             return
         assert part.norm is not None
-        layout = Layout((axes,), cuts=(part.cut if part.inner else ANYWHERE,))
         parameter = next(module.parameters(recurse=False), None)
         features = vars(module)["normalized_shape"][0] if parameter is None else parameter.numel()
-        sizes = context.sizes(layout, size=int(features), axes=axes)
+        sizes = context.sizes(int(features), axes=axes, cut=part.cut if part.inner else ANYWHERE)
         set_sharded_class(module, front=ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
 
     def _whole(self, name: str, part: Part) -> None:
@@ -215,14 +222,14 @@ class _Split:
         inner = context.scheme.inner
         for attribute, grain in part.counts:
             count = operator.attrgetter(attribute)(module)
-            layout = Layout((inner,), cuts=(DimSplit(grain=grain),))
-            counts = [context.own(layout, size=size) for size in (count if isinstance(count, tuple) else (count,))]
+            cut, sizes = DimSplit(grain=grain), count if isinstance(count, tuple) else (count,)
+            counts = [context.own(size, axes=inner, cut=cut) for size in sizes]
             set_count(module, attribute=attribute, count=tuple(counts) if isinstance(count, tuple) else counts[0])
         keys = tuple(axis for axis in inner if axis not in context.scheme.kv_replicas)
         for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.kv_replicas)):
             for attribute in attributes:
                 size = operator.attrgetter(attribute)(module)
-                set_count(module, attribute=attribute, count=context.own(Layout((axes,)), size=size))
+                set_count(module, attribute=attribute, count=context.own(size, axes=axes))
         if part.sharded_class is None:
             # before the arguments are cut to this rank's heads
             reshard.align_arguments(module, context=context, widths=self._read_by_first(name))
@@ -234,9 +241,7 @@ class _Split:
         if part.even_rows:
             reshard.require_even_rows(module, name=name, context=context)
         if part.narrow_grain:
-            own = context.own(
-                Layout((context.scheme.inner,), cuts=(DimSplit(grain=part.narrow_grain),)), size=self._width()
-            )
+            own = context.own(self._width(), axes=inner, cut=DimSplit(grain=part.narrow_grain))
             inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]
             reshard.narrow_input(module, readers=[m for m in module.children() if m in inside], features=own)
         if part.sharded_class is None:
@@ -256,7 +261,7 @@ class _Split:
             if (part.role == "colwise" or part.summed_from is not None) and (key.startswith(f"{name}.") or not name):
                 shape = (self._parameters[key] if key in self._parameters else _matrix(self._modules[key], key)).shape
                 features = shape[0 if part.transposed else 1]
-                widths |= {features, self._inside.own(Layout((self._inside.scheme.stream,)), size=features)}
+                widths |= {features, self._inside.own(features, axes=self._inside.scheme.stream)}
         return widths
 
     # ---- hooks of the whole model --------------------------------------------------------------------------------
@@ -288,7 +293,7 @@ class _Split:
             block = part.role == "block"
             context = self._inside if block else self._context(name, part)
             split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
-            if part.returns_scores:
+            if part.role == "attention" and part.sharded_class is None:  # it may return attention weights too
                 # A stage does not run other stages' blocks: there, the block returns the received tensors.
                 around = [other for other in self._blocks if name.startswith(f"{other}.") and not whole]
                 for watched in {name, *around}:

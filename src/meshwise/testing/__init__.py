@@ -14,8 +14,7 @@ A whole test:
 
     agree(run(4, main)[0], alone(build, loss=loss, batches=batches, lr=1e-3), bound=1e-9)"""
 
-from meshwise.testing.agree import Disagreement, RankRunner, agree, alone, outcome, run
-from meshwise.testing.count_calls_and_bytes import Counts, SavedForBackward, count
+from meshwise.testing.agree import Counts, Disagreement, RankRunner, SavedForBackward, agree, alone, count, outcome, run
 from meshwise.testing.reference_run import Difference, ReferenceRun, difference
 
 __all__ = [

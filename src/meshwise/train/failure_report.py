@@ -9,15 +9,14 @@ from pathlib import Path
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.checkpoint.checkpoint_errors import DamageError, SaveError
-from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.python_stacks import raised_at
-from meshwise.comm.api.rank_lost import RankLostError
+from meshwise.comm.api.flight_recorder import RanksDisagree, raised_at
+from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.memory.swap_file import TierError
 from meshwise.model.forward import LossError
 from meshwise.plan import PlanError
-from meshwise.simulate.memory_shortage import ShortageError
+from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train.job import JobError
 
 SELF_EXPLAINING = (

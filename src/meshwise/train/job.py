@@ -15,7 +15,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from meshwise.comm.api.emulated_link import EmulatedLink
 from meshwise.engine.step_result import SkipPolicy
-from meshwise.memory.staging_buffers import SwapConfig
+from meshwise.memory.swap_file import SwapConfig
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
 

@@ -28,7 +28,7 @@ from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.checkpoint.safetensors_format import TensorSpec, header
 from meshwise.comm.api.emulated_link import EmulatedLink
-from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import buffers
@@ -36,8 +36,8 @@ from meshwise.engine.measure_steps import StepMeasurement, measure, profile
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import Trainer
-from meshwise.memory.memory_error import is_out_of_memory
-from meshwise.simulate.memory_shortage import ShortageError
+from meshwise.memory.allocator import is_out_of_memory
+from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train import run_events
 from meshwise.train.batch_sizes import BatchSizes, batch_factor
 from meshwise.train.console_output import OutputConsole

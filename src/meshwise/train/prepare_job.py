@@ -22,7 +22,7 @@ from meshwise.model.forward import Loss
 from meshwise.model.parameter_table import ParameterOptions
 from meshwise.plan import PlanError
 from meshwise.plan.plan_keys import is_path
-from meshwise.simulate.rehearsal_subject import RehearsalSubject
+from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.batch_sizes import BatchSizes
 from meshwise.train.console_output import counted
 from meshwise.train.dataset import RunData, length, load_data, read_batches

@@ -18,7 +18,7 @@ import torch
 
 from meshwise.checkpoint.checkpoint_index import read_index
 from meshwise.checkpoint.training_state import RestoredState
-from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.comm.api.world import World
 from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer

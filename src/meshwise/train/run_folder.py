@@ -26,7 +26,7 @@ from pathlib import Path
 from meshwise.checkpoint.checkpoint_folder import newest_valid
 from meshwise.checkpoint.checkpoint_index import INDEX
 from meshwise.checkpoint.hugging_face import is_pretrained
-from meshwise.comm.api.job_attempt import JobAttempt
+from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.train.job import Job, JobError
 from meshwise.train.job_toml import to_toml
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
 from meshwise.base.mesh import even_split
-from meshwise.sync.mixing_graph import mixing_weights
-from meshwise.sync.sync_scheme import SyncScheme
+from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 from meshwise.testing.reference_run import ReferenceRun
 from meshwise.verify.rounding_bounds import BoundJudge, VerificationInputs
 from meshwise.verify.step_comparison import ReferenceSide

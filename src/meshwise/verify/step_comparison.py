@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.api.world import World
-from meshwise.comm.launch.rank_outcome import RankOutcome
+from meshwise.comm.launch.rank_process import RankOutcome
 from meshwise.engine.trainer import Trainer
 from meshwise.testing.reference_run import ReferenceRun, largest_magnitude
 from meshwise.verify.output_mean_squares import OutputMeanSquares, passes_with_data

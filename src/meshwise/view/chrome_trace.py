@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
-from meshwise.pipeline.schedules.action import RECEIVES, SENDS, Action, ActionKind
-from meshwise.pipeline.schedules.passes import counterpart
+from meshwise.pipeline.schedules.schedule_table import RECEIVES, SENDS, Action, ActionKind, counterpart
 from meshwise.view.plan_account import PlanAccount
 
 ROWS: Mapping[TimelineRow, int] = {TimelineRow.LINK: 1, TimelineRow.COLLECTIVE: 2, TimelineRow.TIERS: 3}

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from meshwise.simulate.predicted_timeline import MemoryHistory, MemoryLevel
-from meshwise.simulate.simulation_tables import size_text
+from meshwise.simulate.predicted_memory import size_text
+from meshwise.simulate.step_prediction import MemoryHistory, MemoryLevel
 from meshwise.simulate.step_tape import Category
 from meshwise.view.palette import UNSEEN
 from meshwise.view.shapes import Bars, Picture, PicturePath, PictureText, Plot, Shape, legend, ticks

@@ -10,10 +10,8 @@ from meshwise.base.mesh import Mesh
 from meshwise.base.timeline import Timeline, time_by_activity
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
-from meshwise.simulate.memory_use import fullest
-from meshwise.simulate.predicted_timeline import MemoryHistory, PredictionReplay
-from meshwise.simulate.prediction import Prediction
-from meshwise.simulate.simulation_tables import size_text
+from meshwise.simulate.predicted_memory import fullest, size_text
+from meshwise.simulate.step_prediction import MemoryHistory, Prediction, PredictionReplay
 
 _MOST_HISTORIES = 6
 """With more ranks along pp than this, only the memory of the first, the fullest and the last is shown."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from meshwise.base.text_format import time_text
-from meshwise.simulate.simulation_tables import size_text
+from meshwise.simulate.predicted_memory import size_text
 from meshwise.simulate.step_tape import Category
 from meshwise.view.plan_account import PlanAccount
 

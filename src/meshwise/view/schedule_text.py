@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
-from meshwise.pipeline.schedules.action import ActionKind
+from meshwise.pipeline.schedules.schedule_table import ActionKind
 
 STYLES: Mapping[ActionKind, str] = {
     ActionKind.F: "black on bright_blue",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.base.text_format import time_text
 from meshwise.base.timeline import EDGE_KINDS, Event, Timeline, TimelineRow
-from meshwise.pipeline.schedules.action import COMPUTE, ActionKind
+from meshwise.pipeline.schedules.schedule_table import COMPUTE, ActionKind
 from meshwise.view.palette import UNSEEN
 from meshwise.view.schedule_text import label
 from meshwise.view.shapes import Bars, Box, Picture, PicturePath, PictureText, Plot, Shape, legend, text_width, ticks

@@ -182,12 +182,7 @@ class _Gather(_Map):
         else:
             parts = [x.new_empty(_resized(x, dim, size)) for size in along.sizes]
         work = along.world.all_gather(x.contiguous(), into=parts, axes=along.axes)
-
-        def finish() -> Tensor:
-            work.wait()
-            return whole if dim == 0 else torch.cat(parts, dim)
-
-        return finish
+        return _after(work, lambda: whole if dim == 0 else torch.cat(parts, dim))
 
     def conjugate(self) -> _Map:
         return _Take(self.along) if self.replicated else _ReduceScatter(self.along)
@@ -203,7 +198,7 @@ class _ReduceScatter(_Map):
         parts = [part if part.is_contiguous() else _copied(part, along.world) for part in cut]
         into = x.new_empty(parts[along.index].shape)
         work = along.world.reduce_scatter(parts, into=into, axes=along.axes)
-        return _after(work, into)
+        return _after(work, lambda: into)
 
     def conjugate(self) -> _Map:
         return _Gather(self.along, replicated=False)
@@ -229,7 +224,7 @@ class _AllReduce(_Map):
     def start(self, x: Tensor) -> Finish:
         total = _copied(x, self.world)
         # `.data` is no view to autograd, which forbids writing to a view that one of its functions returned.
-        return _after(self.world.all_reduce(total, axes=self.axes), total.data)
+        return _after(self.world.all_reduce(total, axes=self.axes), lambda: total.data)
 
     def conjugate(self) -> _Map:
         return _Copy(self.world, self.axes)
@@ -258,12 +253,7 @@ class _AllToAll(_Map):
         mine = _resized(x, split.dim, split.sizes[split.index])
         into = [x.new_empty(_resized(mine, cat.dim, size)) for size in cat.sizes]
         work = split.world.all_to_all(parts, into=into, axes=split.axes)
-
-        def finish() -> Tensor:
-            work.wait()
-            return torch.cat(into, cat.dim)
-
-        return finish
+        return _after(work, lambda: torch.cat(into, cat.dim))
 
     def conjugate(self) -> _Map:
         return _AllToAll(self.cat, self.split)
@@ -318,10 +308,12 @@ def _copied(x: Tensor, world: World) -> Tensor:
     return world.empty_for_reduce(x.shape, dtype=x.dtype).copy_(x)
 
 
-def _after(work: Work, result: Tensor) -> Finish:
+def _after(work: Work, result: Finish) -> Finish:
+    """Return a function that waits for `work` and returns `result()`."""
+
     def finish() -> Tensor:
         work.wait()
-        return result
+        return result()
 
     return finish
 

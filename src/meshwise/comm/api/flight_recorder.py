@@ -5,28 +5,43 @@ Each rank keeps its records in one flight recorder, which all views of its world
 simulations read the flight recorder.
 
 A small collective takes little longer than its record. So records are named tuples, which are made in a third of the
-time of a frozen dataclass."""
+time of a frozen dataclass.
+
+`ActivityStopwatch` measures when a rank begins each activity of a step, and how long it waits in collectives;
+`ProfilerRanges` show both to a profiler. Each time is taken by an event on the current CUDA stream, or on the CPU by
+the clock. So on a GPU the times are GPU times, and the host does not wait for the GPU before `read`.
+
+`stack_of` returns a Python stack for reports, without frames of the folder comm and of threading."""
 
 import contextlib
+import gc
 import math
+import multiprocessing
 import os
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.profiler import record_function
 
-from meshwise.comm.api.stopwatch import Activity, ActivityStopwatch, ProfilerRanges, StepPhase
-from meshwise.comm.api.streams import Streams
+from meshwise.comm.api.streams import StreamEvent, Streams
 
-_NOT_CALLERS = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
+_TORCH = f"{Path(torch.__file__).parent}/"
+_NOT_CALLERS = (f"{Path(__file__).parent}/", _TORCH)
 _KEPT = 1024
 _MESSAGES = ("send", "recv")
 _SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
@@ -114,6 +129,98 @@ class Position(NamedTuple):
 
 class RanksDisagree(RuntimeError):
     """Raised when ranks called different collectives, or when a rank waits for a call that cannot come."""
+
+
+class StepPhase(StrEnum):
+    """Phase of a step before or after the actions of the pipeline's schedule."""
+
+    OUTSIDE = ""
+    """No step runs."""
+    BEGIN = "begin"
+    """Before the first action: the batch is cut into micro-batches."""
+    SETTLE = "settle"
+    """After the last action: gradients of tied parameters are summed, and gradient reductions are completed."""
+    EXCHANGE = "exchange"
+    """The ranks add up losses, counts and norms."""
+    UPDATE = "update"
+    """The optimizer updates the parameters."""
+
+
+Activity: TypeAlias = Hashable
+"""A `StepPhase`, or an action of a pipeline's schedule; `str` of it is one word."""
+
+
+@dataclass(frozen=True)
+class TimedSpan:
+    """Time span of an activity, of a wait in a collective, or of work of another thread; times in seconds."""
+
+    what: Activity
+    """Activity (`FlightRecorder.doing`), or the name of the collective (`all_reduce dp`) or of the other work."""
+    start: float
+    stop: float
+    waits: bool = False
+    """True for a wait in a collective."""
+    in_background: bool = False
+    """True for work of another thread of the rank, at the same time as the activities."""
+
+
+class ProfilerRanges:
+    """Ranges of torch's profiler around the activities and waits of one rank, by which a trace is read.
+
+    Inside `torch.autograd.profiler.emit_nvtx()` they are NVTX ranges, for Nsight Systems."""
+
+    def __init__(self) -> None:
+        self._activity = contextlib.ExitStack()
+
+    def begins(self, what: Activity) -> None:
+        """End the range of the current activity and begin the range of `what`; none for `StepPhase.OUTSIDE`."""
+        self._activity.close()
+        if what != StepPhase.OUTSIDE:
+            self._activity.enter_context(record_function(str(what)))
+
+    def waiting(self, what: str) -> AbstractContextManager[Any]:
+        """Return the range of a wait for the collective `what`."""
+        return record_function(f"wait {what}")
+
+
+class ActivityStopwatch:
+    """Stopwatch for the activities and waits of one rank."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._origin = self._streams.origin()
+        self._marks: list[tuple[Activity, StreamEvent]] = []
+        self._waits: list[tuple[str, StreamEvent, StreamEvent]] = []
+        self._background: list[TimedSpan] = []
+
+    def now(self) -> StreamEvent:
+        """Return an event with a time, recorded on the current stream."""
+        return self._streams.mark(timing=True)
+
+    def begins(self, what: Activity) -> None:
+        """End the current activity and begin `what`, which may be `StepPhase.OUTSIDE`."""
+        self._marks.append((what, self.now()))
+
+    def waited(self, what: str, *, since: StreamEvent) -> None:
+        """Add a wait for the collective `what` that began at the event `since` and ends now."""
+        self._waits.append((what, since, self.now()))
+
+    def add_background(self, what: str, *, start: float, stop: float) -> None:
+        """Add work of another thread of this rank, with times of `time.monotonic`."""
+        self._background.append(TimedSpan(what, start, stop, in_background=True))
+
+    def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
+        """Return this rank's activities in order, then its waits, then the work of its other threads. Blocks the host
+        until the GPU has reached the last event. offset: seconds to subtract from all times."""
+        marks = [(what, self._origin.at(moment) - offset) for what, moment in self._marks]
+        spans = [
+            TimedSpan(what, start, stop) for (what, start), (_, stop) in pairwise(marks) if what != StepPhase.OUTSIDE
+        ]
+        for what, since, until in self._waits:
+            start, stop = (self._origin.at(moment) - offset for moment in (since, until))
+            spans.append(TimedSpan(what, start, stop, waits=True))
+        background = (replace(one, start=one.start - offset, stop=one.stop - offset) for one in self._background)
+        return [*spans, *background]
 
 
 class FlightRecorder:
@@ -302,6 +409,62 @@ def ranks_text(ranks: Sequence[int]) -> str:
     shown = ",".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+_MOST_FRAMES = 12
+_INDENT = "      "
+_OURS = f"{Path(__file__).parents[2]}/"
+_PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
+
+# Frames that wait in a collective or start a process or thread do not help the reader.
+_LEFT_OUT = (
+    f"{Path(__file__).parents[1]}/",
+    f"{Path(multiprocessing.__file__).parent}/",
+    f"{_TORCH}multiprocessing/",
+    f"{_TORCH}distributed/",
+    threading.__file__,
+    "<",
+)
+
+
+def stack_of(thread: int | None) -> str:
+    """Return the innermost 12 frames of the thread with this identifier as text, the outermost first. Return "" if the
+    thread has ended or the identifier is None.
+
+    Garbage collection is off while the frames are read. Otherwise Python might collect garbage while it makes a frame
+    object, and switch threads; the other thread could return from the frame, and its memory would be reused. Reading
+    such memory ended ranks with SIGSEGV."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frame = None if thread is None else sys._current_frames().get(thread)
+        frames = [] if frame is None else list(traceback.walk_stack(frame))
+    finally:
+        if collects:
+            gc.enable()
+    summary = traceback.StackSummary.extract(iter(frames))
+    entries = [entry for entry in reversed(summary) if not entry.filename.startswith(_LEFT_OUT)]
+    lines = [] if len(entries) <= _MOST_FRAMES else [f"… {len(entries) - _MOST_FRAMES} outer frames"]
+    for entry in entries[-_MOST_FRAMES:]:
+        lines.append(f"{entry.filename}:{entry.lineno} {entry.name}")
+        if entry.line:
+            lines.append(f"    {entry.line}")
+    return "\n".join(_INDENT + line for line in lines)
+
+
+def raised_at(error: BaseException) -> str:
+    """Return `file:line function` of the innermost frame of an exception in the user's own code. If there is none: of
+    the innermost frame outside torch, or else of the innermost frame."""
+    entries = traceback.extract_tb(error.__traceback__)
+    others = [entry for entry in entries if not entry.filename.startswith(_TORCH)]
+    theirs = [entry for entry in others if not _is_pythons_or_ours(entry.filename)]
+    entry = (theirs or others or entries)[-1]
+    return f"{entry.filename}:{entry.lineno} {entry.name}"
+
+
+def _is_pythons_or_ours(file: str) -> bool:
+    pythons = file.startswith((_PYTHON, "<")) and "site-packages" not in file
+    return pythons or file.startswith(_OURS)
 
 
 def call_site() -> str:

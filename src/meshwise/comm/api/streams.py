@@ -1,8 +1,7 @@
 """Streams, events, pinned memory, generators and memory figures of devices: the only file that uses `torch.cuda`.
 
-`streams_of(device)` returns an object with the `Streams` protocol. `CudaStreams` wraps torch's CUDA streams.
-`HostStreams` is for every other device: there each operation is complete when its call returns, so waiting does
-nothing. So callers need no branch by device.
+`streams_of(device)` returns the `Streams` of a device. `CudaStreams` wraps torch's CUDA streams. On every other device
+each operation is complete when its call returns, so waiting does nothing. So callers need no branch by device.
 
 `gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine and this process;
 `use_deterministic_kernels` sets which kernels torch uses in it.
@@ -64,108 +63,9 @@ class TimeOrigin:
         return self.seconds + self.event.elapsed_time(event) / 1e3
 
 
-class DeviceMemory(Protocol):
-    """Memory of a GPU in bytes, as counted by torch's allocator (`held`, `peak`) and the driver (`total`, `free`)."""
-
-    @property
-    def held(self) -> int:
-        """Bytes of all tensors of this process on the GPU."""
-
-    @property
-    def peak(self) -> int:
-        """Largest `held` since the process began, or since `forget_peak`."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of the GPU's memory."""
-
-    def forget_peak(self) -> None:
-        """Reset `peak` to the present `held`."""
-
-    def free(self) -> int:
-        """Return the bytes that no process uses, after `torch.cuda.empty_cache`."""
-
-
-class Streams(Protocol):
-    """Operations of one device: make and use streams and events, allocate pinned memory, read memory figures."""
-
-    device: torch.device
-
-    @property
-    def memory(self) -> DeviceMemory | None:
-        """Memory figures of a GPU; None for other devices."""
-
-    def create(self, *, urgent: bool = False) -> Stream:
-        """Return a stream of the device's pool; after 32 calls a stream is returned again. urgent: True for a stream
-        of the other pool, whose work the device prefers."""
-
-    def current(self) -> Stream:
-        """Return the current stream of this thread."""
-
-    def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Make `stream` this thread's current stream inside the block. The value of the context manager is unused."""
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Make the device this thread's current one inside the block."""
-
-    def select(self) -> None:
-        """Make the device this thread's current one."""
-
-    def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
-        """Return an event that is not recorded yet. timing: True for an event that `elapsed_time` can use. blocking:
-        True if a host thread that waits for the event sleeps, False if the thread polls."""
-
-    def mark(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
-        """Return an event recorded on the current stream; parameters as of `event`."""
-
-    def origin(self) -> TimeOrigin:
-        """Return an origin that converts events with `timing` to times of the host's clock, after a `synchronize`."""
-
-    def keep(self, tensor: Tensor, *, stream: Stream) -> None:
-        """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
-
-    def resize(self, tensor: Tensor, *, size: int) -> None:
-        """Let the storage of `tensor` have `size` bytes, with unspecified values; 0 frees its memory."""
-
-    def synchronize(self) -> None:
-        """Block the host until all work of the device is done."""
-
-    def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized CPU tensor for asynchronous copies to and from the device: pinned for CUDA."""
-
-    def generator(self) -> torch.Generator:
-        """Return torch's default random generator of the device."""
-
-
-class SimulatedDeviceMode(TorchDispatchMode):
-    """Dispatch mode of a thread whose CUDA device is simulated: the base of a mode in `tests/accelerator`."""
-
-    def __init__(self, streams: Streams) -> None:
-        super().__init__()
-        self.streams = streams
-
-
-def streams_of(device: torch.device) -> Streams:
-    """Return the `Streams` of a device: `CudaStreams` for CUDA, `HostStreams` for any other device.
-
-    In a thread with a `SimulatedDeviceMode`, return the streams of the mode for CUDA."""
-    if device.type != "cuda":
-        return HostStreams(device)
-    return _simulated() or CudaStreams(device)
-
-
-def _simulated() -> Streams | None:
-    """Return the streams of this thread's simulated device, or None."""
-    modes = _get_current_dispatch_mode_stack()
-    return next((mode.streams for mode in modes if isinstance(mode, SimulatedDeviceMode)), None)
-
-
-# ---- CUDA --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class CudaMemory:
-    """Memory figures of a CUDA device, in bytes."""
+class DeviceMemory:
+    """Memory of a GPU in bytes, as counted by torch's allocator (`held`, `peak`) and the driver (`total`, `free`)."""
 
     device: torch.device
 
@@ -192,81 +92,6 @@ class CudaMemory:
         """Return the bytes that no process uses, after `torch.cuda.empty_cache`."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)[0]
-
-
-class CudaStreams:
-    """torch's streams, events and memory of one CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    @property
-    def memory(self) -> CudaMemory:
-        """Memory figures of the device."""
-        return CudaMemory(self.device)
-
-    def create(self, *, urgent: bool = False) -> Stream:
-        """Return a stream of torch's pool of 32, or of its pool of high priority."""
-        return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
-
-    def current(self) -> Stream:
-        """Return the current stream of this thread."""
-        return torch.cuda.current_stream(self.device)
-
-    def use(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Make `stream` this thread's current stream inside the block."""
-        assert isinstance(stream, torch.cuda.Stream)
-        return torch.cuda.stream(stream)
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Make the device this thread's current one inside the block."""
-        return torch.cuda.device(self.device)
-
-    def select(self) -> None:
-        """Make the device this thread's current one."""
-        torch.cuda.set_device(self.device)
-
-    def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
-        """Return an event that is not recorded yet."""
-        return torch.cuda.Event(enable_timing=timing, blocking=blocking)
-
-    def mark(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
-        """Return an event recorded on the current stream."""
-        event = self.event(timing=timing, blocking=blocking)
-        event.record(self.current())
-        return event
-
-    def origin(self) -> TimeOrigin:
-        """Return an origin that converts events with `timing` to times of the host's clock, after a `synchronize`."""
-        self.synchronize()
-        seconds = time.monotonic()
-        return TimeOrigin(self.mark(timing=True), seconds)
-
-    def keep(self, tensor: Tensor, *, stream: Stream) -> None:
-        """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
-        assert isinstance(stream, torch.cuda.Stream)
-        tensor.record_stream(stream)
-
-    def resize(self, tensor: Tensor, *, size: int) -> None:
-        """Let the storage of `tensor` have `size` bytes; freed memory is used again in the order of its stream."""
-        tensor.untyped_storage().resize_(size)
-
-    def synchronize(self) -> None:
-        """Block the host until all work of the device is done."""
-        torch.cuda.synchronize(self.device)
-
-    def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor in pinned memory of the host."""
-        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
-
-    def generator(self) -> torch.Generator:
-        """Return torch's default random generator of the device."""
-        torch.cuda.init()
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        return torch.cuda.default_generators[index]
-
-
-# ---- other devices -----------------------------------------------------------------------------------------------
 
 
 class HostEvent:
@@ -305,63 +130,156 @@ class HostStream:
         """Return at once."""
 
 
-class HostStreams:
-    """Streams of a device whose operations are complete when their calls return: a CPU, or torch's meta device."""
+class Streams:
+    """Operations of one device: make and use streams and events, allocate pinned memory, read memory figures.
 
-    memory = None
+    The methods here are for a CPU and torch's meta device, whose operations are complete when their calls return. So
+    there is one stream, and waiting does nothing. `CudaStreams` overrides them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def create(self, *, urgent: bool = False) -> HostStream:  # noqa: ARG002 - the device has one stream
-        """Return the only stream of the device."""
+    @property
+    def memory(self) -> DeviceMemory | None:
+        """Memory figures of a GPU; None for other devices."""
+        return None
+
+    def create(self, *, urgent: bool = False) -> Stream:  # noqa: ARG002 - the device has one stream
+        """Return a stream of the device's pool; after 32 calls a stream is returned again. urgent: True for a stream
+        of the other pool, whose work the device prefers."""
         return HostStream()
 
-    def current(self) -> HostStream:
-        """Return the only stream of the device."""
+    def current(self) -> Stream:
+        """Return the current stream of this thread."""
         return HostStream()
 
     def use(self, stream: Stream) -> AbstractContextManager[Any]:  # noqa: ARG002 - the device has one stream
-        """Do nothing inside the block."""
+        """Make `stream` this thread's current stream inside the block. The value of the context manager is unused."""
         return contextlib.nullcontext()
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Do nothing inside the block."""
+        """Make the device this thread's current one inside the block."""
         return contextlib.nullcontext()
 
     def select(self) -> None:
-        """Do nothing: such devices have no current device of a thread."""
+        """Make the device this thread's current one."""
 
-    def event(self, *, timing: bool = False, blocking: bool = False) -> HostEvent:  # noqa: ARG002 - the same for all
-        """Return an event that is not recorded yet."""
+    def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:  # noqa: ARG002 - the same for all
+        """Return an event that is not recorded yet. timing: True for an event that `elapsed_time` can use. blocking:
+        True if a host thread that waits for the event sleeps, False if the thread polls."""
         return HostEvent()
 
-    def mark(self, *, timing: bool = False, blocking: bool = False) -> HostEvent:  # noqa: ARG002 - the same for all
-        """Return an event at the present time."""
-        return HostEvent(time.monotonic())
+    def mark(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
+        """Return an event recorded on the current stream; parameters as of `event`."""
+        event = self.event(timing=timing, blocking=blocking)
+        event.record(self.current())
+        return event
 
     def origin(self) -> TimeOrigin:
-        """Return an origin that converts events to times of the host's clock."""
+        """Return an origin that converts events with `timing` to times of the host's clock, after a `synchronize`."""
         seconds = time.monotonic()
         return TimeOrigin(HostEvent(seconds), seconds)
 
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
-        """Do nothing: all work of the stream is done."""
+        """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
 
     def resize(self, tensor: Tensor, *, size: int) -> None:
-        """Let the storage of `tensor` have `size` bytes."""
+        """Let the storage of `tensor` have `size` bytes, with unspecified values. 0 frees its memory, which
+        is used again in the order of its stream."""
         tensor.untyped_storage().resize_(size)
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Block the host until all work of the device is done."""
 
     def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized CPU tensor."""
+        """Return an uninitialized CPU tensor for asynchronous copies to and from the device: pinned for CUDA."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def generator(self) -> torch.Generator:
-        """Return torch's default random generator of the CPU."""
+        """Return torch's default random generator of the device; of the CPU for the meta device."""
         return torch.default_generator
+
+
+class CudaStreams(Streams):
+    """torch's streams, events and memory of one CUDA device."""
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """Memory figures of the device."""
+        return DeviceMemory(self.device)
+
+    def create(self, *, urgent: bool = False) -> Stream:
+        """Return a stream of torch's pool of 32, or of its pool of high priority."""
+        return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+
+    def current(self) -> Stream:
+        """Return the current stream of this thread."""
+        return torch.cuda.current_stream(self.device)
+
+    def use(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make `stream` this thread's current stream inside the block."""
+        assert isinstance(stream, torch.cuda.Stream)
+        return torch.cuda.stream(stream)
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """Make the device this thread's current one inside the block."""
+        return torch.cuda.device(self.device)
+
+    def select(self) -> None:
+        """Make the device this thread's current one."""
+        torch.cuda.set_device(self.device)
+
+    def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
+        """Return an event that is not recorded yet."""
+        return torch.cuda.Event(enable_timing=timing, blocking=blocking)
+
+    def origin(self) -> TimeOrigin:
+        """Return an origin that converts events with `timing` to times of the host's clock, after a `synchronize`."""
+        self.synchronize()
+        seconds = time.monotonic()
+        return TimeOrigin(self.mark(timing=True), seconds)
+
+    def keep(self, tensor: Tensor, *, stream: Stream) -> None:
+        """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
+        assert isinstance(stream, torch.cuda.Stream)
+        tensor.record_stream(stream)
+
+    def synchronize(self) -> None:
+        """Block the host until all work of the device is done."""
+        torch.cuda.synchronize(self.device)
+
+    def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor in pinned memory of the host."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+    def generator(self) -> torch.Generator:
+        """Return torch's default random generator of the device."""
+        torch.cuda.init()
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        return torch.cuda.default_generators[index]
+
+
+class SimulatedDeviceMode(TorchDispatchMode):
+    """Dispatch mode of a thread whose CUDA device is simulated: the base of a mode in `tests/accelerator`."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self.streams = streams
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the `Streams` of a device: `CudaStreams` for CUDA, `Streams` itself for any other device.
+
+    In a thread with a `SimulatedDeviceMode`, return the streams of the mode for CUDA."""
+    if device.type != "cuda":
+        return Streams(device)
+    return _simulated() or CudaStreams(device)
+
+
+def _simulated() -> Streams | None:
+    """Return the streams of this thread's simulated device, or None."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode.streams for mode in modes if isinstance(mode, SimulatedDeviceMode)), None)
 
 
 # ---- the machine, and torch's generators -------------------------------------------------------------------------

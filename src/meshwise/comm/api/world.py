@@ -22,20 +22,19 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
+from meshwise.comm.api.collective_buffers import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.emulated_link import EmulatedLink
-from meshwise.comm.api.flat_parts import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.flight_recorder import (
+    ActivityStopwatch,
     CallLine,
     CallRecord,
     FlightRecorder,
     PlacedCall,
-    Position,
     RanksDisagree,
     call_site,
     first_difference,
     ranks_text,
 )
-from meshwise.comm.api.stopwatch import ActivityStopwatch
 from meshwise.comm.api.streams import streams_of
 
 
@@ -161,11 +160,6 @@ class World(abc.ABC):
     def size(self) -> int:
         """Number of ranks."""
         return self.mesh.size
-
-    @property
-    def position(self) -> Position:
-        """Collective that this rank waits for or called last, through any view of this world."""
-        return self.flight_recorder.position
 
     @property
     def unfinished(self) -> CallRecord | None:

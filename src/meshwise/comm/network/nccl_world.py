@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flat_parts import reduce_in_order, require_op
+from meshwise.comm.api.collective_buffers import reduce_in_order, require_op
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.streams import StreamEvent
 from meshwise.comm.api.world import Group, Work, World

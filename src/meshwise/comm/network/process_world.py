@@ -7,32 +7,33 @@
     | two or more on one GPU            GlooWorld     messages over gloo and pinned copies; NCCL refuses this case
     | a world of one rank               GlooWorld     none
 
-torch's default process group is not used: a job may call `init_process_group` as well."""
+torch's default process group is not used: a job may call `init_process_group` as well.
+`gloo_calls` are torch's own gloo collectives, with which benchmarks compare the collectives of this package."""
 
 import errno
 import os
 import resource
 import sys
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.job_attempt import unused_store
-from meshwise.comm.api.launch_environment import launched_rank
-from meshwise.comm.api.same_host import on_one_host
+from meshwise.comm.api.job_processes import launched_rank
 from meshwise.comm.api.streams import gpu_count, gpu_properties, nccl_version
-from meshwise.comm.api.world import World
-from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
-from meshwise.comm.network.loopback_store import is_opened_by_launcher, store_of
-from meshwise.comm.network.mailbox import Mailbox
+from meshwise.comm.api.world import Work, World
+from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld, Mailbox
+from meshwise.comm.network.job_store import LOOPBACK, job_store, on_one_host
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
 from meshwise.comm.shared_memory.group_queue import GroupQueues
 from meshwise.comm.shared_memory.host_connection import HostConnection
 from meshwise.comm.shared_memory.local_world import LocalWorld
-from meshwise.comm.shared_memory.process_memory import ProcessMemory
+from meshwise.comm.shared_memory.shared_segment import ProcessMemory
 
 Comm: TypeAlias = Literal["auto", "local", "gloo"]
 """How CPU ranks communicate: `local` (shared memory), `gloo`, or `auto`: shared memory on one host if possible."""
@@ -40,22 +41,8 @@ Comm: TypeAlias = Literal["auto", "local", "gloo"]
 COMM_VARIABLE = "MESHWISE_COMM"
 """Environment variable with a value of `Comm`; `auto` without the variable."""
 
-
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Environment variables in which launchers number the ranks of a host; the first that is set counts."""
-
-
-def job_store() -> c10d.Store | None:
-    """Return the store of the job, with a prefix that no earlier start of the job has used. Every rank calls it. The
-    store is at MASTER_ADDR and MASTER_PORT; None without a launcher, or for a world of one rank. It listens on the
-    loopback interface only if MASTER_ADDR is a loopback address. Raises ValueError when the environment is incomplete,
-    torch's DistError when the store cannot be reached for ten minutes, TimeoutError when ranks are missing."""
-    rank, size = launched_rank() or (0, 1)
-    if size == 1:
-        return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    opens = rank == 0 and not is_opened_by_launcher()
-    return unused_store(store_of(host, port=port, opens=opens), rank=rank, size=size)
 
 
 def process_world(device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto") -> World:
@@ -156,3 +143,32 @@ def backends() -> dict[str, str]:
         "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "no",
         "nccl": nccl_version() if nccl and gpu_count() else "no",
     }
+
+
+Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work | c10d.Work]]
+"""Collective of (world, x, y), as the works to wait for: reads x and writes y, or works in place on one of them.
+
+Both tensors have the full size: the size of the gathered tensor. A rank's part is its slice of x or y."""
+
+
+def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
+    """Return torch's gloo collectives among the first `size` ranks, by name; an empty mapping on other ranks. Names:
+    all_reduce, all_gather, reduce_scatter, broadcast. Every rank of the world calls this function, and all are on one
+    host. Raises RuntimeError when gloo cannot connect the ranks."""
+    store = job_store()
+    if store is None or world.rank >= size:
+        return {}
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    group: Any = c10d.ProcessGroupGloo(store, world.rank, size, options)  # torch's stubs know none of its collectives
+
+    def part(x: Tensor) -> Tensor:
+        return x.view(size, -1)[world.rank]
+
+    calls: dict[str, Call] = {
+        "all_reduce": lambda _, x, __: [group.allreduce([x])],
+        "all_gather": lambda _, __, y: [group._allgather_base(y, part(y))],  # in place, which saves gloo a copy
+        "reduce_scatter": lambda _, x, y: [group._reduce_scatter_base(part(y), x)],
+        "broadcast": lambda _, x, __: [group.broadcast(x, root=0)],
+    }
+    return MappingProxyType(calls)

@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flat_parts import put
+from meshwise.comm.api.collective_buffers import put
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.rank_lost import lost
+from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode, message_group
-from meshwise.comm.shared_memory.board import PAYLOAD_BYTES
-from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall
-from meshwise.comm.shared_memory.queue_state import travels_in_payload
-from meshwise.comm.shared_memory.remote_span import Span, reduce_spans
+from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall, travels_in_payload
+from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
+from meshwise.comm.shared_memory.shared_segment import Span, reduce_spans
 
 # Copies in lent memory begin at multiples of this number of bytes: a cache line, which any dtype's size divides.
 _ALIGNED = 64

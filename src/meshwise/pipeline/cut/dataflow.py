@@ -202,7 +202,7 @@ class DataflowTracer(TorchDispatchMode):
                 parameters=frozenset(self._names[one] for one in memories if one in self._names)
             )
         given = {tensor.untyped_storage() for tensor in tensors((args, kwargs))}
-        for tensor in _written(func, args, kwargs):
+        for tensor in written_arguments(func, args=args, kwargs=kwargs):
             self.record_change(tensor, dependencies=dependencies)
         made = list(tensors(result))
         for tensor in made:
@@ -271,8 +271,8 @@ def _size_deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return masks if func.overloadpacket is torch.ops.aten.index else given
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the arguments that an operation writes to."""
+def written_arguments(func: Any, *, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the arguments that an operation of torch changes in place."""
     arguments = func._schema.arguments
     named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     for argument in arguments:

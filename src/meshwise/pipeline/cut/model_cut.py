@@ -1,6 +1,6 @@
 """Cut a model into pipeline stages; a `ModelCut` says which modules each stage runs, and what it holds and sends.
 
-One rank makes the cut and sends it to the other ranks as names and numbers. `build_stage.py` makes stages from it."""
+One rank makes the cut and sends it to the other ranks as names and numbers. `make_stage` makes a stage from it."""
 
 import dataclasses
 from bisect import bisect_right
@@ -13,14 +13,17 @@ from torch import nn
 
 from meshwise.base.text_format import align_columns
 from meshwise.model.parameter_units import Patterns, partition
-from meshwise.pipeline.cut.balance import StageBounds, balance, bounds_by_name, loads_of
-from meshwise.pipeline.cut.meta_device import has_no_values
-from meshwise.pipeline.cut.partition import CutError
+from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult, has_backward_hooks, has_no_values
 from meshwise.pipeline.cut.probe import Call, probe
-from meshwise.pipeline.cut.probe_result import ProbeResult
-from meshwise.pipeline.cut.split_blocks import has_backward_hooks
-from meshwise.pipeline.run.remote_parameter import REMEDY
-from meshwise.pipeline.schedules.action import Schedule
+from meshwise.pipeline.cut.stage_balance import StageBounds, balance, bounds_by_name, loads_of
+from meshwise.pipeline.schedules.schedule_table import Schedule
+
+REMEDY = (
+    "Give it a second name in the module that reads it, as in self.shared = other.weight in its __init__, and read "
+    "that: then each stage has it; or cut by hand so that both are on one stage: Options(cut=CutOptions(at=…)), "
+    "model.cut_at of a job"
+)
+"""Advice at the end of an error about a stage that needs a parameter of another stage."""
 
 
 @dataclass(frozen=True)
@@ -312,11 +315,8 @@ def _holders(model: nn.Module, seen: ProbeResult, bounds: Sequence[int]) -> dict
 
 
 def _parameters(model: nn.Module, holders: Mapping[str, Sequence[int]], stages: int) -> tuple[int, ...]:
-    found = [0] * stages
-    for name, on in holders.items():
-        for stage in on:
-            found[stage] += model.get_parameter(name).numel()
-    return tuple(found)
+    sizes = {name: model.get_parameter(name).numel() for name in holders}
+    return tuple(sum(sizes[name] for name, on in holders.items() if stage in on) for stage in range(stages))
 
 
 def _amount(load: float, by: str) -> str:

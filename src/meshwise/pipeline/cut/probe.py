@@ -7,13 +7,14 @@ time is measured in separate runs.
 If the model is on the meta device, its pieces run there, and operations are counted in place of time. The code between
 the pieces runs on zeros on the example's device, because models read the values of masks and positions.
 
-Blocks that can be split (`split_blocks.py`) are traced in another run, in which their modules are the pieces."""
+`profile_module` measures one module: time (or operations) and saved bytes. Blocks that can be split (`inner_modules`)
+are traced in another run, in which their modules are the pieces."""
 
 import contextlib
 import dataclasses
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -21,31 +22,28 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.memory.malloc_settings import keep_freed_memory
+from meshwise.comm.api.streams import streams_of
+from meshwise.memory.allocator import keep_freed_memory
 from meshwise.model.deferred_init import without_values
 from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.parameter_units import GatheredModule, Patterns, partition
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, unchanged
-from meshwise.pipeline.cut.meta_device import as_zeros, device_of, has_no_values
-from meshwise.pipeline.cut.partition import CutError
-from meshwise.pipeline.cut.probe_result import CallCost, PieceCall, ProbeResult, typical
-from meshwise.pipeline.cut.profile_module import (
-    LossTail,
-    bytes_of,
-    cost_meter,
-    detached_inputs,
-    has_input_shape,
-    operations_key,
-    profile_module,
-    saved_bytes_hook,
+from meshwise.pipeline.cut.piece_calls import (
+    CallCost,
+    CutError,
+    PieceCall,
+    ProbeResult,
+    has_no_values,
+    inner_modules,
+    is_repeated,
+    typical,
 )
-from meshwise.pipeline.cut.split_blocks import inner_modules, is_repeated
-from meshwise.pipeline.run.packed_tree import StageEntrance
-from meshwise.pipeline.run.split_backward import is_reentrant
+from meshwise.pipeline.run.stage_backward import StageEntrance, is_reentrant
 
 Call = Callable[[nn.Module], Any]
 """Function that runs a model on an example, and returns the output or the loss."""
@@ -91,14 +89,6 @@ def _owner(buffer: str) -> str:
     return buffer.rpartition(".")[0]
 
 
-@dataclass(frozen=True)
-class _Modes:
-    """Modes of a run: one knows the values of meta tensors that follow from sizes, one records dependencies."""
-
-    known: ShapeConstants = field(default_factory=ShapeConstants)
-    tracer: DataflowTracer = field(default_factory=DataflowTracer)
-
-
 _Parts: TypeAlias = Mapping[str, Sequence[str]]
 """For each block to split, the names of its modules (`inner_modules`)."""
 
@@ -107,15 +97,15 @@ def _seen(
     model: nn.Module, call: Call, found: Sequence[GatheredModule], *, timed: bool, parts: _Parts = MappingProxyType({})
 ) -> ProbeResult:
     """Return the result of a traced run and, if `timed`, of separate runs that measure time."""
-    modes = _Modes()
+    watch = _Watch(found, timed=timed and has_no_values(model))
     with contextlib.ExitStack() as stack:
-        for mode in (MetaKernels(), modes.known, modes.tracer) if has_no_values(model) else (modes.tracer,):
+        for mode in (MetaKernels(), watch.known, watch.tracer) if has_no_values(model) else (watch.tracer,):
             stack.enter_context(mode)
-        seen = _run(model, call, found, modes, timed=timed and has_no_values(model), parts=parts)
+        seen = _run(model, call, found, watch, parts=parts)
     if not timed or has_no_values(model):
         return seen
     with keep_freed_memory():
-        runs = [_run(model, call, found, _Modes(), timed=True, parts=parts) for _ in range(ROUNDS)]
+        runs = [_run(model, call, found, _Watch(found, timed=True), parts=parts) for _ in range(ROUNDS)]
     costs = typical(runs, model=model)
     return dataclasses.replace(seen, calls=_with_costs(seen.calls, costs.calls), tail=costs.tail)
 
@@ -129,7 +119,7 @@ def _with_costs(calls: Sequence[PieceCall], costs: Sequence[PieceCall]) -> tuple
 
 
 def _run(
-    model: nn.Module, call: Call, found: Sequence[GatheredModule], modes: _Modes, *, timed: bool, parts: _Parts
+    model: nn.Module, call: Call, found: Sequence[GatheredModule], watch: "_Watch", *, parts: _Parts
 ) -> ProbeResult:
     """Return the result of one run of a copy of the model, with the forwards of the pieces `found` recorded."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
@@ -141,21 +131,30 @@ def _run(
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
     owned = [name for piece in found if not piece.spans for name in piece.parameters]
-    modes.tracer.register_parameters({name: watched.get_parameter(name) for name in owned})
+    watch.tracer.register_parameters({name: watched.get_parameter(name) for name in owned})
     before = _buffers_outside(watched, pieces=pieces)
-    watch = _Watch({piece.module: piece.parameters for piece in found}, modes, timed=timed)
     for name, module in pieces.items():
         own = shadow.get_submodule(name) if bare else None
         module.forward = _Watched(name, module, watch, parts=parts.get(name, ()), shadow=own)
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             result = call(watched)
-        tail = watch.since.to(result) if timed and not bare else 0.0
+        tail = watch.since.to(result) if watch.timed and not bare else 0.0
         changed = _changes(before, _buffers_outside(watched, pieces=pieces))
         return dataclasses.replace(watch.seen(result, everywhere), tail=tail, changed_buffers=changed)
     finally:
         for module in pieces.values():  # else it would keep this run's tensors alive until the next garbage collection
             del module.forward
+
+
+def as_zeros(values: Any, *, device: torch.device) -> Any:
+    """Return a tree of values with each tensor replaced by zeros of its shape and dtype on `device`."""
+    return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), values)
+
+
+def device_of(inputs: Any) -> torch.device:
+    """Return the device of the first tensor in a tree of inputs, or the CPU if there is no tensor."""
+    return next((tensor.device for tensor in tensors(inputs)), torch.device("cpu"))
 
 
 def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str]) -> None:
@@ -171,13 +170,15 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
 class _Watch:
     """Record of a run: the calls so far, and the modes that observe it."""
 
-    def __init__(self, parameters: Mapping[str, tuple[str, ...]], modes: _Modes, *, timed: bool) -> None:
+    def __init__(self, found: Sequence[GatheredModule], *, timed: bool) -> None:
         self.timed = timed
         self.calls: list[PieceCall] = []
         self.counted: dict[Hashable, CallCost] = {}
         """Costs of modules on the meta device by `operations_key`, so that equal modules are counted only once."""
-        self.parameters = parameters
-        self.tracer, self.known = modes.tracer, modes.known
+        self.parameters = {piece.module: piece.parameters for piece in found}
+        self.tracer = DataflowTracer()
+        self.known = ShapeConstants()
+        """Mode that knows the values of meta tensors that follow from sizes."""
         self.since = LossTail(())
         self._call_counts: Counter[str] = Counter()
         self._hidden: list[str] = []
@@ -278,10 +279,7 @@ class _Watched:
             return output, PieceCall(
                 key, self._name, parameters, Dependencies(), bytes_of(output), CallCost(0.0, 0.0), inside=block.calls
             )
-        output, cost, used = _own_forward(module, key, watch, inputs=inputs)
-        return output, PieceCall(
-            key, self._name, parameters, used, bytes_of(output), cost, has_input_shape(output, inputs=inputs)
-        )
+        return _own_forward(module, watch, key=key, name=self._name, parameters=parameters, inputs=inputs)
 
 
 def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
@@ -338,12 +336,11 @@ class _Inside:
         between, kept = self._between()
         inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
         needed = watch.tracer.of(inputs)
-        output, cost, used = _own_forward(module, full, watch, inputs=inputs)
-        cost = CallCost(cost.activations + kept, cost.work + _WITH_BACKWARD * between, between)
-        called = PieceCall(
-            full, full, self._held[name], needed | used, bytes_of(output), cost, has_input_shape(output, inputs=inputs)
-        )
-        self._found.append(called)
+        held = self._held[name]
+        output, called = _own_forward(module, watch, key=full, name=full, parameters=held, inputs=inputs)
+        work = called.cost.work + _WITH_BACKWARD * between
+        cost = CallCost(called.cost.activations + kept, work, between)
+        self._found.append(dataclasses.replace(called, dependencies=needed | called.dependencies, cost=cost))
         output = watch.output(output, key=full)
         self._since = self._read()
         return output
@@ -356,24 +353,22 @@ class _Inside:
 
 
 def _own_forward(
-    module: nn.Module, key: str, watch: _Watch, *, inputs: tuple[Any, Any]
-) -> tuple[Any, CallCost, Dependencies]:
-    """Run the class's own `forward`; return its result, its cost, and the dependencies of the values it used."""
-    run, parameters, separate = (
-        partial(type(module).forward, module),
-        list(module.parameters()),
-        detached_inputs(inputs),
-    )
-    counts = watch.timed and any(tensor.is_meta for tensor in (*parameters, *tensors(separate)))
+    module: nn.Module, watch: _Watch, *, key: str, name: str, parameters: tuple[str, ...], inputs: tuple[Any, Any]
+) -> tuple[Any, PieceCall]:
+    """Run the class's own `forward`; return its result and its call, with the dependencies of the values it used."""
+    run, own, separate = partial(type(module).forward, module), list(module.parameters()), detached_inputs(inputs)
+    counts = watch.timed and any(tensor.is_meta for tensor in (*own, *tensors(separate)))
     kind = operations_key(module, inputs=separate)
     known = watch.counted.get(kind) if counts else None
     with watch.tracer.inside(key), watch.tracer.replacing(inputs, by=separate, key=key):
-        output, cost = profile_module(run, inputs=separate, parameters=parameters, timed=watch.timed and known is None)
+        output, cost = profile_module(run, inputs=separate, parameters=own, timed=watch.timed and known is None)
         if known is not None and known.activations != cost.activations:
-            output, cost = profile_module(run, inputs=separate, parameters=parameters, timed=True)
+            output, cost = profile_module(run, inputs=separate, parameters=own, timed=True)
         elif counts:
             cost = watch.counted[kind] = known or cost
-        return output, cost, watch.tracer.used
+        used = watch.tracer.used
+    same_shape = has_input_shape(output, inputs=inputs)
+    return output, PieceCall(key, name, parameters, used, bytes_of(output), cost, same_shape)
 
 
 def _buffers_outside(model: nn.Module, *, pieces: Collection[str]) -> dict[str, tuple[Tensor, int]]:
@@ -394,3 +389,139 @@ def _changes(before: dict[str, tuple[Tensor, int]], after: dict[str, tuple[Tenso
         for name, (tensor, version) in before.items()
         if name not in after or after[name][0] is not tensor or after[name][1] != version
     )
+
+
+def profile_module(
+    run: Callable[..., Any], *, inputs: tuple[Any, Any], parameters: Sequence[Tensor], timed: bool
+) -> tuple[Any, CallCost]:
+    """Run `run` on `inputs` (args, kwargs); return its output and cost. `timed`: run a backward too, to time it."""
+    args, kwargs = inputs
+    kept: dict[int, int] = {}
+    keep = saved_bytes_hook(kept, parameters=parameters)
+
+    with cost_meter((parameters, inputs), timed=timed) as read:
+        begin = read()
+        with saved_tensors_hooks(keep, unchanged):
+            output = run(*args, **kwargs)
+        results = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        if timed and results:
+            with _gradients_kept(parameters):
+                torch.autograd.backward(results, [torch.ones_like(one) for one in results])
+        work = read() - begin
+    return output, CallCost(sum(kept.values()), work)
+
+
+def detached_inputs(inputs: Any) -> Any:
+    """Return the inputs in the same memory without their graph; `requires_grad` stays as it was."""
+
+    def own(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        entered: Tensor = StageEntrance.apply(tensor.detach().requires_grad_())
+        return entered
+
+    return map_tensors(own, inputs)
+
+
+class LossTail:
+    """Stopwatch for the computation after a piece, such as the loss: its forward, and its backward to the piece."""
+
+    def __init__(self, output: Any) -> None:
+        """Start the stopwatch. `output`: the output of the piece."""
+        self._from = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        self._cuda = any(tensor.is_cuda for tensor in self._from)
+        self._begin = read_clock(cuda=self._cuda)
+
+    def to(self, result: Any) -> float:
+        """Run the backward from `result` to the piece's output, and return the seconds since the start."""
+        ends = [tensor for tensor in tensors(result) if tensor.requires_grad]
+        if ends and self._from:
+            torch.autograd.grad(ends, self._from, [torch.ones_like(end) for end in ends], allow_unused=True)
+        return read_clock(cuda=self._cuda) - self._begin
+
+
+@contextlib.contextmanager
+def cost_meter(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the cost so far: seconds, operations for meta tensors, or 0 without `timed`."""
+    inputs = list(tensors(values))
+    if not timed:
+        yield float
+    elif any(tensor.is_meta for tensor in inputs):
+        counted = FlopCounterMode(display=False)
+        counted.mod_tracker = _NoModuleTracker()  # type: ignore[assignment]
+        with counted:
+            yield lambda: float(counted.get_total_flops())
+    else:
+        cuda = any(tensor.is_cuda for tensor in inputs)
+        yield lambda: read_clock(cuda=cuda)
+
+
+class _NoModuleTracker(contextlib.AbstractContextManager[None]):
+    """Replacement for the module tracker of torch's FLOP counter; torch's fails if a forward computes gradients."""
+
+    parents = frozenset({"Global"})
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: there are no hooks to remove."""
+
+
+@contextlib.contextmanager
+def _gradients_kept(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the gradients of the parameters at the end of the block."""
+    before = [parameter.grad for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def read_clock(*, cuda: bool) -> float:
+    """Return the seconds of a clock; with `cuda`, wait until the GPU has finished its queue.
+
+    On the CPU with one thread of torch, the clock is this thread's processor time, so other load does not count."""
+    if cuda:
+        streams_of(torch.device("cuda")).synchronize()
+    return time.thread_time() if not cuda and torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def saved_bytes_hook(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a pack hook that writes the bytes of each saved storage to `kept`, by the storage's address.
+
+    Storages of `parameters` are left out. The graph keeps the hook alive, so the hook must not hold the graph."""
+    stored = {parameter.untyped_storage()._cdata for parameter in parameters}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in stored:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor.detach()  # `tensor` itself would keep alive the operation that saved it: a cycle
+
+    return keep
+
+
+def has_input_shape(output: Any, *, inputs: Any) -> bool:
+    """Return whether the output is one tensor with the shape and dtype of the first input."""
+    first = next(tensors(inputs), None)
+    if first is None or not isinstance(output, Tensor):
+        return False
+    return (output.shape, output.dtype) == (first.shape, first.dtype)
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of a value's tensors, each counted once."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(value)}.values())
+
+
+def operations_key(module: nn.Module, *, inputs: Any) -> Hashable:
+    """Return a key that is equal for modules with equal operations: classes, attributes, and shapes of all tensors."""
+    makes = tuple(  # plain attributes may change a forward
+        (type(one), *((name, value) for name, value in vars(one).items() if isinstance(value, int | float | str)))
+        for one in module.modules()
+    )
+    return makes, _kinds(module.parameters()), _kinds(tensors(inputs))
+
+
+def _kinds(values: Iterable[Tensor]) -> Hashable:
+    """Return the shapes and dtypes of these tensors, and whether they require gradients."""
+    return tuple((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in values)

@@ -24,10 +24,10 @@ import torch
 from meshwise.base.mesh import Mesh
 from meshwise.base.text_format import align_columns
 from meshwise.base.timeline import Event, Timeline, TimelineRow, time_within
-from meshwise.comm.api.stopwatch import ActivityStopwatch, StepPhase, TimedSpan
+from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.world import World
-from meshwise.pipeline.schedules.action import COMPUTE, Action, ActionKind, Schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
+from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action, ActionKind, Schedule
 
 _ROUNDS = 8
 """Number of questions to each rank's clock; the quickest answer is taken."""
@@ -94,7 +94,7 @@ class MeasuredStep:
     """Timeline of one training step on all ranks. Prints as a table of the lost time."""
 
     schedule: Schedule
-    """Schedule that was run, with transfers and reductions (from `passes.lower`)."""
+    """Schedule that was run, with transfers and reductions (from `lower`)."""
     step: Timeline
     """Timeline of the whole step: the schedule, what comes before its first action, and what after its last."""
 

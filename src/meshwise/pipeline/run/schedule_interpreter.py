@@ -5,11 +5,13 @@ The table sets the order of computations and messages; `validate` has checked th
     | 2RECV_F0                  receive: started as soon as its shapes are known; at this action, the rank waits for it
     | 2F0                       forward of the stage; if the next stage is on this rank, it gets the output directly
     | 2SEND_F0                  start a send; its memory is freed when the receiver has answered, or at the row's end
-    | 2B0 2I0 2W0               the backward, whole or in two parts (`split_backward.py`)
+    | 2B0 2I0 2W0               the backward, whole or in two parts (`stage_backward.py`)
     | 2GATHER 2FREE 2REDUCE     passed to the storage of the stage's parameters
 
-The first message between two stages for each micro-batch shape starts with a header with the shapes for the receiver;
-later messages are tensors alone. The actions of a micro-batch that does not run are left out on every rank."""
+`pack` splits the values that a stage sends into tensors and a skeleton, from which `unpack` rebuilds them. The skeleton
+has the place, shape and dtype of each tensor, and whether a gradient comes back for it. A tensor that occurs twice is
+sent once. The first message between two stages for each micro-batch shape starts with a header with the skeleton; later
+messages are tensors alone. The actions of a micro-batch that does not run are left out on every rank."""
 
 import pickle
 from collections import defaultdict, deque
@@ -21,13 +23,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwise.base.tensor_tree import tensors
+from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import Work, World
-from meshwise.pipeline.run.packed_tree import pack, tensor_specs, unpack
-from meshwise.pipeline.run.split_backward import WeightBackward, backward_input
-from meshwise.pipeline.run.stage import Stage, StageError, signature
-from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule
-from meshwise.pipeline.schedules.passes import counterpart
+from meshwise.pipeline.run.pipeline_stage import Stage, StageError, signature
+from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input
+from meshwise.pipeline.schedules.schedule_table import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionKind,
+    Schedule,
+    counterpart,
+)
 
 
 @dataclass(frozen=True)
@@ -184,13 +192,13 @@ class _Walk:
             flight.outputs = [result] if training and result.requires_grad else []
             flight.gradients = [torch.ones_like(output) for output in flight.outputs]
             return
-        packed = pack(result)
-        flight.outputs = [tensor for tensor in packed.tensors if tensor.requires_grad]
-        detached = [tensor.detach() for tensor in packed.tensors]
+        skeleton, parts = pack(result)
+        flight.outputs = [tensor for tensor in parts if tensor.requires_grad]
+        detached = [tensor.detach() for tensor in parts]
         if self._ranks[stage.index + 1] == self._rank:
-            self._deliver((stage.index + 1, index), packed.skeleton, detached)
+            self._deliver((stage.index + 1, index), skeleton, detached)
         else:
-            self._leaving[ActionKind.SEND_F, place] = self._header(stage.index, index, packed.skeleton), detached
+            self._leaving[ActionKind.SEND_F, place] = self._header(stage.index, index, skeleton), detached
 
     def _backward(self, place: Place, *, whole: bool) -> None:
         stage, index = place
@@ -327,3 +335,32 @@ def _description(skeleton: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_text(value: Any) -> str:
     return " ".join(repr(value).split()).replace("..., device='meta', ", "")
+
+
+def pack(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """Split named trees of values into a skeleton and tensors; the tensors stay part of their autograd graph.
+
+    The skeleton has a meta tensor of the same `requires_grad` in place of each tensor; it can be pickled. Each tensor
+    is returned once, in the order of first occurrence in the skeleton."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def spec_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in seen:
+            shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+            seen[id(tensor)] = (tensor, shape)
+        return seen[id(tensor)][1]
+
+    skeleton: dict[str, Any] = map_tensors(spec_of, dict(values))
+    return skeleton, tuple(tensor for tensor, _ in seen.values())
+
+
+def tensor_specs(skeleton: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return each meta tensor of a skeleton once; a tensor with `requires_grad` gets a gradient back."""
+    return tuple({id(tensor): tensor for tensor in tensors(dict(skeleton))}.values())
+
+
+def unpack(skeleton: Mapping[str, Any], *, arrived: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the values of a skeleton, filled with the `arrived` tensors in the order of `tensor_specs(skeleton)`."""
+    places = {id(spec): tensor for spec, tensor in zip(tensor_specs(skeleton), arrived, strict=True)}
+    unpacked: dict[str, Any] = map_tensors(lambda spec: places[id(spec)], dict(skeleton))
+    return unpacked

@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
-from meshwise.pipeline.schedules.action import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule, ScheduleError
-from meshwise.pipeline.schedules.passes import add_transfers, other_end
-from meshwise.pipeline.schedules.validate import walk
+from meshwise.pipeline.schedules.schedule_table import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+    add_transfers,
+    other_end,
+    walk,
+)
 
 
 @dataclass(frozen=True)

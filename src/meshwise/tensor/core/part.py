@@ -1,7 +1,7 @@
 """Describe the part of a module in tensor parallelism: its role, and the sizes that its split needs.
 
 `tensor/detect/` finds the part of each module, by the user's rules or the model's structure. `tensor/core/` splits
-the module, with the layouts that `tensor/schemes/` has for its role.
+the module, with the layouts that `tensor/schemes.py` has for its role.
 
     hidden ── norm ── colwise ── inner ── rowwise ── + hidden        a pair: attention or MLP
 
@@ -121,11 +121,6 @@ class Part:
     The gradients of these features are summed over the ranks."""
     inner: bool = False
     """norm: True for a norm inside a pair, over all heads of the queries or of the keys; it is split like the heads."""
-
-    @property
-    def returns_scores(self) -> bool:
-        """True if the module may return attention weights besides the hidden states."""
-        return self.role == "attention" and self.sharded_class is None
 
     @property
     def cut(self) -> DimSplit:

@@ -6,20 +6,29 @@ rank's counts. So a forward with `q.view(batch, -1, self.num_heads, self.head_wi
 
     | queries      heads x width features, split so that all queries of one key head stay together
     | keys, values key heads x width features
-    | output       reads the features of the queries, and is split like them"""
+    | output       reads the features of the queries, and is split like them
 
-import ast
+Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) is found by the names of its matrices:
+
+    | hidden ─┬─ q_proj, or q_a_proj ── norm ── q_b_proj ─────────── heads of q ─┐
+    |         └─ kv_a_proj_with_mqa ─┬─ latent ── norm ── kv_b_proj ─ heads of k, v ─┼─ attention ── o_proj ── hidden
+    |                                └─ key of the position ─────── for every head ─┘
+
+The matrices that write heads are split by heads, `o_proj` reads them. What lies before is computed whole on every rank.
+The key of the position goes to every rank's own heads, so its gradients are summed over the ranks (`summed_from`)."""
+
 import copy
-import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from meshwise.model.parameter_units import dotted_names, source_of
-from meshwise.plan import Plan
+from meshwise.model.parameter_units import dotted_names
+from meshwise.plan import Plan, PlanError
+from meshwise.tensor.core.part import Part
+from meshwise.tensor.detect.forward_source import split_children
 from meshwise.tensor.detect.known_names import (
     CONFIGURATIONS,
     FEATURES,
@@ -29,10 +38,8 @@ from meshwise.tensor.detect.known_names import (
     KEY_HEADS,
     full_name,
 )
-from meshwise.tensor.detect.matrix_modules import MatrixModule
+from meshwise.tensor.detect.layer_formulas import MatrixModule
 from meshwise.tensor.schemes import scheme
-
-_KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 
 
 @dataclass(frozen=True)
@@ -66,22 +73,13 @@ class AttentionHeads:
         return 0 if left or self.group % ranks else ranks
 
 
-@dataclass(frozen=True)
-class HeadSharing:
-    """Properties of a plan that limit how the heads of attentions are split over ranks."""
+def head_ranks(plan: Plan) -> int:
+    """Return the number of ranks over which the heads of an attention are split.
 
-    ranks: int
-    """Number of ranks over which the heads of an attention are split."""
-    rows_stay: bool
-    """True if a rank has the same rows of the batch in the hidden states and inside a pair. False for 3d: then every
-    linear gathers its input separately, and no two ranks hold the same key head."""
-
-    @classmethod
-    def of(cls, plan: Plan) -> "HeadSharing":
-        """Return the properties of `plan`. Raises ValueError for a plan with `dp=auto`."""
-        mesh = plan.mesh()
-        ranks = math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
-        return cls(ranks, rows_stay=plan.tp_mode != "3d")
+    Under 3d, a rank has other rows of the batch in the hidden states than inside a pair. So every linear gathers its
+    input separately, and no two ranks hold the same key head. Raises ValueError for a plan with `dp=auto`."""
+    mesh = plan.mesh()
+    return math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
 
 
 def counts_heads(module: nn.Module) -> bool:
@@ -130,7 +128,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     kept = [tuple(value) for value in vars(owner).values() if isinstance(value, tuple | list)]
     if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
         return "sections"
-    return "sections" if child in set(_split_children(type(owner))) else None
+    return "sections" if child in split_children(owner) else None
 
 
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
@@ -251,48 +249,52 @@ def _fits(heads: AttentionHeads, firsts: Sequence[int], *, sure: bool) -> bool:
     return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)
 
 
-def _split_children(kind: type[nn.Module]) -> Iterator[str]:
-    """Yield the names of children whose output the forward splits, directly or through a variable."""
-    try:
-        tree = source_of(inspect.unwrap(kind.forward))
-    except (OSError, SyntaxError, TypeError):
-        return
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
-    given: dict[str, str | None] = {}
-    for node in sorted(nodes, key=_order_key):
-        if isinstance(node, ast.Assign):
-            child = _child_behind(node.value, given)
-            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-            given |= {name: child if isinstance(node.targets[0], ast.Name) else None for name in names}
-        elif (source := _split_expression(node)) and (child := _child_behind(source, given)):
-            yield child
+_LATENT = "kv_a_proj_with_mqa"
 
 
-def _order_key(node: ast.Assign | ast.Call | ast.Subscript) -> tuple[int, int, bool]:
-    """Return a sort key for a node: its end in the source, an assignment after its value."""
-    return node.end_lineno or 0, node.end_col_offset or 0, isinstance(node, ast.Assign)
+def latent_attentions(module: nn.Module) -> Mapping[str, nn.Module]:
+    """Return the multi-head latent attentions of a model, by name."""
+    return {
+        name: each
+        for name, each in module.named_modules()
+        if all(isinstance(each._modules.get(key), nn.Linear) for key in (_LATENT, "kv_b_proj", "o_proj"))
+        and _heads(each)
+    }
 
 
-def _child_behind(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
-    """Return NAME of an expression `self.NAME(...)`, also through a variable or a conversion, or None."""
-    if isinstance(node, ast.Name):
-        return given.get(node.id)
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return None
-    if isinstance(node.func.value, ast.Name) and node.func.value.id == "self":
-        return node.func.attr
-    return _child_behind(node.func.value, given) if node.func.attr in _KEEPS_ORDER else None
+def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str, Part]:
+    """Return the parts of an attention called `name` and of its modules.
+
+    Raises PlanError if the plan has more ranks than the attention has heads, splits tokens, or is not `tp_mode=1d`."""
+    heads = _heads(attention)
+    if plan.tp_mode != "1d" or plan.sequence_parallel:
+        raise PlanError(
+            f"{name} ({type(attention).__name__}) makes queries, keys and values from latents, which '{plan}' has no "
+            "part for. Nearest that works: 'tp_mode=1d sequence_parallel=0'"
+        )
+    if heads < plan.tp:
+        raise PlanError(
+            f"{name} has {heads} heads, and '{plan}' shares them out over {plan.tp} ranks. "
+            f"Nearest that works: 'tp={heads}'"
+        )
+    parts = {}
+    for key, child in attention.named_children():
+        if key in ("q_proj", "q_b_proj", "kv_b_proj") and isinstance(child, nn.Linear):
+            parts[f"{name}.{key}"] = Part("colwise", grain=child.out_features // heads)
+        elif key == "o_proj" and isinstance(child, nn.Linear):
+            parts[f"{name}.{key}"] = Part("rowwise", grain=child.in_features // heads)
+        elif any(True for _ in child.parameters()):
+            latent = vars(attention)["kv_lora_rank"] if key == _LATENT else None
+            parts[f"{name}.{key}"] = Part("whole", summed_from=latent)
+    counts = tuple((key, 1) for key in (*HEADS, *KEY_HEADS) if vars(attention).get(key) == heads)
+    return {**parts, name: Part("attention", counts=counts, heads=heads)}
 
 
-def _split_expression(node: ast.Call | ast.Subscript) -> ast.expr | None:
-    """Return the expression that `node` splits by `.split`, `.chunk`, a view or `[..., start:stop]`, or None."""
-    if isinstance(node, ast.Subscript):
-        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
-        of_features = len(index) == 2 and isinstance(index[0], ast.Constant) and index[0].value is Ellipsis
-        return node.value if of_features and isinstance(index[1], ast.Slice) and index[1].step is None else None
-    if not isinstance(node.func, ast.Attribute):
-        return None
-    last = node.args[-3:]
-    three = len(last) == 3 and isinstance(last[0], ast.Constant) and last[0].value == 3
-    apart = node.func.attr in ("split", "chunk") or (node.func.attr in ("view", "reshape") and three)
-    return node.func.value if apart else None
+def _heads(attention: nn.Module) -> int:
+    """Return the number of heads, or 0 if no attribute shows it or the matrices do not fit it."""
+    own = vars(attention)
+    heads = next((own[key] for key in HEADS if type(own.get(key)) is int), 0)
+    if not heads or type(own.get("kv_lora_rank")) is not int:
+        return 0
+    sizes = [attention.get_submodule("kv_b_proj").out_features, attention.get_submodule("o_proj").in_features]
+    return 0 if any(size % heads for size in sizes) else heads  # type: ignore[operator]

@@ -1,39 +1,202 @@
-"""Give a part to each module of a pair: the matrices, and the norms, tables and parameters between them.
+"""Find the pairs of colwise and rowwise matrices in a block, and give a part to each module of a pair.
 
-A pair, found as a `BlockBranch`, is one or more colwise matrices and a rowwise matrix of an attention or an MLP:
+A transformer block adds the outputs of branches (attention, MLP) to hidden states of one width:
+
+    hidden states ──┬── colwise ──┬── (heads, activation: between the two nothing mixes features) ── rowwise ──┬── +
+                    └── colwise ──┘                                                                            │
+    hidden states ─────────────────────────────────────────────────────────────────────────────────────────────┘
+
+The colwise matrices of a branch read the hidden states. The rowwise matrix writes them. In between, every feature or
+every head is independent, so ranks split the features and communicate only at the ends. `BranchFinder` finds branches:
+sizes show the role of most matrices. A rowwise matrix writes the width of the hidden states, a colwise matrix another
+size. A square matrix can be either, such as the queries and the output of most attentions. Then the registration order
+shows where a branch ends:
+
+    | a matrix that is rowwise by its sizes              expansion 8x32, projection 32x8
+    | a square after a matrix that is colwise by size    qkv 8x24, output 8x8
+    | the fourth of four squares, in attention           q, k, v, output
+    | the second of two squares, otherwise               an MLP whose hidden size is the width
+
+The rules for squares apply at the end of the module that holds the matrices, or where the next branch begins. So q, k
+and v may be in one module and the output in the next. The rowwise matrix may be registered before the colwise ones, if
+their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
+
+`ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices of an attention hold one
+number per head, or treat all heads equally (`_parts_between`):
 
     attention   q, k, v (or one fused matrix) ── heads ── output        a rank gets whole heads
-    mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features
-
-The modules between the matrices of an attention hold one number per head, or treat all heads equally."""
+    mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features"""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
 
 from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
+from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.core.sharded_multihead import ShardedMultiheadAttention
+from meshwise.tensor.core.sharded_layers import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
     AttentionHeads,
-    HeadSharing,
     counts_heads,
     counts_of,
     counts_of_queries,
     cut_by_rule,
     find_heads,
+    head_ranks,
     order_of_fused,
     sections_of,
 )
-from meshwise.tensor.detect.block_branch import BlockBranch
-from meshwise.tensor.detect.forward_input_use import only_read_by, reads_no_sizes, splits_by_width
+from meshwise.tensor.detect.forward_source import only_read_by, reads_no_sizes, splits_by_width
 from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing
-from meshwise.tensor.detect.matrix_modules import MatrixModule
-from meshwise.tensor.detect.norm_modules import as_norm
+from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
 
+_SQUARES_OF_ATTENTION = 4
+_SQUARES_OF_MLP = 2
+
+
+@dataclass(frozen=True)
+class BlockBranch:
+    """Matrices of one attention or MLP: colwise ones read the hidden states, the rowwise one writes them."""
+
+    colwise: tuple[MatrixModule, ...]
+    rowwise: MatrixModule
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the colwise matrices and the rowwise matrix."""
+        return [matrix.name for matrix in (*self.colwise, self.rowwise)]
+
+    @property
+    def looks_like_attention(self) -> bool:
+        """True for three or more colwise matrices, or one that writes three times what the rowwise matrix reads."""
+        writes = [matrix.outputs for matrix in self.colwise]
+        return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.rowwise.inputs)
+
+
+def hidden_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
+    """Return the width of the hidden states: the size that the most matrices of the blocks read or write.
+
+    Only sizes that some matrix reads and some matrix writes count. Among equally frequent sizes, one in `outside` (last
+    dims of parameters outside of the blocks) wins, then the one read first. None if there is no such size."""
+    uses: Counter[int] = Counter()
+    read: list[int] = []
+    written = set()
+    for block in blocks:
+        for matrix in matrices(block, name=""):
+            uses.update({matrix.inputs, matrix.outputs})
+            read.append(matrix.inputs)
+            written.add(matrix.outputs)
+        for module in block.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                uses[module.embed_dim] += 2
+                read.append(module.embed_dim)
+                written.add(module.embed_dim)
+    return max((size for size in read if size in written), key=lambda size: (uses[size], size in outside), default=None)
+
+
+@dataclass(frozen=True)
+class BranchFinder:
+    """Finder of the branches in the blocks of a model, from sizes and stated roles."""
+
+    width: int
+    """Number of features of the hidden states."""
+    declared: Mapping[str, str]
+    """Roles by module name that the user or the model states. "colwise" and "rowwise" are for matrices; any other role
+    keeps a matrix out of branches. Other modules may be "attention" or "whole"."""
+    names: Collection[str]
+    """First name of each module of the model. A module with several names is read under this name only."""
+
+    def branches(self, block: nn.Module, *, name: str) -> tuple[list[BlockBranch], list[MatrixModule]]:
+        """Return the branches of a block called `name`, and its matrices that belong to no branch."""
+        found: list[BlockBranch] = []
+        left = self._walk(block, name, found)
+        return found, [item.matrix for item in left]
+
+    def _walk(self, module: nn.Module, name: str, found: list[BlockBranch]) -> "list[_Item]":
+        """Append the branches that end inside a module to `found`, and return the matrices of an unfinished branch."""
+        left: list[_Item] = []
+        before = len(found)
+        own_heads = counts_heads(module) or self.declared.get(name) == "attention"
+        for child_name, child in module.named_children():
+            below = f"{name}.{child_name}" if name else child_name
+            if below not in self.names or isinstance(child, nn.MultiheadAttention):
+                continue  # read under its first name, or an attention that holds its own matrices
+            if self.declared.get(below) == "whole":
+                continue
+            matrix = as_matrix(child, name=below)
+            if matrix is None:
+                items = self._walk(child, below, found)
+            else:
+                role = self._role(matrix)
+                items = [_Item(matrix, role, own_heads)] if role in ("colwise", "rowwise", "") else []
+            for item in items:
+                if item.role == "colwise" and _ends(left):
+                    found.append(_branch(left))
+                    left = []
+                left.append(item)
+                if item.role == "rowwise" and len(left) > 1:
+                    found.append(_branch(left))
+                    left = []
+        if _ends(left):
+            found.append(_branch(left))
+            left = []
+        elif len(left) > 1 and [item.role for item in left] == ["rowwise"] + ["colwise"] * (len(left) - 1):
+            found.append(_branch([*left[1:], left[0]]))  # Phi-3 registers the output before q, k and v
+            left = []
+        elif late := _late(left, branches=found[before:], holder=name):
+            found[-1], left = late, []
+        return left
+
+    def _role(self, matrix: MatrixModule) -> str:
+        if matrix.name in self.declared:
+            return self.declared[matrix.name]
+        if matrix.inputs == matrix.outputs == self.width:
+            return ""
+        return "rowwise" if matrix.outputs == self.width else "colwise"
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Matrix with its role ("" if its sizes leave it open), and whether an attention holds it."""
+
+    matrix: MatrixModule
+    role: str
+    in_attention: bool
+
+
+def _ends(items: Sequence[_Item]) -> bool:
+    """Return whether these matrices are a branch that ends with the last one, a square matrix."""
+    if not items or items[-1].role or any(item.role == "rowwise" for item in items):
+        return False
+    if any(item.role == "colwise" for item in items):
+        return True
+    attention = any(item.in_attention for item in items)
+    return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
+
+
+def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
+    """Return a module's only branch plus the colwise matrices registered after it; None if these do not fit."""
+    if len(branches) != 1 or not items:
+        return None
+    hidden = branches[0].rowwise.inputs
+    all_matrices = [*(item.matrix for item in items), *branches[0].colwise, branches[0].rowwise]
+    if hidden == branches[0].rowwise.outputs or any(matrix.parent_name != holder for matrix in all_matrices):
+        return None
+    if any(item.role != "colwise" or item.matrix.outputs != hidden for item in items):
+        return None
+    return BlockBranch((*branches[0].colwise, *(item.matrix for item in items)), branches[0].rowwise)
+
+
+def _branch(items: Sequence[_Item]) -> BlockBranch:
+    *colwise, rowwise = (item.matrix for item in items)
+    return BlockBranch(tuple(colwise), rowwise)
+
+
+_OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 _GATED = 2
 """Largest output of an MLP matrix, as a multiple of the input of the next matrix: a gate and a value."""
 
@@ -57,14 +220,14 @@ class ColumnRowPairs:
 
     | modules    the model's modules by name
     | options    the options of rules, such as heads=8, by module name
-    | sharing    the properties of the plan that limit how attentions are split
+    | plan       the plan, whose ranks share the heads
     | reasons    mapping to which a text is added, by name, for each module that gets no part
     | attentions the attentions found so far"""
 
     modules: Mapping[str, nn.Module]
     options: Mapping[str, Mapping[str, int]]
     reasons: dict[str, str]
-    sharing: HeadSharing
+    plan: Plan
     attentions: list[FoundAttention] = field(default_factory=list)
 
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
@@ -124,7 +287,7 @@ class ColumnRowPairs:
         home = branch.colwise[0].parent_name
         owner = self.modules[home]
         cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
-        kv_replicas = 1 if cut_as_one or not self.sharing.rows_stay else heads.kv_replicas(self.sharing.ranks) or 1
+        kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_ranks(self.plan)) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
         # A single matrix gathers its input itself and keeps only a part, unless its module reads the input's sizes.
@@ -140,7 +303,7 @@ class ColumnRowPairs:
                 key_counts=counts_of(owner, names=KEY_HEADS, number=heads.key_count),
                 group_counts=counts_of(owner, names=GROUPS, number=heads.group),
                 kv_replicas=kv_replicas,
-                even_rows=not self.sharing.rows_stay and not reads_no_sizes(owner),
+                even_rows=self.plan.tp_mode == "3d" and not reads_no_sizes(owner),
                 readers=len(branch.colwise) - len(outside) if gathers else 1,
                 gathers=gathers,
                 narrow_grain=grain if narrows else 0,
@@ -166,10 +329,39 @@ class ColumnRowPairs:
                     gathered=gathers and matrix not in outside,
                     shared=keys and kv_replicas > 1,
                 )
-        inner, unclear = parts_between(owner, name=home, heads=heads, grain=grain, shared=kv_replicas > 1)
-        self.reasons.update(unclear)
-        found |= inner
+        found |= self._parts_between(home, heads=heads, grain=grain, shared=kv_replicas > 1)
         self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, enters_whole=whole))
+        return found
+
+    def _parts_between(self, name: str, *, heads: AttentionHeads, grain: int, shared: bool) -> dict[str, Part]:
+        """Return the parts of the norms, tables and parameters in the attention called `name`, by name.
+
+        `grain`: inner features that stay on one rank. `shared`: True if several ranks hold the same key head."""
+        owner = self.modules[name]
+        found: dict[str, Part] = {}
+        for inner_name, module in owner.named_modules(prefix=name):
+            if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
+                found[inner_name] = Part("inner", grain=grain // heads.width)
+            elif norm := as_norm(module):
+                if norm[0] == heads.width:
+                    found[inner_name] = Part("each_head")
+                elif _OF_QUERY_OR_KEY.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.keys):
+                    keys = norm[0] < heads.features
+                    found[inner_name] = Part(
+                        "norm",
+                        norm=norm[1],
+                        inner=True,
+                        grain=heads.width if keys else grain,
+                        shared=keys and shared,
+                    )
+        for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
+            dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
+            if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, heads.width}:
+                found[inner_name] = Part("inner", grain=grain // heads.width, dim=dims[0] - parameter.dim())
+            elif dims:
+                self.reasons[inner_name] = (
+                    "which of its dims counts heads does not show; rule: 'inner' when the last does"
+                )
         return found
 
     def _mlp(self, branch: BlockBranch) -> dict[str, Part]:
@@ -200,7 +392,7 @@ class ColumnRowPairs:
         homes = {matrix.parent_name for matrix in branch.colwise}
         inside = [matrix.own_name for matrix in branch.colwise if matrix not in outside]
         return (
-            self.sharing.rows_stay
+            self.plan.tp_mode != "3d"
             and len(homes) == 1
             and only_read_by(self.modules[homes.pop()], children=inside, others=[m.own_name for m in outside])
         )
@@ -245,39 +437,3 @@ class ColumnRowPairs:
             **{f"{below}{key}": part for key, part in found.items() if key in own},
             f"{below}out_proj": Part("rowwise", grain=width),
         }
-
-
-_OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
-
-
-def parts_between(
-    owner: nn.Module, *, name: str, heads: AttentionHeads, grain: int, shared: bool
-) -> tuple[dict[str, Part], dict[str, str]]:
-    """Return two mappings by name: the parts of an attention's norms, tables and parameters; reasons for no part.
-
-    `owner`: the module called `name`. `grain`: inner features that stay on one rank.
-    `shared`: True if several ranks hold the same key head."""
-    found: dict[str, Part] = {}
-    for inner_name, module in owner.named_modules(prefix=name):
-        if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
-            found[inner_name] = Part("inner", grain=grain // heads.width)
-        elif norm := as_norm(module):
-            if norm[0] == heads.width:
-                found[inner_name] = Part("each_head")
-            elif _OF_QUERY_OR_KEY.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.keys):
-                keys = norm[0] < heads.features
-                found[inner_name] = Part(
-                    "norm",
-                    norm=norm[1],
-                    inner=True,
-                    grain=heads.width if keys else grain,
-                    shared=keys and shared,
-                )
-    unclear: dict[str, str] = {}
-    for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
-        dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
-        if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, heads.width}:
-            found[inner_name] = Part("inner", grain=grain // heads.width, dim=dims[0] - parameter.dim())
-        elif dims:
-            unclear[inner_name] = "which of its dims counts heads does not show; rule: 'inner' when the last does"
-    return found, unclear

@@ -22,19 +22,8 @@ HEAD_WIDTHS = (
 """Names of the number of features of one head."""
 
 FEATURES = (
-    *(
-        "embed_dim",
-        "n_embd",
-        "embed_size",
-        "emb_dim",
-        "d_model",
-        "model_dim",
-        "dim",
-        "width",
-        "hidden_size",
-        "hidden_dim",
-    ),
-    *("split_size", "all_head_size", "inner_dim", "attn_dim"),
+    *("embed_dim", "n_embd", "embed_size", "emb_dim", "d_model", "model_dim", "dim", "width", "hidden_size"),
+    *("hidden_dim", "split_size", "all_head_size", "inner_dim", "attn_dim"),
 )
 """Names of the number of features of all heads of an attention."""
 

@@ -5,7 +5,7 @@ GPT
 ├── embedding            as wide as the hidden states; tied to a linear, or the largest, or the first        embedding
 ├── positions            another embedding of this width                                                 positions
 ├── blocks               a list of modules that have an attention or two matrices each
-│   └── 0                `block_branch` finds its branches, `attention_heads` their heads                block
+│   └── 0                `BranchFinder` finds its branches, `find_heads` their heads                     block
 │       ├── norm         computes LayerNorm or RMSNorm over the hidden states                            norm
 │       └── …
 ├── norm                 computes LayerNorm or RMSNorm over the hidden states                            norm
@@ -16,19 +16,20 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
+from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.attention_heads import HeadSharing, cut_by_rule
-from meshwise.tensor.detect.block_branch import BranchFinder, hidden_width
-from meshwise.tensor.detect.column_row_pairs import ColumnRowPairs
+from meshwise.tensor.detect.attention_heads import cut_by_rule
+from meshwise.tensor.detect.column_row_pairs import BranchFinder, ColumnRowPairs, hidden_width
 from meshwise.tensor.detect.known_names import enclosing
-from meshwise.tensor.detect.matrix_modules import (
+from meshwise.tensor.detect.layer_formulas import (
     PATCH_CONVOLUTIONS,
     as_matrix,
+    as_norm,
     computes_as,
     matrices,
+    mixes_no_features,
     returns_table_rows,
 )
-from meshwise.tensor.detect.norm_modules import as_norm, mixes_no_features
 
 _KNOWN = ("torch", "transformers", "meshwise")
 """Packages in whose modules no buffer has a dim of all features of the hidden states."""
@@ -39,7 +40,7 @@ class ModelStructure:
 
     | stated       roles by module or parameter name, from rules and from the model's own plan
     | options      options of rules, such as heads=8, by the same names
-    | sharing      properties of the plan that limit how attentions are split
+    | plan         the plan, whose ranks share the heads of attentions
     | modules      modules by name, `blocks` the repeated blocks among them
     | width        number of features of the hidden states; None if unknown
     | parts        result: parts by module or parameter name, as far as they were found
@@ -51,14 +52,14 @@ class ModelStructure:
         *,
         stated: Mapping[str, str],
         options: Mapping[str, Mapping[str, int]],
-        sharing: HeadSharing,
+        plan: Plan,
     ) -> None:
         self.modules = dict(module.named_modules())
         self.blocks = dict(_blocks(module, name=""))
         self._stated = stated
         self._options = options
         self._reasons: dict[str, str] = {}
-        self._pairs = ColumnRowPairs(self.modules, options=options, reasons=self._reasons, sharing=sharing)
+        self._pairs = ColumnRowPairs(self.modules, options=options, reasons=self._reasons, plan=plan)
         self._regions = self.blocks or {"": module}
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
         self.width = hidden_width(self._regions.values(), outside={parameter.size(-1) for parameter in outside})

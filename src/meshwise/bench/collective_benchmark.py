@@ -1,0 +1,389 @@
+"""Time the collectives of a World over tensor sizes and group sizes; show the times as a table, as JSON and as a PNG.
+
+    | round     one sample of every collective at every size, from the smallest size to the largest. So a slow moment
+    |           of the machine affects all collectives. Every second round reverses the order of the kinds of memory
+    | sample    one barrier, then calls back to back, as in nccl-tests: 64 MiB in all, at most 100 calls
+    | untimed   one call for every ten timed calls runs before a sample of several calls. Otherwise threads and
+    |           caches of the library measured before would disturb the sample
+    | result    the time of the slowest rank: median and minimum over the rounds
+
+Every size is also measured as a copy within each rank's memory, the fastest that the machine can be at that moment.
+A group of n ranks is measured alone, while the other ranks wait.
+
+Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Two bandwidths
+make measurements comparable, as nccl-tests defines them:
+
+    | algorithm bandwidth   bytes / seconds
+    | bus bandwidth         algorithm bandwidth × a factor of the group size n. With this factor, a perfect algorithm
+    |                       has the bandwidth of the slowest link for every n
+
+    | collective            bytes                                     factor
+    | all_reduce            of the tensor                            2(n−1)/n
+    | reduce_scatter        of the full input                         (n−1)/n
+    | all_gather            of the full output                        (n−1)/n
+    | all_to_all            of one rank's full input                  (n−1)/n
+    | gather, scatter       of the full tensor on the root            (n−1)/n
+    | broadcast, reduce     of the tensor                                   1
+    | send_recv             of one rank's message                           1
+
+Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is no collective: all ranks copy
+a tensor within their own memory at the same time, which bounds the speed of an exchange between them."""
+
+import json
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from meshwise.base.mesh import Mesh
+from meshwise.comm import Work, World
+from meshwise.comm.network.process_world import Call, gloo_calls
+from meshwise.plan.plan_keys import read_size
+from meshwise.simulate.predicted_memory import size_text
+
+VARIANTS = ("ordinary", "shared", "joint", "gloo")
+"""Kinds of memory and transport on which a collective can be measured; `Measurement.on` explains each."""
+
+_COLUMNS = 3
+_AXIS = "ring"
+_CALLS_BYTES = 64 << 20
+_CALLS_MOST = 100
+_UNTIMED = 10  # timed calls for each untimed call
+
+COPY = "copy"
+"""Name of the measurement in which every rank copies a tensor within its own memory."""
+
+
+BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
+    {
+        "all_reduce": lambda n: 2 * (n - 1) / n,
+        "reduce_scatter": lambda n: (n - 1) / n,
+        "all_gather": lambda n: (n - 1) / n,
+        "all_to_all": lambda n: (n - 1) / n,
+        "broadcast": lambda _: 1.0,
+        "reduce": lambda _: 1.0,
+        "gather": lambda n: (n - 1) / n,
+        "scatter": lambda n: (n - 1) / n,
+        "send_recv": lambda _: 1.0,
+        COPY: lambda _: 1.0,
+    }
+)
+"""For each collective, a function from the group size n to the factor: bus bandwidth / algorithm bandwidth."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Measured times of one collective, at one size of the full tensor, in one group of ranks.
+
+    | kind      name of the collective, a key of `BUS_FACTORS`
+    | seconds   of one call on the slowest rank: the median and the minimum over all rounds
+    | on        `ordinary` tensors; `shared` tensors of `World.empty`; one `joint` tensor of `World.shared_empty` for
+    |           all ranks; or `gloo`, torch's collectives over gloo on ordinary tensors"""
+
+    kind: str
+    ranks: int
+    bytes: int
+    median_seconds: float
+    min_seconds: float
+    on: str = "ordinary"
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes of the full tensor per second of the median call."""
+        return self.bytes / self.median_seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes per second that the slowest link would carry under a perfect algorithm, from the median call."""
+        return self.algorithm_bandwidth * BUS_FACTORS[self.kind](self.ranks)
+
+
+_Sampled: TypeAlias = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class SizeSweep:
+    """The measurements to make: every collective, at every size, in every group size, on every kind of memory.
+
+    | kinds    names of collectives, keys of `BUS_FACTORS`
+    | sizes    bytes of the full tensor
+    | groups   numbers of ranks in a group; each divides the number of ranks of the world
+    | rounds   rounds whose times count, after `warmup` rounds whose times are dropped
+    | on       kinds of memory and transport, out of `VARIANTS`"""
+
+    kinds: tuple[str, ...]
+    sizes: tuple[int, ...]
+    groups: tuple[int, ...]
+    rounds: int = 5
+    warmup: int = 1
+    on: tuple[str, ...] = ("ordinary",)
+
+    def check(self, *, world_size: int) -> None:
+        """Raise ValueError, naming the choices, if a world of `world_size` ranks cannot make these measurements."""
+        if unknown := set(self.kinds) - BUS_FACTORS.keys():
+            raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(BUS_FACTORS)}")
+        if strange := set(self.on) - set(VARIANTS):
+            raise ValueError(f"no kind of memory {', '.join(sorted(strange))}; there are {', '.join(VARIANTS)}")
+        possible = group_sizes(world_size)
+        if wrong := [n for n in self.groups if n not in possible]:
+            listed = ", ".join(map(str, possible)) or "no"
+            raise ValueError(f"{world_size} ranks have no groups of {wrong[0]}; groups may have {listed} ranks")
+        if not (self.kinds and self.sizes and self.groups and self.on) or self.rounds < 1:
+            raise ValueError(
+                "nothing to measure: name a collective, a size, a group of at least 2 ranks and what to measure on, "
+                "and at least one round"
+            )
+        if set(self.on) == {"joint"} and "all_gather" not in self.kinds:
+            raise ValueError(
+                "nothing to measure: on joint memory only all_gather is measured; name it, or use ordinary memory"
+            )
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as `4096` or `4K` (4 · 1024). Raises ValueError for zero and for other text."""
+    size = read_size(text)
+    if not size:
+        raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T: 4K, 64M")
+    return size
+
+
+def group_sizes(world_size: int) -> tuple[int, ...]:
+    """Return the group sizes from 2 up that divide the size of the world."""
+    return tuple(n for n in range(2, world_size + 1) if world_size % n == 0)
+
+
+def _part(world: World, x: Tensor) -> Tensor:
+    """Return this rank's part of the full tensor `x`: one of `n` equal parts."""
+    return x.view(world.mesh.degree(_AXIS), -1)[world.group(_AXIS).index]
+
+
+def _on_root(world: World, x: Tensor) -> Tensor | None:
+    return x if world.group(_AXIS).index == 0 else None
+
+
+def _send_recv(world: World, x: Tensor, y: Tensor) -> list[Work]:
+    """Send `x` to the next rank of a ring, and receive `y` from the previous rank."""
+    group = world.group(_AXIS)
+    world.prepare(lines=[(rank, group.ranks[(at + 1) % group.size]) for at, rank in enumerate(group.ranks)])
+    return [
+        world.send(x, axis=_AXIS, to=(group.index + 1) % group.size),
+        world.recv(y, axis=_AXIS, source=(group.index - 1) % group.size),
+    ]
+
+
+def _copy(_: World, x: Tensor, y: Tensor) -> list[Work]:
+    y.copy_(x)
+    return []
+
+
+_CALLS: Mapping[str, Call] = MappingProxyType(
+    {
+        "all_reduce": lambda world, x, _: [world.all_reduce(x, axes=_AXIS)],
+        "reduce_scatter": lambda world, x, y: [world.reduce_scatter(x, into=_part(world, y), axes=_AXIS)],
+        "all_gather": lambda world, x, y: [world.all_gather(_part(world, x), into=y, axes=_AXIS)],
+        "all_to_all": lambda world, x, y: [world.all_to_all(x, into=y, axes=_AXIS)],
+        "broadcast": lambda world, x, _: [world.broadcast(x, axes=_AXIS)],
+        "reduce": lambda world, x, _: [world.reduce(x, axes=_AXIS)],
+        "gather": lambda world, x, y: [world.gather(_part(world, x), into=_on_root(world, y), axes=_AXIS)],
+        "scatter": lambda world, x, y: [world.scatter(_on_root(world, x), into=_part(world, y), axes=_AXIS)],
+        "send_recv": _send_recv,
+        COPY: _copy,
+    }
+)
+
+# In memory that other ranks can read, an all-gather works in place: each rank's part is in the result already.
+_IN_PLACE: Mapping[str, Call] = MappingProxyType(
+    {"all_gather": lambda world, _, y: [world.all_gather(_part(world, y), into=y, axes=_AXIS)]}
+)
+
+
+def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
+    """Make the measurements of `sweep`, and of a copy at every size. Every rank of the world calls it.
+
+    A group of n ranks is the ranks 0 … n-1. A rank gets the measurements of its groups, so rank 0 gets all. Sizes are
+    rounded down to a multiple of n floats, but at least n. Memory and collectives that the world lacks are left out.
+    Raises ValueError as `SizeSweep.check` does."""
+    sweep.check(world_size=world.size)
+    measurements: list[Measurement] = []
+    for n in sweep.groups:
+        group = world.over(Mesh.of(rest=world.size // n, ring=n))
+        gloo = gloo_calls(world, size=n) if "gloo" in sweep.on else {}
+        if world.rank < n:
+            measurements += _measure_group(group, sweep, gloo)
+        else:
+            for _ in range(sweep.warmup + sweep.rounds):  # to the watchdog, a rank that calls nothing is lost
+                group.barrier()
+    return measurements
+
+
+def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> list[Measurement]:
+    n = world.mesh.degree(_AXIS)
+    elements = sorted({max(1, size // (4 * n)) * n for size in sweep.sizes})
+    kinds = [kind for kind in sweep.kinds if kind != COPY]
+    measured: Mapping[str, Collection[str]] = {"gloo": gloo, "joint": ["all_gather"]}
+    buffers = {on: _buffers(world, on, elements) for on in dict.fromkeys((*sweep.on, "ordinary"))}
+    asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and kind in measured.get(on, kinds)]
+    asked.append((COPY, "ordinary"))
+    samples: dict[_Sampled, list[float]] = {(kind, on, count): [] for kind, on in asked for count in elements}
+    orders = [sorted(samples, key=lambda one: (one[2], sign * VARIANTS.index(one[1]))) for sign in (1, -1)]
+    for turn in range(sweep.warmup + sweep.rounds):
+        for kind, on, count in orders[turn % 2]:
+            sample = _sample(world, _call_of(kind, on, gloo), buffers[on][count])
+            if turn >= sweep.warmup:
+                samples[kind, on, count].append(sample)
+        world.barrier()
+    slowest = torch.tensor(list(samples.values()), dtype=torch.float64, device=world.device)
+    world.all_reduce(slowest, axes=_AXIS, op="max").wait()
+    return [
+        Measurement(kind, n, 4 * count, statistics.median(seconds), min(seconds), on)
+        for (kind, on, count), seconds in zip(samples, slowest.tolist(), strict=True)
+    ]
+
+
+def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> Call:
+    if on == "gloo":
+        return gloo[kind]
+    return _IN_PLACE.get(kind, _CALLS[kind]) if on in ("shared", "joint") else _CALLS[kind]
+
+
+def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return two tensors of zeros for each size (`joint`: one tensor, twice); {} if the world has no such memory.
+
+    Zeros keep sums finite, and writing them brings all pages into memory."""
+    makes: Mapping[str, Callable[[int], Tensor | None]] = {
+        "shared": lambda count: world.empty(count, dtype=torch.float32),
+        "joint": lambda count: world.shared_empty(count, dtype=torch.float32, axes=_AXIS),
+    }
+    make = makes.get(on, lambda count: torch.empty(count, dtype=torch.float32, device=world.device))
+    made = {count: (make(count), make(count)) if on != "joint" else (make(count),) * 2 for count in elements}
+    return {count: (x.zero_(), y.zero_()) for count, (x, y) in made.items() if x is not None and y is not None}
+
+
+def _sample(world: World, call: Call, buffers: tuple[Tensor, Tensor]) -> float:
+    """Time several calls and return the seconds per call on this rank."""
+    calls = max(1, min(_CALLS_MOST, _CALLS_BYTES // (4 * buffers[0].numel())))
+    if calls > 1:
+        _call(world, call, buffers, -(-calls // _UNTIMED))
+    world.barrier(axes=_AXIS)
+    streams = world.streams
+    streams.synchronize()
+    start = streams.mark(timing=True)
+    _call(world, call, buffers, calls)
+    end = streams.mark(timing=True)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / calls
+
+
+def _call(world: World, call: Call, buffers: tuple[Tensor, Tensor], calls: int) -> None:
+    for _ in range(calls):
+        for work in call(world, *buffers):
+            work.wait()
+
+
+def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
+    """Return one flat dict for each measurement, sorted by collective: seconds, and bandwidths in bytes per second.
+    `share_of_copy` is bus bandwidth / copy bandwidth, for a plain copy of as many bytes by as many ranks."""
+    copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
+    records: list[dict[str, str | int | float]] = []
+    order = list(BUS_FACTORS)
+    for one in sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on)):
+        copy = copies[one.ranks, one.bytes]
+        records.append(
+            {
+                "collective": one.kind,
+                "ranks": one.ranks,
+                "bytes": one.bytes,
+                "on": one.on,
+                "median_seconds": one.median_seconds,
+                "min_seconds": one.min_seconds,
+                "algorithm_bandwidth": one.algorithm_bandwidth,
+                "bus_bandwidth": one.bus_bandwidth,
+                "copy_bandwidth": copy,
+                "share_of_copy": one.bus_bandwidth / copy,
+            }
+        )
+    return records
+
+
+def as_json(measurements: Sequence[Measurement]) -> str:
+    """Return the dicts of `rows` as the text of a JSON list."""
+    return json.dumps(rows(measurements), indent=1) + "\n"
+
+
+def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
+    """Return a table for the terminal, with one section per collective, in GB/s (10^9 bytes per second)."""
+    table = Table(caption=caption, caption_justify="left")
+    table.add_column("collective")
+    for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):
+        table.add_column(name, justify="right")
+    shown = [record for record in rows(measurements) if record["collective"] != COPY]
+    for record, following in zip_longest(shown, shown[1:]):
+        ends = following is None or following["collective"] != record["collective"]
+        table.add_row(
+            str(record["collective"]),
+            str(record["ranks"]),
+            size_text(float(record["bytes"])),
+            str(record["on"]),
+            _time(float(record["median_seconds"])),
+            _time(float(record["min_seconds"])),
+            *(f"{float(record[name]) / 1e9:.3f}" for name in ("algorithm_bandwidth", "bus_bandwidth")),
+            f"{float(record['copy_bandwidth']) / 1e9:.2f}",
+            f"{float(record['share_of_copy']):.0%}",
+            end_section=ends,
+        )
+    return table
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+class MissingExtraError(ValueError):
+    """Raised when an optional package is not installed; the message names the extra to install."""
+
+
+def require_matplotlib() -> None:
+    """Raise MissingExtraError if matplotlib is not installed. Commands call it before they measure."""
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("a PNG needs matplotlib: pip install 'meshwise[plot]'")
+
+
+def plot(measurements: Sequence[Measurement], *, path: Path) -> None:
+    """Draw the measurements on ordinary tensors as a PNG. Raises MissingExtraError without matplotlib, and OSError."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
+    from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`
+
+    kinds = [kind for kind in dict.fromkeys(one.kind for one in measurements) if kind != COPY]
+    figure = Figure(figsize=(4 * _COLUMNS, 3 * -(-len(kinds) // _COLUMNS)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, kind in enumerate(kinds):
+        panel = figure.add_subplot(-(-len(kinds) // _COLUMNS), _COLUMNS, index + 1)
+        for number, ranks in enumerate(sorted({one.ranks for one in measurements})):
+            for drawn, style in ((kind, "o-"), (COPY, "--")):
+                line = [one for one in measurements if (one.kind, one.ranks, one.on) == (drawn, ranks, "ordinary")]
+                panel.plot(
+                    [one.bytes for one in line],
+                    [one.bus_bandwidth / 1e9 for one in line],
+                    style,
+                    color=f"C{number}",
+                    markersize=3,
+                    label=f"{ranks} ranks" + (", copy" if drawn == COPY else ""),
+                )
+        panel.set_title(kind)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel("bytes")
+        panel.set_ylabel("bus bandwidth, GB/s")
+        panel.grid(visible=True, alpha=0.3)
+        if index == 0:
+            panel.legend(fontsize="x-small")
+    figure.savefig(path, dpi=120, format="png")

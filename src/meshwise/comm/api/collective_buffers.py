@@ -1,0 +1,167 @@
+"""Turn the tensors of a collective into 1-D parts, one for each rank of a group; check, copy and reduce the parts.
+
+`PrivateBuffers` lends memory for received parts and intermediate sums. The operating system zeroes every page of a new
+buffer when it is first touched. For a received part this costs about as much as adding the part. So buffers are reused.
+Their number is the largest number that was in use at one time."""
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from ctypes import memmove
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Parts: TypeAlias = Tensor | Sequence[Tensor]
+"""One tensor that is cut into equal parts, or a sequence with one part of any size for each index of the group."""
+
+
+def flat(x: Tensor, *, read_only: bool = False) -> Tensor:
+    """Return a 1-D view of `x`, without autograd as in c10d; a copy if `x` has torch's conjugate or negative bit.
+    read_only: True if the collective only reads `x`. Raises ValueError if `x` is not contiguous, or if it has such a
+    bit and the collective writes to it."""
+    if x.is_conj() or x.is_neg():
+        if not read_only:
+            raise ValueError(
+                f"a collective cannot write to {tuple(x.shape)}, which is conjugated or negated when it is read; pass "
+                "x.resolve_conj().resolve_neg()"
+            )
+        x = x.resolve_conj().resolve_neg()
+    if not x.is_contiguous():
+        raise ValueError(f"a collective needs contiguous tensors; {tuple(x.shape)} has strides {x.stride()}")
+    data = x.data
+    return data if data.dim() == 1 else data.view(-1)
+
+
+def split(x: Parts, size: int, *, read_only: bool = False) -> list[Tensor]:
+    """Return `x` as `size` parts in one dim: equal slices of one tensor, or a view of each tensor of the sequence.
+    read_only: as in `flat`. On the meta device equal parts are one object. Raises ValueError when the elements do not
+    divide equally, when the number of tensors is not `size`, and when `flat` does."""
+    if isinstance(x, Tensor):
+        if x.numel() % size:
+            raise ValueError(f"{x.numel()} elements do not divide into {size} equal parts; pass a list of parts")
+        whole = flat(x, read_only=read_only)
+        return [whole[: x.numel() // size]] * size if x.is_meta else list(whole.chunk(size))
+    if len(x) != size:
+        raise ValueError(f"{len(x)} parts for a group of {size} ranks")
+    known: dict[Hashable, Tensor] = {}
+    found: list[Tensor] = []
+    for part in x:
+        like = (part.shape, part.stride(), part.dtype) if part.is_meta else id(part)
+        if like not in known:
+            known[like] = flat(part, read_only=read_only)
+        found.append(known[like])
+    return found
+
+
+def require_passed(x: Parts | None, *, who: str, name: str) -> Parts:
+    """Return `x`. Raises ValueError if it is None. who: the rank that must pass it. name: name of the argument."""
+    if x is None:
+        raise ValueError(f"{who} passes `{name}`; here it is None")
+    return x
+
+
+def require_fit(x: Tensor, *, part: Tensor) -> None:
+    """Raise ValueError unless `x`, this rank's tensor, has the number of elements and the dtype of its part."""
+    if x.numel() != part.numel() or x.dtype != part.dtype:
+        raise ValueError(
+            f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
+        )
+
+
+def put(x: Tensor, *, into: Tensor) -> None:
+    """Copy `x` into `into`, unless both begin at the same address."""
+    if x.data_ptr() != into.data_ptr():
+        copy(x, into=into)
+
+
+Elements: TypeAlias = Any
+"""A tensor, or a numpy array over its memory. The operands of one sum are all tensors or all arrays."""
+
+_ADDED = (torch.float32, torch.float64)
+
+
+def copy(x: Tensor, *, into: Tensor) -> None:
+    """Copy a 1-D tensor into another 1-D tensor of equal size and dtype. On the CPU with one thread, use memmove."""
+    if x.is_cpu and into.is_cpu and torch.get_num_threads() == 1:
+        memmove(into.data_ptr(), x.data_ptr(), x.nbytes)
+    else:
+        into.copy_(x)
+
+
+def elements(x: Tensor, *, op: str) -> Elements:
+    """Return a 1-D CPU tensor in the faster form for `op`: a numpy array for sums in fp32 or fp64 with one thread."""
+    return x.numpy() if op == "sum" and x.dtype in _ADDED and torch.get_num_threads() == 1 else x
+
+
+_OPS: Mapping[str, Callable[..., Any]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ORDERED = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_SUMMED = _ORDERED | {torch.complex32, torch.complex64, torch.complex128}
+_NARROW = (torch.float16, torch.bfloat16)
+# Elements of a block: it stays in the cache while all parts are added, but is large enough to outweigh the calls.
+_BLOCK = 128 << 10
+
+
+def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
+    """Reduce two or more 1-D tensors of equal size and dtype into `into`, in their order. op: sum, max or min. `into`
+    may be one of the parts. `scratch`, of equal size and dtype, holds intermediate results. It is a separate tensor, or
+    one of the first two parts, which is then overwritten. fp16 and bf16 are summed in fp32 and rounded once."""
+    require_op(op)
+    for *shown, target, total in zip(*(x.split(_BLOCK) for x in (*parts, into, scratch)), strict=True):
+        reduce_block(shown, into=target, scratch=total, op=op)
+
+
+def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements, op: str) -> None:
+    """Reduce `parts` into `into`, in their order and as one block. op: sum, max or min. All arguments
+    are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch`: memory for partial sums."""
+    if op == "sum" and into.dtype in _NARROW:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total.add_(part)
+        into.copy_(total)
+        return
+    reduce: Callable[..., Any] = _OPS[op] if isinstance(into, Tensor) else np.add
+    total = parts[0]
+    for part in parts[1:-1]:
+        total = reduce(total, part, out=scratch)
+    reduce(total, parts[-1], out=into)
+
+
+def require_op(op: str, *, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError unless `op` is sum, max or min, and torch can compute `op` on `dtype` (None: not checked)."""
+    if op not in _OPS:
+        raise ValueError(f"no reduction {op!r}; there are {', '.join(_OPS)}")
+    if dtype is not None and dtype not in (_SUMMED if op == "sum" else _ORDERED):
+        raise ValueError(f"torch has no {op} of {dtype}; convert the tensor to a dtype that it has one for")
+
+
+class PrivateBuffers:
+    """Pool of CPU buffers in private memory, which any thread may borrow from and give back to."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+
+    def borrow(self, *, like: Tensor) -> Tensor:
+        """Return an uninitialized 1-D tensor with the number of elements and the dtype of `like`."""
+        size = like.numel() * like.element_size()
+        if size == 0:
+            return torch.empty_like(like)
+        with self._lock:
+            fitting = [buffer for buffer in self._free if buffer.numel() >= size]
+            buffer = min(fitting or self._free, key=Tensor.numel, default=None)
+            self._free = [kept for kept in self._free if kept is not buffer]
+            if buffer is None or buffer.numel() < size:
+                with torch.inference_mode(mode=False):  # an inference tensor could not be written to outside the mode
+                    buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._lent[buffer.data_ptr()] = buffer
+        return buffer[:size].view(like.dtype)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Give back a tensor that `borrow` returned; the caller must not use it any more."""
+        if tensor.numel():
+            with self._lock:
+                self._free.append(self._lent.pop(tensor.data_ptr()))

@@ -1,0 +1,432 @@
+"""Create and map memory that the processes of one host share, lend it as tensors, and reduce tensors of several ranks.
+
+Memory with a name (/dev/shm, System V) outlives a killed process, and containers often limit it to 64 MB. A memfd has
+no name: it is limited by the machine's memory only, and is freed with the last process that maps it. Other processes
+open a memfd through /proc/PID/fd, and check its label.
+
+    owner   memfd 7 "meshwise-3"  ──► mmap ──► a tensor whose storage is the mapping
+    peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
+
+A new mapping costs a page fault every 4 KB. So the segments of tensors, called slabs, are reused for tensors of
+similar size; two unused slabs are kept for this.
+
+`ProcessMemory` reads and writes private memory of other processes with Linux' process_vm_readv and process_vm_writev. A
+message through a socket is copied twice, into the kernel and out again, packet by packet. These system calls copy
+once, straight from one process's memory into another's, as MPI libraries do. This takes less than half the processor
+time. Whether it is permitted depends on the kernel, the container and the user, so each rank tries to read from every
+other rank of its host. Tensors of a rank whose memory cannot be read are copied through shared memory instead.
+
+A span is a run of elements of one rank's tensor. A `MappedSpan` is in memory that this process maps, and is used like
+any tensor. A `RemoteSpan` is in another process's private memory; the system copies to and from it. `reduce_spans`
+sums block by block: read the block of every span, add them in the cache, and write the result to every rank that needs
+it. So an all-reduce reads each tensor once and writes it once."""
+
+import contextlib
+import ctypes
+import errno
+import itertools
+import json
+import mmap
+import os
+import secrets
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from meshwise.comm.api.collective_buffers import Elements, PrivateBuffers, copy, elements, reduce_block
+from meshwise.comm.api.job_processes import host_name
+
+_PAGE = mmap.PAGESIZE
+_LABEL = "meshwise-"
+_FD_BITS = 20
+KEPT = 2
+"""Number of unused slabs that are kept for reuse."""
+_MOST = 256
+_CLOSED_ON_EXEC = 1
+_NAMES = 2**63 - 1  # the largest signed 8-byte integer, in which `JointTensors.name` is sent
+# Advice for madvise. REMOVE frees the pages in all processes. POPULATE makes the page faults happen now.
+_REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
+_C = ctypes.CDLL(None, use_errno=True)
+if sys.platform == "linux":
+    _C.process_vm_readv.restype = ctypes.c_ssize_t
+    _C.process_vm_writev.restype = ctypes.c_ssize_t
+
+
+# Bytes of the blocks of all ranks together, which fit the cache of a core. Least bytes of one block: a smaller one does
+# not pay for its calls. Bytes at which blocks are aligned, because aligned vectors are added faster.
+_CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
+_PR_SET_PTRACER = 0x59616D61
+_ANYONE = -1
+_PROBE_BITS = 62
+
+
+@dataclass(eq=False)
+class SharedSegment:
+    """Shared memory that this process made."""
+
+    memory: Tensor
+    """The bytes of the segment, as a uint8 tensor."""
+    place: int
+    """Number by which other processes find the segment; it combines its label and its file descriptor."""
+    lease: weakref.ref[memoryview] | None = None
+    """Weak reference to the memory view behind the tensors that use the segment; it dies with the last tensor."""
+
+    @classmethod
+    def make(cls, number: int, *, size: int) -> "SharedSegment":
+        """Return segment `number` of this process: `size` zero bytes. Raises OSError when the system refuses."""
+        fd = _memfd(f"{_LABEL}{number}")
+        place = number << _FD_BITS | fd
+        try:
+            os.ftruncate(fd, size)
+            return cls(open_segment(os.getpid(), place=place), place)
+        except OSError:
+            os.close(fd)
+            raise
+
+    def discard(self) -> None:
+        """Free the memory, even while other processes map it, and close the segment."""
+        _advise(self.memory, _REMOVE)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file descriptor: no further process can map the segment. Existing mappings stay valid."""
+        os.close(self.place & (1 << _FD_BITS) - 1)
+
+
+def _memfd(label: str) -> int:
+    """Return a file descriptor of the C function memfd_create; builds of conda and uv lack os.memfd_create."""
+    create = getattr(_C, "memfd_create", None)
+    if sys.platform != "linux" or create is None:
+        raise OSError(f"{sys.platform} has no memfd")
+    fd: int = create(label.encode(), _CLOSED_ON_EXEC)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), f"memfd: {os.strerror(ctypes.get_errno())}")
+    return fd
+
+
+def open_segment(process: int, *, place: int) -> Tensor:
+    """Map the segment with this `SharedSegment.place` in `process` (a PID); return its bytes, uint8. Raises OSError."""
+    path = _path(process, place)
+    if not _is_there(process, place):
+        raise OSError(f"{path} is not the memory that was announced")
+    try:
+        with torch.inference_mode(mode=False):  # an inference tensor could not be written to outside the mode
+            return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(f"cannot map {path}: {error}") from error
+
+
+def _path(process: int, place: int) -> Path:
+    return Path(f"/proc/{process}/fd/{place & (1 << _FD_BITS) - 1}")
+
+
+def _is_there(process: int, place: int) -> bool:
+    try:
+        return str(_path(process, place).readlink()).startswith(f"/memfd:{_LABEL}{place >> _FD_BITS} ")
+    except OSError:
+        return False
+
+
+def words_of(memory: Tensor) -> memoryview:
+    """Return a view of `memory` as integers of 8 bytes; each is read and written in one piece."""
+    return memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
+
+
+def fits(size: int, *, slab: int) -> bool:
+    """Return whether a slab of `slab` bytes may hold `size` bytes: at most size / 4 + one page is unused."""
+    return size <= slab <= size + size // 4 + _PAGE
+
+
+class TensorSlabs:
+    """Pool of shared segments (slabs) for the tensors of one rank."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._numbers = itertools.count(1)
+        self._lent: dict[int, SharedSegment] = {}
+        self._free: list[SharedSegment] = []
+        self._kept = KEPT
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized 1-D tensor in shared memory; the slab is reused after the tensor's last view.
+        The tensor is in ordinary memory when 256 slabs are in use (each needs a file descriptor) or shared memory is
+        refused. It also is in a fork of the rank's process."""
+        if len(self._lent) < _MOST and os.getpid() == self._process:
+            with contextlib.suppress(OSError):
+                return self.lend(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype)
+
+    def lend(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """Return a 1-D tensor in shared memory, whatever the number of slabs in use. Raises OSError when refused."""
+        size = max(1, numel * dtype.itemsize)
+        slab = self._fitting(size)
+        if slab is None:
+            slab = self.make(size)
+            _advise(slab.memory, _POPULATE_WRITE)
+        lease = memoryview(slab.memory.numpy())  # type: ignore[arg-type] # an array is a buffer
+        address = slab.memory.data_ptr()
+        self._lent[address] = slab
+        slab.lease = weakref.ref(lease, lambda _: self._give_back(address))
+        return torch.frombuffer(lease, dtype=torch.uint8, count=size)[: numel * dtype.itemsize].view(dtype)
+
+    def make(self, size: int) -> SharedSegment:
+        """Return a new segment of at least `size` bytes that the pool does not reuse. Raises OSError when refused."""
+        return SharedSegment.make(next(self._numbers), size=-(-size // _PAGE) * _PAGE)
+
+    def locate(self, x: Tensor) -> tuple[int, int] | None:
+        """Return the place of the slab that holds `x` and the offset of `x` there in bytes; None for other tensors."""
+        start = x.untyped_storage().data_ptr()
+        slab = self._lent.get(start)
+        return None if slab is None else (slab.place, x.data_ptr() - start)
+
+    def _fitting(self, size: int) -> SharedSegment | None:
+        """Remove from the pool the smallest unused slab that can hold `size` bytes, and return it; None if none can."""
+        for slab in sorted(self._free, key=lambda slab: slab.memory.numel()):
+            if fits(size, slab=slab.memory.numel()):
+                with contextlib.suppress(ValueError):
+                    self._free.remove(slab)
+                    return slab
+        return None
+
+    def _give_back(self, address: int) -> None:
+        if os.getpid() != self._process:
+            return  # a fork of the rank's process: the rank still uses the memory
+        self._free.append(self._lent.pop(address))
+        self._discard(self._kept)
+
+    def keep_none(self) -> None:
+        """Free the unused slabs now, and every other slab together with its last tensor."""
+        self._kept = 0
+        self._discard(0)
+
+    def _discard(self, most: int) -> None:
+        with contextlib.suppress(IndexError):  # garbage collection may call this function again meanwhile
+            while len(self._free) > most:
+                self._free.pop(0).discard()
+
+
+class JointTensors:
+    """Register of the joint tensors of this rank: tensors whose memory several ranks share (`World.shared_empty`)."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[tuple[int, ...], int]] = {}
+        """By address: the ranks that share the tensor, and its number among their joint tensors, from 1."""
+        self._leases: dict[int, weakref.ref[memoryview]] = {}
+        self._counts: Counter[tuple[int, ...]] = Counter()
+
+    def add(self, memory: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
+        """Register `memory` as a joint tensor of `ranks`, and return a view. The entry ends with the last view."""
+        lease = memoryview(memory.numpy())  # type: ignore[arg-type] # an array is a buffer
+        address = memory.data_ptr()
+        self._counts[ranks] += 1
+        self._known[address] = ranks, self._counts[ranks]
+        self._leases[address] = weakref.ref(lease, lambda _: self._forget(address))
+        return torch.frombuffer(lease, dtype=torch.uint8)
+
+    def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
+        """Return a number for the place of `tensors` in joint tensors, equal on all `ranks`; 0 if any is not in one."""
+        if not self._known:
+            return 0
+        where: list[int] = []
+        for x in tensors:
+            start = x.untyped_storage().data_ptr()
+            holders, number = self._known.get(start, ((), 0))
+            if holders != ranks:
+                return 0
+            where += number, x.data_ptr() - start, x.nbytes
+        return hash(tuple(where)) & _NAMES | 1  # integers have the same hash in every process
+
+    def _forget(self, address: int) -> None:
+        del self._known[address], self._leases[address]
+
+
+class PeerMappings:
+    """Segments of another process that this process has mapped."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._mapped: dict[int, Tensor] = {}
+
+    def at(self, place: int) -> Tensor:
+        """Return the bytes of the slab `place` of that process; the first call maps the slab. Also unmaps slabs that
+        the process has closed. Raises OSError when the slab cannot be mapped."""
+        if place not in self._mapped:
+            self._mapped = {known: x for known, x in self._mapped.items() if _is_there(self._process, known)}
+            self._mapped[place] = self.map(place)
+            _advise(self._mapped[place], _POPULATE_READ)
+        return self._mapped[place]
+
+    def map(self, place: int) -> Tensor:
+        """Map the segment `place` again, and return its bytes, which the caller owns. Raises OSError if it fails."""
+        return open_segment(self._process, place=place)
+
+
+def _advise(memory: Tensor, how: int) -> None:
+    """Call madvise for `memory`. A kernel without the advice `how` ignores the call (populate: before Linux 5.14)."""
+    _C.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), how)
+
+
+class _MemoryRange(ctypes.Structure):
+    """C's `struct iovec`."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class ProcessMemory:
+    """Access of this rank to the memory of other ranks of its host, where the system permits it. Every rank makes one
+    over the same store, and tries to read a number from the memory of every other rank of its host."""
+
+    def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
+        self._processes: dict[int, int] = {}
+        self._readers: set[int] = set()
+        machine = host_name() if sys.platform == "linux" else ""  # other systems lack these system calls
+        if machine:  # Linux' Yama lets only ancestors read a process, unless the process allows it, as MPI does
+            _C.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYONE), 0, 0, 0)
+        probe = torch.tensor([secrets.randbits(_PROBE_BITS)])
+        store.set(f"probe/{rank}", json.dumps([machine, os.getpid(), probe.data_ptr(), int(probe)]))
+        probes = [json.loads(text) for text in store.multi_get([f"probe/{other}" for other in range(size)])]
+        for other, (where, process, address, number) in enumerate(probes):
+            if machine and where == machine and other != rank and _readable(process, address, expected=number):
+                self._processes[other] = process
+        store.set(f"reads/{rank}", json.dumps(list(self._processes)))
+        reads = store.multi_get([f"reads/{other}" for other in range(size)])
+        self._readers = {other for other, text in enumerate(reads) if rank in json.loads(text)}
+
+    def read_by(self, rank: int) -> bool:
+        """Return whether `rank` can read this rank's memory."""
+        return rank in self._readers
+
+    def read(self, rank: int, *, address: int, into: Tensor) -> None:
+        """Copy memory of rank `rank`, from `address` on, into a contiguous CPU tensor. Raises OSError when refused."""
+        _copy("read", self._processes[rank], address, into)
+
+    def write(self, rank: int, *, address: int, x: Tensor) -> None:
+        """Copy a contiguous CPU tensor into the memory of rank `rank` at `address`. Raises OSError when refused."""
+        _copy("write", self._processes[rank], address, x)
+
+
+def _copy(verb: str, process: int, address: int, x: Tensor) -> None:
+    size, done = x.numel() * x.element_size(), 0
+    call = _C.process_vm_readv if verb == "read" else _C.process_vm_writev
+    while done < size:
+        local = _MemoryRange(x.data_ptr() + done, size - done)
+        remote = _MemoryRange(address + done, size - done)
+        count = call(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if count <= 0:
+            number = ctypes.get_errno()
+            hint = "; is a tensor in read-only memory, for example of a mapped file?" if number == errno.EFAULT else ""
+            raise OSError(number, f"cannot {verb} the memory of process {process}: {os.strerror(number)}{hint}")
+        done += count
+
+
+def _readable(process: int, address: int, *, expected: int) -> bool:
+    """Return whether the integer at `address` in a process can be read, and equals `expected`."""
+    found = torch.zeros(1, dtype=torch.int64)
+    try:
+        _copy("read", process, address, found)
+    except OSError:
+        return False
+    return int(found) == expected
+
+
+class MappedSpan(NamedTuple):
+    """Elements of a rank's tensor, in memory that this process maps; `tensor` is 1-D."""
+
+    tensor: Tensor
+
+    def cut(self, start: int, *, stop: int) -> "MappedSpan":
+        """Return the elements [start, stop)."""
+        return MappedSpan(self.tensor[start:stop])
+
+    def copy_to(self, into: Tensor) -> None:
+        """Copy all elements into `into`."""
+        copy(self.tensor, into=into)
+
+    def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":  # noqa: ARG002 - nothing needs to be copied
+        """Return a function from a block's number to a view of this block of `step` elements; `block` is not used."""
+        whole = elements(self.tensor, op=op)
+        return lambda number: whole[number * step : (number + 1) * step]
+
+    def writer(self, step: int) -> "_Writer":
+        """Return a function that overwrites the block with a given number; blocks have `step` elements."""
+        blocks = self.tensor.split(step)
+        return lambda number, x: copy(x, into=blocks[number])
+
+
+@dataclass(frozen=True)
+class RemoteSpan:
+    """Elements of another rank's tensor, in the private memory of that rank's process."""
+
+    memory: ProcessMemory
+    rank: int
+    address: int
+    """Address of the first element in that process."""
+    numel: int
+    itemsize: int
+
+    def cut(self, start: int, *, stop: int) -> "RemoteSpan":
+        """Return the elements [start, stop)."""
+        return replace(self, address=self.address + start * self.itemsize, numel=stop - start)
+
+    def copy_to(self, into: Tensor) -> None:
+        """Copy all elements into `into`. Raises OSError when the memory cannot be read."""
+        self.memory.read(self.rank, address=self.address, into=into)
+
+    def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":
+        """Return a function from the number of a block of `step` elements to a copy of it, made in `block`. op: as in
+        `elements`. The function raises OSError when the memory cannot be read."""
+
+        def read(number: int) -> Elements:
+            into = block[: self.numel - number * step]
+            self.memory.read(self.rank, address=self.address + number * step * self.itemsize, into=into)
+            return elements(into, op=op)
+
+        return read
+
+    def writer(self, step: int) -> "_Writer":
+        """Return a function that overwrites the block of `step` elements with a given number; it may raise OSError."""
+        return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
+
+
+Span: TypeAlias = MappedSpan | RemoteSpan
+"""Elements of one rank's tensor, in mapped memory or in another process's memory."""
+
+_Reader: TypeAlias = Callable[[int], Elements]
+_Writer: TypeAlias = Callable[[int, Tensor], object]
+
+
+def reduce_spans(
+    spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: PrivateBuffers
+) -> None:
+    """Reduce two or more spans of equal size, in their order, into `into`, and copy the result to each of `copies`.
+    `into` may be the tensor of one of the spans. op: sum, max or min. scratch: pool for intermediate blocks. Raises
+    OSError when memory of another process cannot be read or written."""
+    size = max(_LEAST_BYTES, _CACHED_BYTES // len(spans) // _ALIGNED_BYTES * _ALIGNED_BYTES)
+    step = size // into.element_size()
+    near = [span.tensor for span in spans if isinstance(span, MappedSpan)]
+    if into.numel() <= step and len(near) == len(spans) and not copies:
+        reduce_block(near, into=into, scratch=torch.empty_like(into) if len(near) > 2 else into, op=op)
+        return
+    parts = into.split(step)
+    total = scratch.borrow(like=parts[0])
+    borrowed = [scratch.borrow(like=total) if isinstance(span, RemoteSpan) else total for span in spans]
+    readers = [span.reader(step, block=block, op=op) for span, block in zip(spans, borrowed, strict=True)]
+    writers = [span.writer(step) for span in copies]
+    sums = elements(total, op=op)
+    with np.errstate(all="ignore"):  # torch does not warn of an overflow either
+        for number, part in enumerate(parts):
+            shown = [read(number) for read in readers]
+            reduce_block(shown, into=elements(part, op=op), scratch=sums[: part.numel()], op=op)
+            for write in writers:
+                write(number, part)
+    for block in (total, *(block for block in borrowed if block is not total)):
+        scratch.give_back(block)

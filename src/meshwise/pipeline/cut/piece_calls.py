@@ -1,0 +1,245 @@
+"""Describe the calls of a model's pieces: their dependencies, their costs, and the blocks that two stages can share.
+
+`probe.py` runs a model on an example and returns a `ProbeResult`, from which the model is cut. Some blocks can be
+split:
+
+    Block                  a stage can begin at
+    ├── attention_norm
+    ├── attention          attention      received: the block's input, and the norm's output
+    ├── mlp_norm           mlp_norm       received: the block's input, and the attention's output
+    └── mlp                mlp
+
+The block's own code between the modules, such as residual sums, runs on both stages. So its modules must hold all its
+parameters, and each must run once, in a fixed order. `inner_modules` finds them. A block cannot be split if it
+
+- holds parameters itself, or reads parameters of its modules without calling the modules;
+- has backward hooks, or modules with backward hooks: a piece may have none;
+- has a list of equal modules, such as experts, from which the data may choose;
+- is called more than once, or again in the backward (torch's checkpoint), where the received values are missing."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.model.parameter_units import read_from_children
+from meshwise.pipeline.cut.dataflow import Dependencies
+
+
+class CutError(ValueError):
+    """Error for a model that cannot be cut as requested."""
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Cost of one call of a piece, per micro-batch."""
+
+    activations: float
+    """Bytes that the forward keeps for the backward."""
+    work: float
+    """Forward and backward, in seconds (on the meta device, in floating-point operations); 0 if not measured."""
+    between: float = 0.0
+    """For a module in a block: forward of the block's own code since the previous module; `work` includes it."""
+    earlier: float = 0.0
+    """For a module in a block: forward of the block's own code before the previous module."""
+
+
+@dataclass(frozen=True)
+class PieceCall:
+    """One call of one piece of the model."""
+
+    key: str
+    """Name of the piece; for its second call `name:2`, and so on."""
+    module: str
+    """Name of the piece in the model."""
+    parameters: tuple[str, ...]
+    """First names of the parameters that the piece uses."""
+    dependencies: Dependencies
+    """Dependencies of the inputs, and of the other values that the piece reads."""
+    output: int
+    """Bytes of the output."""
+    cost: CallCost
+    same_shape: bool = False
+    """True if the output is one tensor with the shape and dtype of the first input, as for a block."""
+    inside: "tuple[PieceCall, ...]" = ()
+    """For a block that can be split: the calls of its modules, then (under the block's key) the rest of its code."""
+
+    def parts(self) -> "Iterator[PieceCall]":
+        """Yield the calls inside this block, with costs scaled so that their sum is the cost of the block."""
+        kept = self.cost.activations / (sum(called.cost.activations for called in self.inside) or 1.0)
+        worked = self.cost.work / (sum(called.cost.work for called in self.inside) or 1.0)
+        earlier = 0.0
+        for called in self.inside:
+            between = called.cost.between * worked if called is not self.inside[0] else 0.0
+            cost = CallCost(called.cost.activations * kept, called.cost.work * worked, between, earlier)
+            yield dataclasses.replace(called, cost=cost)
+            earlier += called.cost.between * worked
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Facts about a model's run on an example, from which the model is cut."""
+
+    calls: tuple[PieceCall, ...]
+    """Calls of the pieces, in running order."""
+    result: Dependencies
+    """Dependencies of the model's result."""
+    everywhere: tuple[str, ...]
+    """Names of parameters that the model uses outside of its pieces; every stage needs them."""
+    changed: frozenset[str]
+    """Keys of the calls whose outputs the model later changes in place."""
+    changed_buffers: Collection[str] = ()
+    """Names of buffers outside of the pieces that the model changes."""
+    tail: float = 0.0
+    """Seconds of forward and backward after the last call, such as of the loss; 0 if not measured."""
+
+    def with_split_blocks(self, keys: Collection[str]) -> "ProbeResult":
+        """Return the result with each of these blocks that can be split replaced by the calls inside it."""
+        calls = (
+            part
+            for called in self.calls
+            for part in (called.parts() if called.key in keys and called.inside else (called,))
+        )
+        return dataclasses.replace(self, calls=tuple(calls))
+
+    def begins(self, keys: Collection[str]) -> dict[str, int]:
+        """Return each key at which a stage can begin, with its place in the calls of `with_split_blocks(keys)`."""
+        found: dict[str, int] = {}
+        place = 0
+        for called in self.calls:
+            parts = called.inside if called.key in keys else ()
+            found[called.key] = place
+            found |= {part.key: place + number for number, part in enumerate(parts[:-1])}
+            place += len(parts) or 1
+        return found
+
+    def ends(self, keys: Collection[str]) -> frozenset[int]:
+        """Return the places of these blocks' own remaining code, in the calls of `with_split_blocks(keys)`."""
+        calls = self.with_split_blocks(keys).calls
+        return frozenset(place for place, called in enumerate(calls) if called.key in keys)
+
+    def keys_sent(self, position: int) -> tuple[str, ...]:
+        """Return the keys of the outputs that must be sent if a stage begins at call number `position`."""
+        return tuple(
+            called.key for called, last in zip(self.calls[:position], self._last, strict=False) if last >= position
+        )
+
+    def effect(self, position: int) -> tuple[str, str] | None:
+        """Return (key of a call before `position` with a side effect, key of a later user of the effect), or None."""
+        before = [called.key for called in self.calls[:position]]
+        after = [(called.key, called.dependencies) for called in self.calls[position:]]
+        for name, past in (*after, ("the result", self.result)):
+            for key in sorted(past.effects):
+                if any(key == one or key.startswith(f"{one}.") for one in before):
+                    return key, name
+        return None
+
+    @cached_property
+    def sent_bytes(self) -> tuple[float, ...]:
+        """For each call, the bytes that must be sent per micro-batch if a stage begins there."""
+        change = [0.0] * (len(self.calls) + 2)
+        for place, (called, last) in enumerate(zip(self.calls, self._last, strict=True)):
+            if last > place:
+                change[place + 1] += called.output
+                change[last + 1] -= called.output
+        return tuple(accumulate(change))[: len(self.calls)]
+
+    @cached_property
+    def _last(self) -> tuple[int, ...]:
+        """For each call, the place of the last call that needs its output; number of calls if the result needs it."""
+        places = {called.key: place for place, called in enumerate(self.calls)}
+        last = list(range(len(self.calls)))
+        for place, called in enumerate(self.calls):
+            for key in called.dependencies.needs:
+                last[places[key]] = place
+        for key in self.result.needs:
+            last[places[key]] = len(self.calls)
+        return tuple(last)
+
+
+def has_no_values(model: nn.Module) -> bool:
+    """Return whether any parameter of the model is on the meta device."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
+    """Return the first of several runs of one model; each call gets the median work of its equal calls in all runs.
+
+    Equal calls (blocks of one kind) do the same work; their times differ only by disturbances of the machine. A minimum
+    would be unfair: the more calls of a kind are measured, the smaller is their minimum."""
+    found: dict[Any, list[CallCost]] = {}
+    for run in runs:
+        for kind, called in _kinds(run.calls, model):
+            found.setdefault(kind, []).append(called.cost)
+    medians = {
+        kind: CallCost(some[0].activations, median(one.work for one in some), median(one.between for one in some))
+        for kind, some in found.items()
+    }
+
+    def with_medians(calls: Sequence[PieceCall], *within: Any) -> tuple[PieceCall, ...]:
+        return tuple(
+            dataclasses.replace(called, cost=medians[kind], inside=with_medians(called.inside, *kind))
+            for kind, called in _kinds(calls, model, *within)
+            if kind[:-1] == within
+        )
+
+    return dataclasses.replace(runs[0], calls=with_medians(runs[0].calls), tail=median(run.tail for run in runs))
+
+
+def _kinds(calls: Sequence[PieceCall], model: nn.Module, *within: Any) -> Iterator[tuple[Any, PieceCall]]:
+    """Yield (kind, call) for each call, and for the calls inside of blocks; equal calls have equal kinds."""
+    for place, called in enumerate(calls):
+        module = type(model.get_submodule(called.module))
+        shapes = tuple(model.get_parameter(name).shape for name in called.parameters)
+        kind = (*within, (module, shapes, called.output, called.cost.activations, place if within else 0))
+        yield kind, called
+        yield from _kinds(called.inside, model, *kind)
+
+
+def inner_modules(block: nn.Module) -> tuple[str, ...]:
+    """Return the names (relative to the block) of the modules at which a stage may begin; empty if there is none."""
+    names = tuple(_modules_with_forward(block, ""))
+    theirs = {id(parameter) for name in names for parameter in block.get_submodule(name).parameters()}
+    if any(map(has_backward_hooks, block.modules())):
+        return ()
+    computes = any(id(parameter) not in theirs for parameter in block.parameters()) or read_from_children(block)
+    return () if computes or len(names) < 2 or _has_equal_modules(block, names) else names
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether the module has hooks that see gradients."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_repeated() -> bool:
+    """Return whether the running code is inside torch's checkpoint, and so will run again in the backward."""
+    if not torch.is_grad_enabled():
+        return True
+    one = torch.ones((), requires_grad=True)
+    product = one * one
+    assert product.grad_fn is not None
+    return type(product.grad_fn._raw_saved_self.data).__module__ == checkpoint.__module__  # type: ignore[attr-defined]
+
+
+def _modules_with_forward(module: nn.Module, path: str) -> Iterator[str]:
+    """Yield the names of the modules that have parameters and a forward; a ModuleList yields its inner modules."""
+    for name, child in module.named_children():
+        if any(True for _ in child.parameters()):
+            if type(child).forward is nn.Module.forward:
+                yield from _modules_with_forward(child, f"{path}{name}.")
+            else:
+                yield f"{path}{name}"
+
+
+def _has_equal_modules(block: nn.Module, names: tuple[str, ...]) -> bool:
+    """Return whether a list of modules in the block has two modules of one class, such as experts."""
+    kinds = Counter((name.rpartition(".")[0], type(block.get_submodule(name))) for name in names if "." in name)
+    return any(count > 1 for count in kinds.values())

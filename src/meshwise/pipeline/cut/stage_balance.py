@@ -1,0 +1,339 @@
+"""Choose where stages begin, to make a training step short or the largest stage small.
+
+An item is one call of a piece of the model. `divide` partitions the items into contiguous stages whose largest load is
+as small as possible. Most pipelines round a running sum instead. Its error is up to the largest item, and a language
+model's embedding and head are large. The lists are short, so the best bounds are found exactly. `improve_bounds` then
+shortens the step of a schedule.
+
+`balance` tries boundaries between pieces first. A boundary inside a block (`piece_calls.inner_modules`) is used if it
+gains enough. Its cost includes the values that are sent there, and the code that runs on both sides.
+`bounds_by_name` returns the boundaries that a user has chosen."""
+
+import difflib
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+
+from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult, has_no_values
+from meshwise.pipeline.cut.probe import ROUNDS, read_clock
+from meshwise.pipeline.schedules.schedule_clock import StepClock
+from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
+
+STATE_COPIES = 4
+"""Memory of a trained parameter, in multiples of its bytes: the parameter, its gradient, two moments of Adam."""
+
+MIN_GAIN = 0.02
+"""Least gain (a fraction) for which a boundary inside a block is used; also the `slack` of `divide` in its search."""
+
+MIN_DISTANCE = 0.02
+"""Least load between two boundaries inside blocks that are both tried, as a fraction of a mean stage's load."""
+
+MAX_EVENTS = 4_000_000
+"""Most events that `StepClock` computes in the search for the best bounds; this takes some seconds."""
+
+COPIED_BYTES = 2**22
+"""Size of the copy that measures how long it takes to send a byte."""
+
+OPERATIONS_PER_BYTE = 10.0
+"""Cost of a sent byte, if costs are counted in operations: a CPU computes as many while it copies a byte."""
+
+
+@dataclass(frozen=True)
+class PartitionItems:
+    """Items to partition into stages: every list has one entry per item, in running order."""
+
+    loads: Sequence[Sequence[float]]
+    """One list for each stage: the load of each item on this stage. Early stages hold more activations."""
+    solid: Sequence[bool]
+    """True for items with parameters; each stage needs at least one."""
+    sent_bytes: Sequence[float]
+    """Bytes that are sent per micro-batch if a stage begins at the item."""
+    before: Sequence[float] = ()
+    """Load that is added to the preceding stage if a stage begins at the item; empty: nothing is added."""
+    after: Sequence[float] = ()
+    """Load that is added to the stage that begins at the item; empty: nothing is added."""
+
+    def largest(self, bounds: Sequence[int]) -> float:
+        """Return the load of the largest stage; stage k has the items from bounds[k] to bounds[k + 1]."""
+        return max(_Table(self).loads(bounds))
+
+    def merged(self, places: Sequence[int]) -> "PartitionItems":
+        """Merge all items between two neighbouring `places` into one item each; the first place is 0."""
+        parts = list(pairwise((*places, len(self.solid))))
+        return PartitionItems(
+            loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],
+            solid=[any(self.solid[start:stop]) for start, stop in parts],
+            **{
+                name: [each[place] for place in places] if each else ()
+                for name, each in (("sent_bytes", self.sent_bytes), ("before", self.before), ("after", self.after))
+            },
+        )
+
+
+def places_to_try(items: PartitionItems, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
+    """Return the items at which it is worth a try to begin a stage: all of `always`, none of `never`, and others.
+
+    The others are at least `apart` in load from each other and from `always`; items with few sent bytes come first."""
+    sums = [0.0, *accumulate(max(items.loads, key=sum))]
+    kept = sorted(always)
+    taken = sorted(sums[place] for place in kept)
+    others = [place for place in range(len(items.solid)) if place not in never and place not in always]
+    for place in sorted(others, key=lambda place: items.sent_bytes[place]):
+        at = bisect_left(taken, sums[place])
+        if all(abs(near - sums[place]) >= apart for near in taken[max(0, at - 1) : at + 1]):
+            kept.append(place)
+            insort(taken, sums[place])
+    return sorted(kept)
+
+
+def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
+    """Return the bounds of the stages: stage k has items[bounds[k]:bounds[k + 1]].
+
+    Take all bounds whose largest load exceeds the least possible by at most the fraction `slack`. Of these, return the
+    bounds that send the fewest bytes; if several do, the most even. Dynamic programming, O(stages · items²).
+
+    Raises CutError, with the number of stages that fit, when there are fewer solid items than stages."""
+    stages, count = len(items.loads), len(items.solid)
+    if stages > sum(items.solid):
+        raise CutError(
+            f"{stages} stages do not fit: the model has {sum(items.solid)} pieces that can stand alone, so at most "
+            f"pp·virtual_stages={sum(items.solid)}"
+        )
+    table = _Table(items)
+    everything = [[math.inf] * (count + 1) for _ in range(stages + 1)]
+    everything[0][0] = 0.0
+    for stage, end in itertools.product(range(stages), range(1, count + 1)):
+        least = math.inf
+        for start in range(end - 1, -1, -1):
+            if table.alone(stage, start, end) >= least:
+                break
+            least = min(least, max(everything[stage][start], table.load(stage, start, end)))
+        everything[stage + 1][end] = least
+    limit = everything[stages][count] * (1 + slack) * (1 + 1e-12)
+    return _cheapest(table, limit)
+
+
+def improve_bounds(
+    items: PartitionItems, *, bounds: tuple[int, ...], clock: StepClock, tries: int = 10_000
+) -> tuple[tuple[int, ...], float]:
+    """Improve bounds by a local search; return bounds that no move improves, and the time of a step with them.
+
+    The search ends when no move shortens the training step, or when `tries` moves were timed. Moves whose largest stage
+    is smallest come first. One kind of move shifts several neighbouring bounds by one, so one item moves from stage i
+    to stage j. The other shifts one bound by up to REACH items, past items of other kinds to an equal item."""
+    table = _Table(items)
+    best = clock(loads=table.loads(bounds), sent_bytes=table.sent(bounds), limit=math.inf)
+    moved = True
+    while moved:
+        moved = False
+        loads = {other: table.loads(other) for other in _moves(bounds, table.count)}
+        for other in sorted(loads, key=lambda other: max(loads[other])):
+            if tries == 0 or max(loads[other]) == math.inf:
+                break
+            taken = clock(loads=loads[other], sent_bytes=table.sent(other), limit=best)
+            tries -= taken < math.inf
+            if taken < best * (1 - 1e-6):
+                best, bounds, moved = taken, other, True
+                break
+    return bounds, best
+
+
+REACH = 4
+"""Most items by which a move of `improve_bounds` shifts a single bound."""
+
+
+def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
+    """Yield the bounds after each move: one bound shifted by up to REACH items, or several neighbours by one."""
+    for first, last in itertools.combinations_with_replacement(range(1, len(bounds) - 1), 2):
+        reach = REACH if first == last else 1
+        for by in (by for by in range(-reach, reach + 1) if by):
+            moved = (*bounds[:first], *(bound + by for bound in bounds[first : last + 1]), *bounds[last + 1 :])
+            if all(start < stop for start, stop in pairwise(moved)) and moved[-1] == count:
+                yield moved
+
+
+def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
+    """Return the bounds without a load above `limit` that send the fewest bytes; then, with the least squared loads."""
+    best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
+    for stage in range(table.stages):
+        ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
+        for start, ((sent, squares), bounds) in best[-1].items():
+            for end in range(start + 1, table.count + 1):
+                if table.alone(stage, start, end) > limit:
+                    break
+                load = table.load(stage, start, end)
+                if load <= limit:
+                    price = (sent + (table.sent_bytes[start] if start else 0.0), squares + load**2)
+                    if end not in ends or price < ends[end][0]:
+                        ends[end] = (price, (*bounds, end))
+        best.append(ends)
+    return best[-1][table.count][1]
+
+
+class _Table:
+    """Loads of ranges of items, as differences of running sums."""
+
+    def __init__(self, items: PartitionItems) -> None:
+        self.stages, self.count, self.sent_bytes = len(items.loads), len(items.solid), items.sent_bytes
+        self._sums = [[0.0, *accumulate(row)] for row in items.loads]
+        self._solid = [0, *accumulate(items.solid)]
+        nothing = [0.0] * (self.count + 1)
+        self._before = [*items.before, 0.0] if items.before else nothing
+        self._after = [*items.after, 0.0] if items.after else nothing
+
+    def loads(self, bounds: Sequence[int]) -> list[float]:
+        """Return the loads of the stages between these bounds."""
+        return [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(bounds))]
+
+    def sent(self, bounds: Sequence[int]) -> list[float]:
+        """Return the bytes that each stage except the last sends."""
+        return [self.sent_bytes[bound] for bound in bounds[1:-1]]
+
+    def load(self, stage: int, start: int, end: int) -> float:
+        """Return the load of stage `stage` with the items from start to end; infinite if no item has parameters."""
+        if self._solid[end] == self._solid[start]:
+            return math.inf
+        return self.alone(stage, start, end) + self._after[start] + self._before[end]
+
+    def alone(self, stage: int, start: int, end: int) -> float:
+        """Return the load without the added loads of `before` and `after`; it never falls as the range grows."""
+        return self._sums[stage][end] - self._sums[stage][start]
+
+
+@dataclass(frozen=True)
+class StageBounds:
+    """Bounds of the stages in the list of a model's calls."""
+
+    seen: ProbeResult
+    """Calls of the model's pieces. A block with a stage boundary inside is replaced by the calls of its modules."""
+    bounds: tuple[int, ...]
+    """Stage k runs `seen.calls[bounds[k]:bounds[k + 1]]`."""
+    split_blocks: tuple[str, ...] = ()
+    """Keys of the blocks with a stage boundary inside."""
+
+
+def bounds_by_name(
+    seen: ProbeResult, *, at: Sequence[str], stages: int, splittable: Collection[str] = ()
+) -> StageBounds:
+    """Return the bounds of stages that begin at the keys `at`: pieces, or modules inside the blocks `splittable`.
+
+    Raises CutError for a wrong number of keys, for a key at which no stage can begin, and for keys out of order."""
+    if len(at) != stages - 1:
+        raise CutError(f"{stages} stages need {stages - 1} names to begin at, not {len(at)}: {', '.join(at)}")
+    begins = seen.begins(splittable)
+    names = list(begins)[1:]
+    for name in at:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:3]
+            raise CutError(f"a stage cannot begin at {name!r}; it can at, for example, {', '.join(near)}")
+    bounds = [0, *(begins[name] for name in at), len(seen.with_split_blocks(splittable).calls)]
+    if bounds != sorted(set(bounds)):
+        raise CutError(f"the model runs {', '.join(sorted(at, key=names.index))} in this order, not {', '.join(at)}")
+    return _with_needed_splits(seen, splittable, bounds)
+
+
+def balance(
+    model: nn.Module,
+    *,
+    seen: ProbeResult,
+    by: str,
+    stages: int,
+    schedule: Schedule | None,
+    splittable: Collection[str],
+) -> StageBounds:
+    """Return the best bounds between pieces, or inside the blocks `splittable` if that gains at least MIN_GAIN.
+
+    `by`: quantity to balance, `time`, `params` or `memory`. `schedule`: None balances the loads of the stages, whatever
+    their schedule. Raises CutError when fewer than `stages` stages fit."""
+    clock = None
+    if by == "time" and schedule is not None:
+        device = next(model.parameters()).device
+        byte = OPERATIONS_PER_BYTE if has_no_values(model) else _seconds_to_copy_byte(device)
+        clock = StepClock(schedule, seconds_per_byte=byte)
+    whole, fine = (
+        _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule))
+        for row in (seen, seen.with_split_blocks(splittable))
+    )
+    fits = sum(whole.solid) >= stages
+    bounds, price = _best(whole, clock) if fits or not splittable else ((), math.inf)
+    if splittable:
+        begins, count = seen.begins(splittable), len(fine.solid)
+        pieces = [begins[called.key] for called in seen.calls]
+        places = (*_places(fine, stages, always=pieces, never=seen.ends(splittable)), count)
+        also = tuple(places.index((*pieces, count)[bound]) for bound in bounds)
+        found, finer = _best(fine.merged(places[:-1]), clock, also=also, slack=MIN_GAIN)
+        if finer < price * (1 - MIN_GAIN):
+            return _with_needed_splits(seen, splittable, [places[bound] for bound in found])
+    return StageBounds(seen, bounds)
+
+
+def _with_needed_splits(seen: ProbeResult, splittable: Collection[str], bounds: Sequence[int]) -> StageBounds:
+    """Convert bounds for the case that all of `splittable` are split: split only the blocks with a boundary inside."""
+    named = {place: name for name, place in reversed(seen.begins(splittable).items())}
+    names = [named[bound] for bound in bounds[:-1]]
+    needed = [called.key for called in seen.calls if {part.key for part in called.inside[:-1]}.intersection(names)]
+    row, begins = seen.with_split_blocks(needed), seen.begins(needed)
+    return StageBounds(row, (*(begins[name] for name in names), len(row.calls)), tuple(needed))
+
+
+def _places(items: PartitionItems, stages: int, *, always: Collection[int], never: Collection[int]) -> list[int]:
+    """Return the items at which it is worth a try to begin a stage or, if these are too few, all except `never`."""
+    apart = MIN_DISTANCE * sum(items.loads[0]) / stages
+    places = places_to_try(items, apart=apart, always=always, never=never)
+    if sum(items.merged(places).solid) >= stages:
+        return places
+    return [place for place in range(len(items.solid)) if place not in never]
+
+
+def _best(
+    items: PartitionItems, clock: StepClock | None, *, also: tuple[int, ...] = (), slack: float = 0.0
+) -> tuple[tuple[int, ...], float]:
+    """Return the best bounds, and the price: the step's time; without a clock, the largest load.
+
+    `slack` is as in `divide`. With a clock, a search starts from the bounds of `divide`, and another from `also`."""
+    even = divide(items, slack=slack)
+    if clock is None:
+        return even, items.largest(even)
+    tries = MAX_EVENTS // len(clock)
+    starts = [even, also] if also else [even]
+    found = [improve_bounds(items, bounds=start, clock=clock, tries=tries) for start in starts]
+    return min(found, key=lambda one: one[1])
+
+
+def _items(seen: ProbeResult, loads: Sequence[Sequence[float]]) -> PartitionItems:
+    """Return the load of each call, and the cost of a stage boundary before it (0 if no time was measured)."""
+    solid, cost = [bool(called.parameters) for called in seen.calls], [called.cost for called in seen.calls]
+    return PartitionItems(loads, solid, seen.sent_bytes, [one.between for one in cost], [one.earlier for one in cost])
+
+
+def loads_of(
+    model: nn.Module, *, seen: ProbeResult, by: str, stages: int, schedule: Schedule | None
+) -> list[list[float]]:
+    """Return a list for each stage: what each call would add to the stage's load (units: `CutRequest.by`)."""
+    if by == "time":
+        work = [called.cost.work for called in seen.calls]
+        return [[*work[:-1], work[-1] + seen.tail]] * stages
+    counted = [[model.get_parameter(name) for name in called.parameters] for called in seen.calls]
+    if by == "params":
+        return [[float(sum(p.numel() for p in called)) for called in counted]] * stages
+    states = [float(sum(p.nbytes * (STATE_COPIES if p.requires_grad else 1) for p in called)) for called in counted]
+    activations = [called.cost.activations for called in seen.calls]
+    counts = (1.0,) * stages if schedule is None else in_flight(schedule)
+    return [[state + times * kept for state, kept in zip(states, activations, strict=True)] for times in counts]
+
+
+def _seconds_to_copy_byte(device: torch.device) -> float:
+    """Return the seconds that copying one byte takes."""
+    some = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+    least = math.inf
+    for _ in range(ROUNDS):
+        begin = read_clock(cuda=some.is_cuda)
+        some.clone()
+        least = min(least, read_clock(cuda=some.is_cuda) - begin)
+    return least / COPIED_BYTES

@@ -1,0 +1,450 @@
+"""Run one pipeline stage of a model with the model's own forward, in which the pieces of other stages do not compute.
+
+A model rewritten as a list of layers loses everything else: keyword arguments, masks, rotary tables, an encoder and a
+decoder. So a stage *is* the model, with the same class, names and forward. In a stage, the pieces (embedding, blocks,
+norm, head) of other stages have no parameters and do not compute (docs/pipeline.md has a picture):
+
+- code between pieces (masks, rotary tables, residual sums) runs on every stage, from the same batch;
+- a piece of an earlier stage returns its output as this stage received it, if a later piece needs the output. Otherwise
+  it returns NaN in the output's shape and dtype, so that the use of a missing value is noticed;
+- the first piece of a later stage ends the forward by an exception.
+
+A stage may begin inside a block (`piece_calls.inner_modules`). On the two stages that share this split block, its
+modules are pieces, and its own forward runs. On any other stage the block is one piece.
+
+The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run. `make_stage`
+makes a stage from a model and its cut."""
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.model.deferred_init import without_values
+from meshwise.model.forward import StageForwardLeft
+from meshwise.model.meta_kernels import MetaKernels
+from meshwise.model.module_copy import copy_modules
+from meshwise.model.shape_constants import ShapeConstants
+from meshwise.model.torch_private import without_modes
+from meshwise.pipeline.cut.model_cut import REMEDY, ModelCut, StageContents
+from meshwise.pipeline.run.stage_backward import enter
+
+
+class StageError(RuntimeError):
+    """Error for a stage that runs differently than on the example from which the model was cut."""
+
+
+Place: TypeAlias = tuple[bool, int, dict[str, Any]]
+"""Point in a forward: (True inside a forward, number of the next call of a piece, received values)."""
+
+
+@dataclass(frozen=True)
+class FeatureWidth:
+    """Sizes of the hidden states under tensor parallelism, on this rank and in total."""
+
+    own: int = 0
+    """Features on this rank."""
+    whole: int = 0
+    """Features in total; equal to `own` if tensor parallelism does not split them."""
+    made: Mapping[str, int] = field(default_factory=dict)
+    """Pieces that make hidden states from other inputs, such as embeddings; with the negative dim of the features."""
+    tokens: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    """Returns the number of tokens (on this rank, in total) in the current forward."""
+    blocks: Collection[str] = ()
+    """Names of the blocks; inside a block, tokens are split."""
+
+    def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
+        """Run `shadow` on meta tensors, and return meta tensors in the shapes of this rank's output of piece `name`.
+
+        `shadow` is the piece without tensor parallelism, so its inputs are widened to all features and tokens."""
+        own, whole = self.tokens()
+        if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
+            return self._ask(shadow, name=name, args=args, kwargs=kwargs)
+        # Masks and rotary tables have all tokens; hidden states have the part of this rank.
+        hidden = _first((args, kwargs.get("hidden_states")))
+        if hidden is None or hidden.dim() < 2 or hidden.size(-2) != own or not hidden.is_floating_point():
+            return self._ask(shadow, name=name, args=args, kwargs=kwargs)
+        wide = hidden.new_empty(*hidden.shape[:-2], whole, hidden.size(-1))
+        args, kwargs = map_tensors(lambda x: wide if x is hidden else x, (args, kwargs))
+        returned = self._ask(shadow, name=name, args=args, kwargs=kwargs)
+        out = _first(returned)
+        if out is None or out.dim() < 2 or out.size(-2) != whole:
+            return returned
+        return map_tensors(lambda x: x.narrow(-2, 0, own) if x is out else x, returned)
+
+    def _ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
+        if name in self.made and self.own != self.whole:
+            dim = self.made[name]
+            return map_tensors(lambda x: self._part(x, dim=dim), shadow(*args, **kwargs))
+        first = _first((args, kwargs))
+        if first is None or not first.is_floating_point() or self.own == self.whole:
+            return shadow(*args, **kwargs)
+
+        def change(x: Tensor, size: int, to: int) -> Tensor:
+            matches = x.dtype == first.dtype and x.dim() == first.dim() and x.size(-1) == size
+            return x.new_empty(*x.shape[:-1], to) if matches else x
+
+        args, kwargs = map_tensors(lambda x: change(x, self.own, self.whole), (args, kwargs))
+        returned = shadow(*args, **kwargs)
+        if first.size(-1) != self.own:
+            return returned
+        return map_tensors(lambda x: change(x, self.whole, self.own), returned)
+
+    def _part(self, x: Tensor, *, dim: int) -> Tensor:
+        split = x.dim() >= -dim and x.size(dim) == self.whole and x.is_floating_point()
+        return x.narrow(dim, 0, self.own) if split else x
+
+
+def _first(tree: Any) -> Tensor | None:
+    return next(tensors(tree), None)
+
+
+class StageForwardState:
+    """State of a stage's current forward: received values, values to send, and the place among the calls of pieces."""
+
+    def __init__(self, sends: Sequence[str], *, changed: Collection[str], same_shape: Collection[str]) -> None:
+        self.sends, self.changed, self.same_shape = sends, changed, same_shape
+        self.nan = NanPlaceholder()
+        self.width = FeatureWidth()
+        self.open = self.repeats = False
+        self.received: dict[str, Any] = {}
+        self.sent: dict[str, Any] = {}
+        self.position = 0
+
+    def start(self, received: Mapping[str, Any]) -> None:
+        """Begin a forward with the values received from the stage before, by key."""
+        self.open, self.position = True, 0
+        self.received = enter(received)
+        self.sent = {}
+        for key, value in self.received.items():
+            self.keep(key, value=value)
+
+    def keep(self, key: str, *, value: Any) -> None:
+        """Store a value that is sent at the end, if it is in `sends`. If the model will change it, store a copy."""
+        if key in self.sends and not self.repeats:
+            self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
+
+    def device_for(self, given: Tensor) -> torch.device:
+        """Return the device for a result of the input `given`; if `given` is on meta, the device of received values.
+
+        An input is on the meta device if the model moved it to the device of a remote parameter."""
+        here = (tensor.device for tensor in tensors(self.received))
+        return next(here, given.device) if given.is_meta else given.device
+
+    def leave(self) -> None:
+        """End the model's forward by raising StageForwardLeft, unless a block is being repeated in the backward."""
+        if not self.repeats:
+            raise StageForwardLeft
+
+    def snapshot(self) -> Place:
+        """Return the point that the forward has reached, for `restored` (`model.forward_replay.RememberedState`)."""
+        return self.open, self.position, self.received
+
+    @contextlib.contextmanager
+    def restored(self, place: Place) -> Iterator[None]:
+        """Inside it, run a block of the model again from this point on."""
+        left, repeated = self.snapshot(), self.repeats
+        (self.open, self.position, self.received), self.repeats = place, True
+        try:
+            yield
+        finally:
+            (self.open, self.position, self.received), self.repeats = left, repeated
+
+    def stop(self) -> dict[str, Any]:
+        """End the forward, drop its values, and return the values to send, by key."""
+        sent = self.sent
+        self.open, self.received, self.sent = False, {}, {}
+        return sent
+
+
+@dataclass(eq=False)
+class Stage:
+    """Stage `index` of the `count` stages of a model.
+
+    `module` holds this stage's parameters under their names in the whole model. A tied parameter is a parameter of each
+    of its stages, whose gradients for it must be summed. `receives`: keys of the values from the stage before."""
+
+    module: nn.Module
+    index: int
+    count: int
+    state: StageForwardState
+    receives: tuple[str, ...]
+
+    @property
+    def sends(self) -> tuple[str, ...]:
+        """Keys of the values that `run` returns for the next stage; empty on the last stage."""
+        return tuple(self.state.sends)
+
+    def run(self, call: Callable[[nn.Module], Any], *, received: Mapping[str, Any]) -> Any:
+        """Run one forward of the stage, and return its result.
+
+        `call(model)` runs the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`. `received` is
+        the result of the stage before; its tensors that require gradients are leaves and get `.grad` in the backward.
+        The last stage returns the result of `call`; any other stage returns a tree of tensors for every key in `sends`.
+        Raises StageError when pieces run in another order than on the example of the cut."""
+        self.state.start(received)
+        try:
+            returned = call(self.module)
+        except StageForwardLeft:
+            return self.state.stop()
+        finally:
+            self.state.open = False
+        self.state.stop()
+        if self.index + 1 < self.count:
+            raise StageError(f"the model's forward ended on stage {self.index}, before it reached the next stage")
+        return returned
+
+
+class PieceForward:
+    """Replacement for the forward of a piece in a stage: it computes, returns the received output, or returns NaN."""
+
+    def __init__(self, module: nn.Module, *, shadow: nn.Module, route: "StageRoute", state: StageForwardState) -> None:
+        self.compiled: Callable[..., Any] | None = None
+        """Compiled forward of the piece under `compile=blocks`."""
+        self._module, self._shadow, self._route, self._state = module, shadow, route, state
+        self._shapes: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace the `forward` of the module."""
+        state, route = self._state, self._route
+        if not state.open:  # called by torch's checkpoint in the backward, or by the user
+            return self._own(args, kwargs)
+        key = route.key(state.position, module=self._module)
+        if state.position >= route.stop:
+            state.leave()
+        own = route.start <= state.position < route.stop
+        state.position += 1
+        if own:
+            output = self._own(args, kwargs)
+            state.keep(key, value=output)
+            return output
+        if key in state.received:
+            value = state.received[key]
+            return map_tensors(Tensor.clone, value) if key in state.changed else value
+        return self._nothing(key, args, kwargs)
+
+    def _own(self, args: Any, kwargs: Any) -> Any:
+        # tp changes the class of the module after this object is made.
+        forward = self.compiled or partial(type(self._module).forward, self._module)
+        return forward(*args, **kwargs)
+
+    def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
+        """Return NaN in the shapes and dtypes of the piece's output."""
+        state = self._state
+        first = next(tensors((args, kwargs)), torch.empty(()))
+        shapes = first if key in state.same_shape else self._shapes_for(key, args, kwargs)
+        fresh = key in state.changed
+        device = state.device_for(first)
+        return map_tensors(lambda like: state.nan.like(like, device=device, fresh=fresh), shapes)
+
+    def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
+        """Return the output of the piece as meta tensors, computed once per input shapes."""
+        asked = (self._module.training, self._state.width.tokens(), signature((args, kwargs)))
+        if asked not in self._shapes:
+            self._shadow.train(self._module.training)
+            args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+            try:
+                # A norm over the batch of all ranks would otherwise communicate with other ranks.
+                with torch.no_grad(), torch._C.DisableTorchFunction(), without_modes(), sizes_known():
+                    self._shapes[asked] = self._state.width.ask(
+                        self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
+                    )
+            except Exception as error:
+                raise StageError(f"the shape of the output of {key} depends on values: {error}") from error
+        return self._shapes[asked]
+
+
+@contextlib.contextmanager
+def sizes_known() -> Iterator[ShapeConstants]:
+    """Inside the block, run pieces on meta tensors. Values that follow from sizes alone, as positions, are known."""
+    with MetaKernels(), ShapeConstants() as constants, constants.forward():
+        yield constants
+
+
+class SplitBlockForward:
+    """Replacement for the forward of a split block: its modules are pieces, and the rest of its code a last piece."""
+
+    def __init__(self, module: nn.Module, *, route: "StageRoute", state: StageForwardState) -> None:
+        self._module, self._route, self._state = module, route, state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replace the `forward` of the module."""
+        output = type(self._module).forward(self._module, *args, **kwargs)
+        state = self._state
+        key = self._route.key(state.position, module=self._module)
+        if state.position >= self._route.stop:
+            state.leave()
+        state.position += 1
+        state.keep(key, value=output)
+        return output
+
+
+class NanPlaceholder:
+    """Maker of NaN tensors (integers: 0). They share one memory per dtype, because a deep model's stage needs many."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
+        """Return NaN in the shape and dtype of a tensor; if `fresh`, in new memory, which may be written to."""
+        place = (tensor.dtype, device)
+        flat = self._flat.get(place)
+        if fresh or flat is None or flat.numel() < tensor.numel() or flat._version:
+            value = math.nan if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
+            with torch.inference_mode(mode=False):  # a tensor of inference mode has no version
+                flat = torch.full((tensor.numel(),), value, dtype=tensor.dtype, device=device)
+            if fresh:
+                return flat.view(tensor.shape)
+            self._flat[place] = flat
+        return flat[: tensor.numel()].view(tensor.shape)
+
+
+class StageRoute:
+    """Order of the calls of all pieces, and the range of calls that one stage computes."""
+
+    def __init__(self, contents: StageContents, *, modules: Sequence[nn.Module]) -> None:
+        self._keys, self._modules = contents.keys, modules
+        self.start, self.stop = contents.start, contents.stop
+
+    def key(self, position: int, *, module: nn.Module) -> str:
+        """Return the key of the call at this position. Raises StageError if it is not a call of `module`."""
+        if position >= len(self._keys) or self._modules[position] is not module:
+            due = self._keys[position] if position < len(self._keys) else "the end"
+            name = next(key for key, one in zip(self._keys, self._modules, strict=True) if one is module)
+            raise StageError(
+                f"{name} runs where {due} was due; a pipeline needs a model whose pieces always run in the same order"
+            )
+        return self._keys[position]
+
+
+def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
+    """Return a hashable key of a tree of inputs: its shapes, dtypes and plain values. Equal keys have equal shapes.
+
+    `other`: returns the key of a value of any other type."""
+    if isinstance(tree, Tensor):
+        return (tuple(tree.shape), tree.dtype)
+    if is_dataclass(tree) and not isinstance(tree, type):
+        return tuple((field.name, signature(getattr(tree, field.name), other=other)) for field in fields(tree))
+    if isinstance(tree, Mapping):
+        return tuple((key, signature(value, other=other)) for key, value in tree.items())
+    if isinstance(tree, tuple | list):
+        return tuple(signature(value, other=other) for value in tree)
+    if isinstance(tree, float) and math.isnan(tree):  # NaN does not equal itself
+        return repr(tree)
+    return tree if isinstance(tree, int | float | str | None) else other(tree)
+
+
+_CASTS = frozenset((Tensor.to, Tensor.type_as))
+"""Functions that convert their first tensor to the dtype of their second tensor."""
+_LIKE = frozenset((*_CASTS, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as, Tensor.is_same_size))
+"""Functions that read the shape or dtype of their second tensor; their result is on the device of the first."""
+
+_SHAPED = frozenset(
+    (
+        *(Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_zeros),
+        *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like, torch.rand_like, torch.randn_like),
+    )
+)
+"""Functions that make a new tensor in another tensor's shape or dtype; with a given `device`, it has real values."""
+
+
+class RemoteParameter(Tensor):
+    """Parameter or buffer of another stage; it has a shape and a dtype. Computing with it raises StageError.
+
+    A meta tensor is not enough: torch multiplies a CPU tensor by a meta tensor without an error, and returns arbitrary
+    memory. TorchScript and `torch.tensor` ignore subclasses of Tensor, so they still return arbitrary memory."""
+
+    known_as: str
+    """Name of the parameter or buffer in the model."""
+
+    @staticmethod
+    def named(name: str, *, like: Tensor) -> "RemoteParameter":
+        """Return a remote parameter with this name in the model, in the shape and dtype of `like`."""
+        one = like.detach().as_subclass(RemoteParameter)
+        one.known_as = name
+        return one
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return a remote result for remote parameters alone. Raises StageError for computations with other tensors."""
+        known = kwargs or {}
+        given = list(tensors((args, known)))
+        where = next(tensor.__dict__["known_as"] for tensor in given if isinstance(tensor, RemoteParameter))
+        asked = func in _LIKE and not isinstance(args[0], RemoteParameter)
+        if not asked and any(not isinstance(tensor, RemoteParameter) for tensor in given):
+            raise StageError(
+                f"a stage computes with {where}, which another stage holds; on the example it did not need {where}. If "
+                "the script calls trainer.model itself, as generate does, call trainer.predict: with pp a rank has one "
+                f"stage. Else: {REMEDY}"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if asked and func in _CASTS:
+                return args[0].to(next(tensor.dtype for tensor in given if isinstance(tensor, RemoteParameter)))
+            found = func(*args, **known)
+            if asked or (func in _SHAPED and "device" in known):
+                return found
+            return map_tensors(lambda tensor: RemoteParameter.named(where, like=tensor), found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteParameter":
+        return self
+
+
+def model_without_values(model: nn.Module) -> nn.Module:
+    """Return a copy of a model on the meta device."""
+    own = (*model.parameters(), *model.buffers())
+    return copy_modules(model, tensors={tensor: without_values(tensor) for tensor in own})
+
+
+def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
+    """Return stage `index` of a model. `like`: the model on meta, in the run's dtypes; None: it is made from `model`.
+
+    The stage's parameters and buffers are the model's own tensors, not copies, so that the stage trains the model. The
+    parameters of other stages become `RemoteParameter`s in the stage; `model` itself stays as it is."""
+    state = StageForwardState(
+        cut.sends[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
+    )
+    like, contents = like or model_without_values(model), cut.contents(index)
+    kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
+    module = copy_modules(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
+    pieces = {name: module.get_submodule(name) for name in contents.modules}
+    modules = [pieces[name] for name in contents.modules]
+    route = StageRoute(contents, modules=modules)
+    for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
+        _release(owner, owner._parameters, kept, bare_owner._parameters, path=path)
+    for name, piece in pieces.items():
+        if name in contents.split_blocks:
+            piece.forward = SplitBlockForward(piece, route=route, state=state)
+            continue
+        if name not in contents.modules[contents.start : contents.stop]:
+            for (path, owner), bare_owner in zip(
+                piece.named_modules(prefix=name), like.get_submodule(name).modules(), strict=True
+            ):
+                _release(owner, owner._buffers, kept, bare_owner._buffers, path=path)
+        piece.forward = PieceForward(piece, shadow=like.get_submodule(name), route=route, state=state)
+    receives = cut.sends[index - 1] if index else ()
+    return Stage(module, index=index, count=cut.stages, state=state, receives=receives)
+
+
+def _release(
+    owner: nn.Module, tensors: MutableMapping[str, Any], kept: set[int], like: Mapping[str, Any], *, path: str
+) -> None:
+    """Replace parameters or buffers (`tensors`) of the module at `path` by `RemoteParameter`s, except the `kept` ids.
+
+    A model can still read the dtype or shape of a released tensor; computing with it is an error."""
+    for name, tensor in list(tensors.items()):
+        bare = like[name]
+        if tensor is not None and bare is not None and id(tensor) not in kept:
+            del tensors[name]
+            setattr(owner, name, RemoteParameter.named(f"{path}.{name}" if path else name, like=bare))

@@ -1,0 +1,238 @@
+"""Run the backward of a stage in two parts: first I for the gradients of received values, later W for parameters.
+
+Two calls of autograd would compute the shared path twice. But a node of the graph, such as a matrix product, computes
+the gradients of its two operands separately, and autograd omits a gradient that is not requested. So:
+
+    output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to received values
+               │             │
+               ▼             ▼                               I runs the spine, and keeps the gradients at n4 and n2
+              W b           W a                              W starts again at n4 and at n2, towards the parameters
+
+After I, the saved tensors that W does not need are freed. I and W together compute the same gradients as one backward
+(Qi et al., 2023; torch's pipelining does the same).
+
+Two kinds of parameters get their gradients already in I. If the spine reaches a parameter at several nodes, autograd
+would get from one of these nodes to the others again. Behind torch's checkpoint, W would have to recompute.
+
+`enter` prepares received values, so that a backward sets their gradients without a copy."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils.checkpoint import checkpoint
+
+from meshwise.base.tensor_tree import map_tensors
+
+Gradients: TypeAlias = Sequence[Tensor | None]
+"""Gradient of each output of a node; None for an output without a gradient."""
+
+_REENTRANT = "CheckpointFunctionBackward"
+"""Node of torch's reentrant checkpoint: it runs a whole backward, which cannot be split."""
+
+
+class StageEntrance(torch.autograd.Function):
+    """Identity for received leaves. The result is no leaf and no view, so a model may change it in place.
+
+    Its backward makes the arriving gradient the leaf's `.grad` without a copy. torch would copy a gradient that another
+    object refers to, such as the sender of a value that a stage passes on unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """Return a tensor in the memory of the leaf."""
+        ctx.leaf = leaf
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        """Set the leaf's `.grad`, or add to it, and return None, so that torch adds nothing."""
+        leaf = ctx.leaf
+        leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+def enter(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return received values for a stage to use: each leaf that requires a gradient passes one `StageEntrance`."""
+    made: dict[int, Tensor] = {}
+
+    def inside(tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and tensor.is_leaf):
+            return tensor
+        if id(tensor) not in made:
+            entered: Tensor = StageEntrance.apply(tensor)
+            made[id(tensor)] = entered
+        return made[id(tensor)]
+
+    entered: dict[str, Any] = map_tensors(inside, dict(values))
+    return entered
+
+
+class WeightBackward:
+    """Second part of a backward (W), to run after the first part (I). A second `run` does nothing."""
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], None]] = []
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Add work to the second part."""
+        self._pending.append(work)
+
+    def run(self) -> None:
+        """Run W: accumulate the gradients of the parameters into their `.grad`."""
+        while self._pending:
+            self._pending.pop(0)()
+
+
+def backward_input(
+    outputs: Sequence[Tensor], *, gradients: Sequence[Tensor], received: Sequence[Tensor], parameters: Iterable[Tensor]
+) -> WeightBackward:
+    """Run I: accumulate the gradients of the leaves `received` into their `.grad`, and return W for the parameters.
+
+    `gradients`: of `outputs`, which require gradients. If the graph contains no received value, W is the whole
+    backward. If it contains a reentrant checkpoint, I is the whole backward, and W does nothing."""
+    trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}
+    graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
+    spine = graph.leading_to({_node(leaf) for leaf in received})
+    later = WeightBackward()
+    if graph.is_reentrant:
+        torch.autograd.backward(outputs, gradients)
+        return later
+    if not spine:
+        reached = [parameter for parameter, node in trained.items() if node in graph.nodes]
+        if reached:
+            edges = [*map(torch.autograd.graph.get_gradient_edge, outputs)]
+            later.later(partial(torch.autograd.backward, edges, gradients, inputs=reached))
+        return later
+    places = {parameter: graph.entrances(node, spine=spine) for parameter, node in trained.items()}
+    again = {  # nodes whose saved tensors torch's non-reentrant checkpoint recomputes
+        node
+        for node in set().union(*places.values())
+        if node is not None and any(type(saved.data).__module__ == checkpoint.__module__ for saved in _saved(node))
+    }
+    now = [parameter for parameter, nodes in places.items() if len(nodes) > 1 or None in nodes or nodes & again]
+    hooks = []
+    single = (node for nodes in places.values() if len(nodes) == 1 for node in nodes)
+    for place in dict.fromkeys(node for node in single if node is not None and node not in again):
+        hanging = [parameter for parameter, nodes in places.items() if nodes == {place}]
+        hooks.append(place.register_prehook(partial(_arrived, later, place, hanging)))
+    torch.autograd.backward(
+        outputs, gradients, inputs=[*(leaf for leaf in received if _node(leaf) in graph.nodes), *now], retain_graph=True
+    )
+    for hook in hooks:
+        hook.remove()
+    kept = set().union(*places.values())
+    for node in graph.nodes:
+        if node in spine and node not in kept:
+            _forget(node)
+    return later
+
+
+def is_reentrant(values: Iterable[Tensor]) -> bool:
+    """Return whether a node of torch's reentrant checkpoint is in the graph of these values."""
+    return _Graph([value.grad_fn for value in values if value.grad_fn is not None]).is_reentrant
+
+
+def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
+    """Add to W the backward from `place` to the parameters, with the gradients that arrive there in I."""
+    if parameters and any(gradient is not None for gradient in gradients):
+        later.later(partial(_leave, place, parameters, gradients))
+
+
+def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
+    """Run the backward from a node of the spine to the parameters, with the gradients that arrived there in I.
+
+    Hooks on the node's tensor have already changed these gradients in I. Autograd calls the hooks again here, so one
+    more hook, called last, puts the gradients of I back."""
+    arrived = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+    hook = place.register_prehook(lambda _: tuple(gradients))
+    edges = [GradientEdge(place, index) for index, _ in arrived]
+    torch.autograd.backward(edges, [gradient for _, gradient in arrived], inputs=parameters)
+    hook.remove()
+
+
+def _forget(node: Node) -> None:
+    """Free the saved tensors of a node that will not run again.
+
+    Tensors of dim 0 stay: a rehearsal, which records tensors, counts the factor of a dropout as a number."""
+    for saved in _saved(node):
+        if isinstance(saved.data, Tensor) and saved.data.dim():
+            with contextlib.suppress(RuntimeError):  # a tier or the model has put hooks on the saved tensor
+                saved.register_hooks(_nothing, _nothing)
+
+
+def _nothing(_saved: object) -> None:
+    """Return None: the replacement for a saved tensor that is not needed."""
+
+
+def _saved(node: Node) -> Iterator[Any]:
+    """Yield the SavedTensor objects of a node; their `data` is the tensor or the result of a pack hook."""
+    for name in _saved_by(type(node)):
+        some = getattr(node, name)
+        yield from some if isinstance(some, list | tuple) else (some,)
+
+
+@cache
+def _saved_by(kind: type[Node]) -> tuple[str, ...]:
+    """Return the names of the attributes in which a class of nodes keeps its saved tensors."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _node(leaf: Tensor) -> Node:
+    """Return the node that accumulates a leaf's gradient."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+class _Graph:
+    """Autograd graph from some output nodes down to the leaves; the order of its nodes is deterministic."""
+
+    def __init__(self, roots: Sequence[Node]) -> None:
+        self.nodes: dict[Node, None] = {}
+        self._roots = set(roots)
+        self._above: dict[Node, set[Node]] = {}
+        waiting = list(roots)
+        while waiting:
+            node = waiting.pop()
+            if node in self.nodes:
+                continue
+            self.nodes[node] = None
+            for below, _ in node.next_functions:
+                if below is not None:
+                    self._above.setdefault(below, set()).add(node)
+                    waiting.append(below)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """True if a node of the graph is a reentrant checkpoint."""
+        return any(node.name() == _REENTRANT for node in self.nodes)
+
+    def leading_to(self, leaves: Iterable[Node]) -> set[Node]:
+        """Return the nodes from which one of the leaves can be reached, including these leaves."""
+        found: set[Node] = set()
+        waiting = [leaf for leaf in leaves if leaf in self.nodes]
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting += self._above.get(node, ())
+        return found
+
+    def entrances(self, leaf: Node, *, spine: set[Node]) -> set[Node | None]:
+        """Return the nodes at which paths to the leaf leave the spine, and None for a path that misses the spine."""
+        found: set[Node | None] = set()
+        seen: set[Node] = set()
+        waiting = [leaf] if leaf in self.nodes else []
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            found |= {None} if node in self._roots else set()
+            for above in self._above.get(node, ()):
+                if above in spine:
+                    found.add(above)
+                else:
+                    waiting.append(above)
+        return found

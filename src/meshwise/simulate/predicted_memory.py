@@ -1,0 +1,378 @@
+"""Predict each rank's memory by category for every action of a step, and find the cheapest plan that fits.
+
+The peak is the maximum over two steps: the first allocates the optimizer's state, the second starts with that state.
+`memory_of` returns the memory of a rehearsed plan, and `memory_table` shows it.
+
+An out-of-memory error names only the bytes of the last allocation. `shortage` rehearses the plan to predict its memory
+by category. Then it rehearses plans that need less memory, from the cheapest change to the most expensive one, until a
+plan fits the available memory. `needs` does the same before a run.
+
+If a process exceeds the memory of its machine or cgroup, the system kills it without an error. Then the process
+that started it explains the end with this file (`cli/train_command.py`)."""
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwise.base import tensor_tree as tree
+from meshwise.base.text_format import align_columns
+from meshwise.comm.api.streams import gpu_count
+from meshwise.engine.parallelize import Options
+from meshwise.model.forward import Loss
+from meshwise.optim.flat_optimizer import OptimizerClass
+from meshwise.plan import Plan, PlanError
+from meshwise.simulate.measured_memory import MeasuredRank, room_left
+from meshwise.simulate.rehearsal import Device, Rehearsal, RehearsalSubject, asks_for_values, rehearse
+from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
+
+
+@dataclass(frozen=True)
+class ActionMemory:
+    """Peak memory of a rank during one action."""
+
+    label: str
+    """Activity, such as `2F0` or `update`; "" for the time before the step."""
+    bytes: int
+    """Bytes on the device at the peak, over all categories."""
+    before: tuple[Mapping[Category, int], Mapping[Category, int]]
+    """Bytes by category when the action begins: on the device, and in the host's memory."""
+    more: tuple[Mapping[Category, int], Mapping[Category, int]] = ({}, {})
+    """Bytes by category that the action adds: until its peak on the device, and at most in the host's memory."""
+
+    @cached_property
+    def device(self) -> Mapping[Category, int]:
+        """Bytes by category on the device at the peak."""
+        return _sum(self.before[0], self.more[0])
+
+    @cached_property
+    def host(self) -> Mapping[Category, int]:
+        """Largest bytes of each category in the host's memory; empty if the device is a CPU."""
+        return _sum(self.before[1], self.more[1])
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank along pp in the first and in a later step; all its replicas use the same."""
+
+    index: int
+    built: Mapping[Category, int]
+    """Bytes by category before the first step."""
+    first: tuple[ActionMemory, ...]
+    """Peak of each action of a run's first step."""
+    steady: tuple[ActionMemory, ...]
+    """Memory before a later step, then the peak of each action of this step."""
+    away: Mapping[str, int]
+    """Bytes of state off the device, by tier: `cpu`, `disk`."""
+
+    @property
+    def peak(self) -> ActionMemory:
+        """Action in which the rank needs the most memory on its device."""
+        return max((*self.first, *self.steady), key=lambda moment: moment.bytes)
+
+    @property
+    def rest(self) -> Mapping[Category, int]:
+        """Bytes by category on the device between steps."""
+        return self.steady[0].device
+
+
+def memory_of(rehearsal: Rehearsal) -> tuple[RankMemory, ...]:
+    """Return the memory of every rank along pp, in order."""
+    known: dict[int, _Change] = {}
+    return tuple(_rank(rehearsal, index, known) for index in range(len(rehearsal.tapes)))
+
+
+def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
+    """Return the rank with the largest peak on its device."""
+    return max(ranks, key=lambda rank: rank.peak.bytes)
+
+
+def _rank(rehearsal: Rehearsal, index: int, known: "dict[int, _Change]") -> RankMemory:
+    tape = rehearsal.tapes[index]
+    level = _Level(apart=rehearsal.device != "cpu", known=known)
+    level.play(tape.build)
+    built = level.device
+    first = tuple(map(level.play, rehearsal.step(index, first=True)))
+    # Recorded segments are exact, but repeats of them for other micro-batches may keep memory until a step ends.
+    exact = _Level(apart=level.apart, known=known)
+    for segment in (tape.build, *tape.first):
+        exact.play(segment)
+    start = ActionMemory("", sum(exact.device.values()), (exact.device, exact.host))
+    steady = (start, *map(exact.play, rehearsal.step(index)))
+    return RankMemory(index, built, first, steady, tape.away)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Memory changes of a segment: in total, and up to its peak on the device."""
+
+    device: Counter[Category]
+    host: Counter[Category]
+    """Changes by the end of the segment, on the device and on the host."""
+    most: Counter[Category]
+    most_host: Counter[Category]
+    """Changes up to the device's peak, and the largest change of each category on the host."""
+    total: int
+    highest: int
+    """Bytes on the device over all categories: at the end, and at the peak."""
+
+    @classmethod
+    def of(cls, segment: TapeSegment, *, apart: bool) -> "_Change":
+        """Return the memory changes of a segment; `apart`: the host's memory is separate from the device's."""
+        device, host = Counter[Category](), Counter[Category]()
+        total = highest = 0
+        most, most_host = Counter[Category](), Counter[Category]()
+        for entry in segment.entries:
+            if not isinstance(entry, MemoryChange):
+                continue
+            if entry.host and apart:
+                host[entry.category] += entry.bytes
+                most_host |= host
+                continue
+            device[entry.category] += entry.bytes
+            total += entry.bytes
+            if total > highest:
+                highest, most = total, Counter(device)
+        return cls(device, host, most, most_host, total, highest)
+
+
+class _Level:
+    """Current bytes of each category while segments are applied in order."""
+
+    def __init__(self, *, apart: bool, known: dict[int, _Change]) -> None:
+        """`known`: changes of segments by the `id` of their entries; this object adds to it."""
+        self.apart = apart
+        self.device: Mapping[Category, int] = {}
+        self.host: Mapping[Category, int] = {}
+        self._total = 0
+        self._known = known
+
+    def play(self, segment: TapeSegment) -> ActionMemory:
+        """Apply the memory changes of a segment and return its peak."""
+        change = self._known.get(id(segment.entries))
+        if change is None:
+            change = self._known[id(segment.entries)] = _Change.of(segment, apart=self.apart)
+        before, more = (self.device, self.host), (change.most, change.most_host)
+        moment = ActionMemory(str(segment.activity), self._total + change.highest, before, more)
+        self._total += change.total
+        self.device = _sum(self.device, change.device) if change.device else self.device
+        self.host = _sum(self.host, change.host) if change.host else self.host
+        return moment
+
+
+def _sum(one: Mapping[Category, int], other: Mapping[Category, int]) -> Counter[Category]:
+    found = Counter(one)
+    found.update(other)
+    return found
+
+
+Table = list[tuple[str, ...]]
+"""Rows of cells; the first row has the titles."""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank] = ()) -> Table:
+    """Return each rank's peak memory along pp by category; if measured, with the measured peak and the error."""
+    categories = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
+    hosts = any(moment.host for rank in ranks for moment in rank.steady)
+    tiers = [tier for tier in ("cpu", "disk") if any(rank.away.get(tier) for rank in ranks)]
+    host = ["on the host"] if hosts or "cpu" in tiers else []
+    titles = ("pp", *categories, "peak", "during", *host, *(["on disk"] if "disk" in tiers else []))
+    rows: Table = [(*titles, "measured", "error") if measured else titles]
+    for rank in ranks:
+        peak = rank.peak
+        cells = [
+            str(rank.index),
+            *(size_text(peak.device.get(category, 0)) for category in categories),
+            size_text(peak.bytes),
+        ]
+        cells.append(peak.label)
+        if host:
+            most = max(sum(moment.host.values()) for moment in (*rank.first, *rank.steady))
+            cells.append(size_text(most + rank.away.get("cpu", 0)))
+        if "disk" in tiers:
+            cells.append(size_text(rank.away.get("disk", 0)))
+        if measured:
+            most = max(one.peak for one in measured if one.index == rank.index)
+            cells += [size_text(most), f"{100 * (peak.bytes / most - 1):+.1f} %"]
+        rows.append(tuple(cells))
+    return rows
+
+
+def size_text(size: float) -> str:
+    """Return a size in bytes as text with a unit: `4.0 KiB` for 4096."""
+    power = 0
+    while abs(size) >= 1024 and power < len(_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.0f} {_UNITS[power]}" if power == 0 else f"{size:.1f} {_UNITS[power]}"
+
+
+CHANGES = (
+    "",
+    "microbatches=*2",
+    "microbatches=*4",
+    "recompute=selective",
+    "recompute=full",
+    "offload=optimizer:cpu",
+    "recompute=full offload=optimizer:cpu",
+    "offload=optimizer:disk",
+    "offload=optimizer:disk,gradients:disk",
+    "recompute=full offload=optimizer:disk,gradients:disk",
+    "zero=3 offload=optimizer:disk,gradients:disk,params:disk",
+    "zero=3 recompute=full offload=optimizer:disk,gradients:disk,params:disk",
+)
+"""Changes of a plan that save memory, the cheapest in time first: smaller micro-batches, recomputation, offload to the
+host, offload to disk; `*2` multiplies. Each is tried with every `zero` from the plan's value to 3, cheapest first."""
+
+
+class ShortageError(MemoryError):
+    """Out-of-memory error of a rank. `used`: bytes that the rank used, by category, as in `Trainer.memory`."""
+
+    def __init__(self, message: str, *, used: Mapping[str, int]) -> None:
+        super().__init__(message)
+        self.used = used
+
+    def __reduce__(self) -> "tuple[partial[ShortageError], tuple[Any, ...]]":
+        """Return how to unpickle this error together with `used`; the default would pickle only the message."""
+        return partial(ShortageError, used=self.used), self.args
+
+
+@dataclass(frozen=True)
+class MemoryShortage:
+    """Memory that a plan needs on the fullest rank, the memory it may use, and the cheapest plan that fits.
+
+    predicted       bytes by category; empty if nothing could be predicted
+    used            bytes by category at the time of the error; empty if nothing has run
+    room            bytes that the rank may use
+    fitting         cheapest plan that fits: `plan` itself if it fits, None if no plan was found
+    fitting_needs   bytes that `fitting` needs
+    unpredictable   reason why the memory of this model cannot be predicted, or ""
+    """
+
+    plan: Plan
+    predicted: Mapping[str, int]
+    used: Mapping[str, int]
+    room: int
+    fitting: Plan | None = None
+    fitting_needs: int = 0
+    unpredictable: str = ""
+
+    def __str__(self) -> str:
+        cell = lambda sizes, kind: size_text(sizes[kind]) if kind in sizes else ""  # noqa: E731
+        kinds = dict.fromkeys([*self.predicted, *self.used])
+        rows = [("", "predicted", "when it failed" if self.used else "")]
+        rows += [(kind, cell(self.predicted, kind), cell(self.used, kind)) for kind in kinds]
+        rows += [("in all", size_text(sum(self.predicted.values())), "")] if self.predicted else []
+        rows += [("room", size_text(self.room), "")]
+        lines = [f"  {line}" for line in align_columns(rows).split("\n")]
+        advice = (
+            "no change of the plan makes this model fit here; try more ranks, a smaller batch or, for state on disk, "
+            "smaller staging buffers (swap.megabytes of a job, SwapConfig(buffer=…) in Options)"
+        )
+        if self.unpredictable:
+            advice = f"the memory of plans for this model cannot be predicted without values: {self.unpredictable}"
+        if self.fitting == self.plan:
+            advice = "it fits"
+        elif self.fitting is not None:
+            advice = f"the cheapest change that fits: '{self.fitting}' ({size_text(self.fitting_needs)})"
+        return "\n".join([f"the plan '{self.plan}' on a rank:", *lines, advice])
+
+
+class MemoryNeeds:
+    """Predicted bytes by category on the fullest rank, for any plan of a training. Each plan is rehearsed once."""
+
+    def __init__(self, subject: RehearsalSubject, *, ranks: int, shared: bool = False) -> None:
+        """`shared`: all ranks are processes of one host. If this host has no GPU, they share memory."""
+        self.device: Device = "cuda" if gpu_count() else "cpu"
+        self.rows = tree.row_count(subject.batch)
+        self._subject, self._ranks, self._shared = subject, ranks, shared and self.device == "cpu"
+        self._known: dict[Plan, Mapping[str, int]] = {}
+
+    def of(self, plan: Plan) -> Mapping[str, int]:
+        """Return the bytes by category on the fullest rank. Raises the errors of `rehearse`."""
+        if plan not in self._known:
+            found = rehearse(self._subject, plan=plan, ranks=self._ranks, device=self.device, shared=self._shared)
+            peak = fullest(memory_of(found)).peak
+            self._known[plan] = {str(category): size for category, size in peak.device.items()}
+        return self._known[plan]
+
+    def total(self, plan: Plan) -> float:
+        """Return the total bytes on the fullest rank; infinity for a plan that cannot be rehearsed with this model."""
+        try:
+            return sum(self.of(plan).values())
+        except (ValueError, RuntimeError):
+            return math.inf
+
+
+def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, used: Mapping[str, int]) -> MemoryShortage:
+    """Return the predicted memory of `plan`, which ran out of memory, and the cheapest plan that fits into `room`."""
+    try:
+        predicted = needs.of(plan)
+    except (ValueError, RuntimeError) as error:
+        return MemoryShortage(plan, {}, used, room, unpredictable=str(error))
+    for change in CHANGES:
+        candidates = list(_changed(plan, change, needs=needs))
+        # The last candidate needs (almost) the least memory. If it does not fit, the others are not rehearsed.
+        if candidates and needs.total(candidates[-1]) <= room:
+            candidate = next(one for one in candidates if needs.total(one) <= room)
+            return MemoryShortage(plan, predicted, used, room, candidate, int(needs.total(candidate)))
+    return MemoryShortage(plan, predicted, used, room)
+
+
+def needs(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan | str,
+    *,
+    loss: Loss,
+    batch: Any,
+    optimizer: OptimizerClass = torch.optim.AdamW,
+    options: Options | None = None,
+    **optimizer_arguments: Any,
+) -> MemoryShortage:
+    """Return the memory that a plan needs on each rank of this host; if too much, also the cheapest plan that fits.
+
+    Print the result. Call this function with the arguments of `parallelize` and a typical global batch, before
+    `parallelize` changes the model. It allocates no tensors of the model's size. Raises PlanError if the plan does not
+    fit the model, ValueError for `dp=auto`."""
+    plan = Plan.of(plan)
+    ranks = plan.mesh().size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    subject = RehearsalSubject(model, loss, batch, optimizer, optimizer_arguments, options or Options())
+    found = MemoryNeeds(subject, ranks=ranks, shared=here == ranks)
+    room = room_left(torch.device(found.device), ranks=here)
+    try:
+        predicted = found.of(plan)
+    except RuntimeError as error:
+        if not asks_for_values(error):
+            raise
+        return MemoryShortage(plan, {}, {}, room, unpredictable=str(error))
+    if sum(predicted.values()) <= room:
+        return MemoryShortage(plan, predicted, {}, room, plan, sum(predicted.values()))
+    return shortage(found, plan=plan, room=room, used={})
+
+
+def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:
+    """Yield the plan with a change of `CHANGES` and each `zero` from the plan's value to 3, in ascending order."""
+    if needs.device == "cpu" and "optimizer:cpu" in change:
+        return  # all tensors are in the host's memory already
+    words = dict(word.split("=", 1) for word in change.split())
+    for zero in range(plan.zero, 4 if plan.dp != 1 or "zero" in words else plan.zero + 1):
+        if words.get("zero", str(zero)) != str(zero):
+            continue
+        changes: dict[str, str | int] = {**words, "zero": zero}
+        if times := words.get("microbatches"):
+            changes["microbatches"] = plan.microbatches * int(times.removeprefix("*"))
+        try:
+            candidate = Plan.from_toml({**plan.to_toml(), **changes})
+        except PlanError:
+            continue
+        parts = candidate.microbatches * math.prod(candidate.mesh().degree(axis) for axis in candidate.row_axes)
+        if candidate != plan and (not times or parts <= needs.rows):
+            yield candidate

@@ -1,0 +1,527 @@
+"""Predict the time, bubble, waits, traffic and flops of a step from the tapes of all ranks and a cluster.
+
+First each segment of a tape is played alone. A rank computes on one stream; on a GPU, an operation starts after the
+host has launched it. Collectives along the same axes run one after the other on their own stream. The rank stops only
+where its tape waits for a collective. With pp, the pipeline's clock (`schedule_clock.py`) then combines the stages with
+their messages, gathers and reductions. `predict` returns the result, and `time_table` shows it.
+
+`PredictionReplay` has the timeline of the step, and each rank's memory over the step, for drawings. To the actions of
+the clock it adds the collectives and waits inside actions, the phases before and after the schedule, and the memory
+changes of the tape:
+
+    │ begin │ 0F0 │ 0F1 │      │   0B0   │   0B1   │ exchange │ update │
+              ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     waits for collectives"""
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.comm.api.flight_recorder import Activity, StepPhase
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
+from meshwise.pipeline.schedules.schedule_table import COMPUTE, RECEIVES, Action, ActionKind
+from meshwise.simulate.cluster import Cluster
+from meshwise.simulate.cost_model import CostModel, EntryTime, entry_times, sent_fraction, step_seconds
+from meshwise.simulate.predicted_memory import RankMemory, Table, fullest, memory_of, size_text
+from meshwise.simulate.rehearsal import Rehearsal
+from meshwise.simulate.step_tape import Category, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
+
+
+@dataclass(frozen=True)
+class PlayedSegment:
+    """Times of consecutive segments of a tape."""
+
+    seconds: float
+    """Seconds from the first start to the last stop."""
+    exposed: Mapping[str, float]
+    """Seconds in which the rank waits for collectives, by the collectives' axes joined with `·` (`dp·cp`)."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time, waits, traffic and memory of one step of a plan on a cluster."""
+
+    rehearsal: Rehearsal
+    cluster: Cluster
+    seconds: float
+    """Seconds of a step."""
+    bubble: float
+    """Fraction of the step in which a rank has nothing to compute because of the pipeline; mean over ranks."""
+    exposed: Mapping[str, float]
+    """Seconds of the step in which a rank only waits, mean over ranks. The keys are the axes of collectives (`dp·cp`),
+    and `host` for offloaded state."""
+    traffic: Mapping[str, float]
+    """Bytes that one rank sends in a step, the largest number of all ranks: `inside` a node and `between` nodes."""
+    timeline: Timeline | None
+    """Timeline of the pipeline's actions; None for pp=1."""
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Memory of each rank along pp."""
+        return memory_of(self.rehearsal)
+
+    @property
+    def fits(self) -> bool:
+        """True if every rank's peak, with the memory of libraries, is within the device's memory."""
+        device = self.cluster.device
+        return fullest(self.memory).peak.bytes + device.own <= device.memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over all ranks; tokens are what the loss counts."""
+        return self.rehearsal.tokens / self.seconds
+
+    @property
+    def model_flops(self) -> float:
+        """Flops of the model in a step over all ranks, without recomputation: at most 3 times the forwards' flops."""
+        once = sum(each_flops(self.rehearsal, kinds=tuple(ActionKind), repeated=False))
+        return min(3.0 * sum(each_flops(self.rehearsal, kinds=(ActionKind.F,))), float(once)) * self.rehearsal.replicas
+
+    @property
+    def flops(self) -> float:
+        """Flops of all matrix products of a step over all ranks, with recomputation."""
+        return float(sum(each_flops(self.rehearsal))) * self.rehearsal.replicas
+
+    @property
+    def utilisation(self) -> float:
+        """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
+        ranks = self.rehearsal.plan.mesh().size
+        return self.model_flops / (self.seconds * ranks * self._peak)
+
+    @property
+    def _peak(self) -> float:
+        counted: Counter[str] = Counter()
+        for segment in self.rehearsal.step(0):
+            for entry in segment.entries:
+                if isinstance(entry, TapeOperation):
+                    counted[entry.dtype] += entry.flops
+        return self.cluster.device.peak_of(counted.most_common(1)[0][0])
+
+
+def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
+    """Return the prediction for a rehearsed plan on a cluster."""
+    cost_model, step = CostModel(cluster), cluster.device.step
+    places = _places(rehearsal, cluster)
+    # one rank for each place: the first along pp
+    ranks = {place: _Rank(rehearsal, places.index(place), cost_model) for place in dict.fromkeys(places)}
+    each = [rank.sent() for rank in ranks.values()]
+    sent = {link: max(one[link] for one in each) for link in each[0]}
+    if rehearsal.plan.pp == 1:
+        played = ranks[places[0]].play(rehearsal.step(0))
+        took, waits = _add_host_time(rehearsal, cluster, played.seconds + step, played.exposed)
+        return Prediction(rehearsal, cluster, took, 0.0, waits, sent, None)
+    costs: dict[int, ActionCost] = {}
+    for index, place in enumerate(places):
+        costs |= dict(zip(rehearsal.schedule.stages_of(index), ranks[place].costs().values(), strict=True))
+    timeline = clock(rehearsal.schedule, costs=[costs[stage] for stage in range(rehearsal.schedule.stages)])
+    computed = max(event.stop for event in timeline.events if event.stream is TimelineRow.COMPUTE)
+    along = max(event.stop for event in timeline.events)
+    around = max(rank.around().seconds for rank in ranks.values())
+    spent = along + around + step
+    exposed: dict[str, float] = defaultdict(float)
+    idle = 0.0
+    for place, count in Counter(places).items():
+        part = count / len(places)
+        idle += part * (computed - ranks[place].busy() + around - ranks[place].around().seconds)
+        for axes, seconds in ranks[place].waits().items():
+            exposed[axes] += part * seconds
+    exposed["·".join(rehearsal.plan.row_axes)] += along - computed  # reductions after the last computation
+    took, waits = _add_host_time(rehearsal, cluster, spent, exposed)
+    return Prediction(rehearsal, cluster, took, max(0.0, idle) / took, waits, sent, timeline)
+
+
+def time_table(prediction: Prediction) -> Table:
+    """Return rows of (title, value): seconds of a step, tokens per second, utilisation, bubble, waits, traffic, fit."""
+    waits = sorted(prediction.exposed.items(), key=lambda item: -item[1])
+    return [
+        ("", ""),
+        ("step", f"{prediction.seconds:.4g} s"),
+        ("tokens/s", f"{prediction.tokens_per_second:,.0f}"),
+        ("utilisation", f"{100 * prediction.utilisation:.1f} % of the peak, without recomputation"),
+        ("bubble", f"{100 * prediction.bubble:.1f} % of the step"),
+        *(
+            (f"waits for {axes}", f"{100 * took / prediction.seconds:.1f} % of the step")
+            for axes, took in waits
+            if took
+        ),
+        *((f"sent {where}", size_text(size)) for where, size in prediction.traffic.items() if size),
+        ("fits", "yes" if prediction.fits else "no: see --memory"),
+    ]
+
+
+def _add_host_time(
+    rehearsal: Rehearsal, cluster: Cluster, took: float, exposed: Mapping[str, float]
+) -> tuple[float, Mapping[str, float]]:
+    """Return a step's seconds and waits, with the time for offloaded state added; its wait has the key `host`."""
+    on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
+    whole = max(step_seconds(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
+    return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
+
+
+def each_flops(
+    rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind), repeated: bool = True
+) -> list[int]:
+    """Return the flops of a step in these kinds of action, for each rank along pp; None: phases outside of actions.
+
+    `repeated`: also count the forwards that a backward repeats. Equal segments are counted once and multiplied."""
+    found: dict[int, int] = {}
+    for index in {tape.index for tape in rehearsal.tapes}:
+        parts = [part for part in rehearsal.step(index) if part.kind in kinds]
+        times = Counter(id(part.entries) for part in parts)
+        once = {id(part.entries): part for part in parts}
+        found[index] = sum(times[key] * _flops(part, repeated=repeated) for key, part in once.items())
+    return [found[tape.index] for tape in rehearsal.tapes]
+
+
+def _flops(part: TapeSegment, *, repeated: bool) -> int:
+    """Return the flops of a segment. In a forward, no operation counts as repeated."""
+    if repeated or part.kind is ActionKind.F:
+        return part.flops
+    return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and not one.again)
+
+
+_Place = tuple[int, int]
+"""(index along pp of the rank whose tape it shares, its own number in its node). Equal pairs have equal times."""
+
+
+def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
+    """Return the place of each rank along pp."""
+    each = rehearsal.replicas
+    return [(tape.index, index * each % cluster.ranks_per_node) for index, tape in enumerate(rehearsal.tapes)]
+
+
+class _Rank:
+    """One rank along pp, with the times of its segments; equal segments are played once."""
+
+    def __init__(self, rehearsal: Rehearsal, index: int, cost_model: CostModel) -> None:
+        shift = (index - rehearsal.tapes[index].index) * rehearsal.replicas
+        self.cost_model = dataclasses.replace(cost_model, shift=shift)
+        parts = rehearsal.step(index)
+        counted = Counter(id(part.entries) for part in parts)
+        once = {id(part.entries): part for part in parts}
+        self._around = [part for part in parts if part.kind is None]
+        self._actions = [(part.action, part, counted[key]) for key, part in once.items() if part.action is not None]
+        self._played = {id(part.entries): self.play([part]) for _, part, _ in self._actions}
+
+    def play(self, segments: Iterable[TapeSegment]) -> PlayedSegment:
+        """Return the times of consecutive segments without messages between stages, which the clock adds."""
+        now = 0.0
+        axes: dict[int, str] = {}
+        exposed: dict[str, float] = defaultdict(float)
+        for _, entry, start, stop in entry_times(segments, cost_model=self.cost_model):
+            if isinstance(entry, TapeCall):
+                axes[entry.record.sequence] = "·".join(entry.record.axes)
+                continue
+            now = stop
+            if isinstance(entry, TapeWait) and stop > start:
+                exposed[axes[entry.sequence]] += stop - start
+        return PlayedSegment(now, exposed)
+
+    def costs(self) -> dict[int, ActionCost]:
+        """Return the mean seconds of each kind of action, by stage of this rank, ascending."""
+        found: dict[int, dict[ActionKind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+        for action, part, times in self._actions:
+            took = self._seconds(part) if action.kind in COMPUTE else sum(map(self.cost_model.collective, part.calls()))
+            found[action.stage][action.kind].append((took, times))
+        return {
+            stage: ActionCost(
+                forward=_mean(times[ActionKind.F]),
+                input=_mean(times[ActionKind.I]),
+                weight=_mean(times[ActionKind.W]),
+                backward=_mean(times[ActionKind.B]) if times[ActionKind.B] else None,
+                link=_mean(times[ActionKind.SEND_F]) or _mean(times[ActionKind.RECV_B]),
+                gather=_mean(times[ActionKind.GATHER]),
+                reduce=_mean(times[ActionKind.REDUCE]),
+            )
+            for stage, times in sorted(found.items())
+        }
+
+    def around(self) -> PlayedSegment:
+        """Return the times of the phases before and after the schedule's actions."""
+        return self.play(self._around)
+
+    def busy(self) -> float:
+        """Return the seconds of all forwards and backwards, including their waits for collectives."""
+        return sum(self._seconds(part) * times for action, part, times in self._actions if action.kind in COMPUTE)
+
+    def waits(self) -> Mapping[str, float]:
+        """Return the seconds of waits in forwards, backwards and the phases around the schedule, by axes."""
+        found = Counter(self.around().exposed)
+        for action, part, times in self._actions:
+            if action.kind in COMPUTE:
+                found.update({axes: took * times for axes, took in self._played[id(part.entries)].exposed.items()})
+        return found
+
+    def sent(self) -> dict[str, float]:
+        """Return the bytes that this rank sends in a step `inside` a node and `between` nodes.
+
+        A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node."""
+        found = {"inside": 0.0, "between": 0.0}
+        for part, times in (
+            *((part, 1) for part in self._around),
+            *((part, times) for _, part, times in self._actions),
+        ):
+            for call in part.calls():
+                if call.record.kind != "recv":
+                    size = times * call.record.bytes * sent_fraction(call.record.kind, count=len(call.ranks))
+                    here = self.cost_model.mean_ranks_per_node(call.ranks)
+                    leaving = 1 / here if self.cost_model.crosses_nodes(call.ranks) else 0.0
+                    found["between"] += size * leaving
+                    found["inside"] += size * (1 - leaving)
+        return found
+
+    def _seconds(self, part: TapeSegment) -> float:
+        return self._played[id(part.entries)].seconds
+
+
+def _mean(times: list[tuple[float, int]]) -> float:
+    count = sum(many for _, many in times)
+    return sum(took * many for took, many in times) / count if count else 0.0
+
+
+_MOST_EVENTS = 20_000
+"""Largest number of collectives and waits inside actions that a timeline shows. If there are more, each action has only
+one wait per set of axes, at the action's end."""
+
+
+@dataclass(frozen=True)
+class MemoryLevel:
+    """Memory of a rank on its device at one moment of a step."""
+
+    seconds: float
+    """Seconds since the step began."""
+    during: str
+    """Activity of the rank under its name in the timeline; between activities, `before 0F1`."""
+    device: Mapping[Category, int]
+    """Bytes by category."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes over all categories."""
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class MemoryHistory:
+    """Memory of one rank along pp over the course of a step."""
+
+    index: int
+    seconds: float
+    """Seconds of the step."""
+    levels: tuple[MemoryLevel, ...]
+    """For equally long parts of the step, the moment with the most memory; `seconds` is the start of the part."""
+
+    @property
+    def peak(self) -> MemoryLevel:
+        """Moment of the step with the most memory."""
+        return max(self.levels, key=lambda level: level.bytes)
+
+    def holds(self, category: Category) -> bool:
+        """Return whether the rank has memory of this category at any moment."""
+        return any(level.device.get(category) for level in self.levels)
+
+
+@dataclass(frozen=True)
+class _Played:
+    """Segment with the times of its entries, in seconds since the first of the consecutive segments began."""
+
+    activity: Activity
+    start: float
+    stop: float
+    times: tuple[EntryTime, ...]
+    inside: tuple[tuple[TimelineRow, str, float, float], ...]
+    """Row of the timeline, name, start and stop of each collective and wait of the segment."""
+
+    @cached_property
+    def waits(self) -> Mapping[str, float]:
+        """Seconds in which the rank waits for collectives, by axes."""
+        total: dict[str, float] = defaultdict(float)
+        for stream, call, start, stop in self.inside:
+            if stream is TimelineRow.WAIT:
+                total[call.split()[-1]] += stop - start
+        return total
+
+
+def _play(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> Iterator[_Played]:
+    """Yield consecutive segments of a rank with their times."""
+    calls: dict[int, str] = {}
+    now = 0.0
+    for _, each in itertools.groupby(entry_times(segments, cost_model=cost_model), key=lambda time: id(time.segment)):
+        start, own = now, tuple(each)
+        inside = []
+        for _, entry, begin, end in own:
+            if isinstance(entry, TapeCall):
+                calls[entry.record.sequence] = f"{entry.record.kind} {'·'.join(entry.record.axes)}"
+                inside.append((TimelineRow.COLLECTIVE, calls[entry.record.sequence], begin, end))
+                continue
+            now = end
+            if isinstance(entry, TapeWait) and end > begin:
+                inside.append((TimelineRow.WAIT, calls[entry.sequence], begin, end))
+        yield _Played(own[0].segment.activity, start, now, own, tuple(inside))
+
+
+@dataclass(frozen=True)
+class _Act:
+    """Activity of a rank, with its start and stop in the step. An action lasts the mean time of its kind."""
+
+    activity: Activity
+    start: float
+    stop: float
+    played: _Played | None = None
+
+    def at(self, moment: float) -> float:
+        """Convert a time of the played segment to a time in the step, scaled to this activity."""
+        assert self.played is not None
+        own = self.played.stop - self.played.start
+        return self.start + (moment - self.played.start) * ((self.stop - self.start) / own if own else 1.0)
+
+    def inside(self, *, rank: int) -> Iterator[Event]:
+        """Yield the collectives and waits of this activity."""
+        for stream, kind, start, stop in self.played.inside if self.played else ():
+            yield Event(rank, stream, kind, self.at(start), self.at(stop))
+
+    def waits(self, *, rank: int) -> Iterator[Event]:
+        """Yield one wait per set of axes, at the end of this activity."""
+        stop = self.stop
+        for axes, seconds in self.played.waits.items() if self.played else ():
+            start = stop - (self.at(seconds) - self.at(0.0))
+            yield Event(rank, TimelineRow.WAIT, axes, start, stop)
+            stop = start
+
+
+class PredictionReplay:
+    """Timeline of a predicted step, and the memory of its ranks over time."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        self.prediction = prediction
+        self._rehearsal = prediction.rehearsal
+        self._cost_models: dict[tuple[int, int], CostModel] = {}
+        self._alone: dict[tuple[int, int], _Played | None] = {}
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Timeline of all ranks along pp over the whole step, without waits for messages."""
+        ranks = range(len(self._rehearsal.tapes))
+        events = [event for index in ranks for event in self._outline(index)]
+        acts = [(index, act) for index in ranks for act in self._acts[index] if act.stop > act.start]
+        every = sum(len(act.played.inside) for _, act in acts if act.played) <= _MOST_EVENTS
+        for index, act in acts:
+            events += act.inside(rank=index) if every else act.waits(rank=index)
+        return Timeline(tuple(events), (tuple(ranks),))
+
+    def history(self, index: int, *, columns: int = 360) -> MemoryHistory:
+        """Return the memory of the rank with this index along pp, in `columns` equally long parts of the step."""
+        seconds, apart = self.prediction.seconds, self._rehearsal.device != "cpu"
+        current = Counter(self.prediction.memory[index].rest)
+        levels = [MemoryLevel(0.0, "begin", dict(current))]
+        most = total = sum(current.values())
+        for act, time, entry in self._changes(index):
+            if entry.host and apart:
+                continue
+            while (start := len(levels) * seconds / columns) <= time and len(levels) < columns:
+                levels.append(
+                    MemoryLevel(
+                        start, f"{act.activity}" if start >= act.start else f"before {act.activity}", dict(current)
+                    )
+                )
+                most = total
+            current[entry.category] += entry.bytes
+            total += entry.bytes
+            if total > most:
+                levels[-1] = MemoryLevel(levels[-1].seconds, str(act.activity), dict(current))
+                most = total
+        end = str(self._acts[index][-1].activity)
+        rest = (MemoryLevel(step * seconds / columns, end, dict(current)) for step in range(len(levels), columns))
+        return MemoryHistory(index, seconds, (*levels, *rest))
+
+    def _changes(self, index: int) -> Iterator[tuple[_Act, float, MemoryChange]]:
+        """Yield a rank's memory changes in order, each with its activity and its time in the step."""
+        for act in self._acts[index]:
+            for _, entry, time, _ in act.played.times if act.played else ():
+                if isinstance(entry, MemoryChange):
+                    yield act, act.at(time), entry
+
+    @cached_property
+    def _acts(self) -> list[list[_Act]]:
+        """Activities of each rank along pp, in order."""
+        row = self.prediction.timeline
+        if row is None:
+            parts = _play(self._rehearsal.step(0), cost_model=self._cost_model_of(0))
+            return [[_Act(StepPhase.BEGIN, 0.0, self._free), *_acts(parts, start=self._free)]]
+        return [list(self._scheduled(index, row)) for index in range(row.ranks)]
+
+    def _outline(self, index: int) -> Iterator[Event]:
+        """Yield a rank's activities, the events of the pipeline's clock, and the waits at the end of the step."""
+        row = self.prediction.timeline
+        for act in (act for act in self._acts[index] if act.stop > act.start):
+            if not isinstance(act.activity, Action):
+                yield Event(index, TimelineRow.COLLECTIVE, str(act.activity), act.start, act.stop)
+            elif row is None:
+                yield event_of(act.activity, rank=index, start=act.start, stop=act.stop)
+        if row is not None:
+            for event in (event for event in row.events if event.rank == index):
+                yield dataclasses.replace(event, start=event.start + self._free, stop=event.stop + self._free)
+            computed = max(event.stop for events in row.computing for event in events)
+            axes = "·".join(self._rehearsal.plan.row_axes)
+            if computed < row.seconds:  # all ranks wait for the last reductions
+                yield Event(index, TimelineRow.WAIT, axes, self._free + computed, self._free + row.seconds)
+        if self._host:
+            yield Event(index, TimelineRow.WAIT, "host", self.prediction.seconds - self._host, self.prediction.seconds)
+
+    def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
+        """Yield a rank's activities in order: `begin`, the actions at the times of the clock, the later phases."""
+        clocked = {str(event): event for event in row.events if event.rank == index}
+        parts = self._rehearsal.step(index)
+        before = [part for part in parts if part.activity is StepPhase.BEGIN]
+        yield _Act(StepPhase.BEGIN, 0.0, self._free, self._played(before[0], index) if before else None)
+        now = self._free
+        for part in (part for part in parts if part.kind is not None):
+            kind, event, start = part.kind, clocked[str(part.activity)], now
+            if kind in COMPUTE:
+                start = self._free + event.start
+            if kind in COMPUTE | RECEIVES:
+                now = self._free + event.stop
+            yield _Act(part.activity, start, now, self._played(part, index))
+        yield from _acts(self._after(index), start=self._free + row.seconds)
+
+    @cached_property
+    def _free(self) -> float:
+        """Seconds of the step before the first action."""
+        seconds, row = self.prediction.seconds - self._host, self.prediction.timeline
+        if row is None:
+            return self.prediction.cluster.device.step
+        return seconds - row.seconds - max(part.stop for index in range(row.ranks) for part in self._after(index))
+
+    @property
+    def _host(self) -> float:
+        """Seconds in which every rank waits for offloaded state; the timeline shows them at the end of the step."""
+        return self.prediction.exposed.get("host", 0.0)
+
+    def _after(self, index: int) -> Iterator[_Played]:
+        """Yield the phases of the step after the actions, with their times."""
+        parts = self._rehearsal.step(index)
+        after = (part for part in parts if part.kind is None and part.activity is not StepPhase.BEGIN)
+        return _play(after, cost_model=self._cost_model_of(index))
+
+    def _played(self, segment: TapeSegment, index: int) -> _Played | None:
+        """Return one segment with its times; None if it has no entries."""
+        cost_model = self._cost_model_of(index)
+        key = id(segment.entries), id(cost_model)
+        if key not in self._alone:
+            self._alone[key] = next(_play([segment], cost_model=cost_model), None)
+        return self._alone[key]
+
+    def _cost_model_of(self, index: int) -> CostModel:
+        """Return the cost model of a rank, one for each pair of a rehearsed rank and a place in a node."""
+        tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
+        each = self._rehearsal.replicas
+        key = tape, index * each % cluster.ranks_per_node
+        return self._cost_models.setdefault(key, CostModel(cluster, shift=(index - tape) * each))
+
+
+def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:
+    """Yield played segments as activities; the first segment begins at `start`."""
+    return (_Act(part.activity, start + part.start, start + part.stop, part) for part in parts)

@@ -1,0 +1,524 @@
+"""Record a rank's operations, collective calls and memory while the training code runs on meta tensors.
+
+Meta tensors have no values, so operations on them cost little time and no memory. The code that runs is the training
+code itself with its hooks, buffers and schedules, not a second model of it. The memory of a storage counts from the
+operation that returns it until the last reference ends.
+
+Some choices depend on the predicted device, which need not exist here. `KernelChoice` chooses the kernels of attention,
+dropout and RMS norm for that device, and `optimizer_on` the kind of optimizer (fused or not).
+
+`RehearsalWorld` records every call. One rank of each kind of stage is rehearsed, each on its own thread, because the
+code of a stage decides the inputs of the next one. Through `StageMessages`, small Python values (shapes, sizes) travel
+between the threads as in a real run. Tensors have no values, so they are not sent. The messages of a stage that is not
+rehearsed come from the rehearsed stage of its kind."""
+
+import contextlib
+import dataclasses
+import inspect
+import math
+import threading
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from meshwise.base.mesh import Mesh
+from meshwise.base.tensor_tree import tensors
+from meshwise.comm.api.collective_buffers import Parts
+from meshwise.comm.api.flight_recorder import Activity, CallRecord, FlightRecorder, StepPhase
+from meshwise.comm.api.world import Axes, Group, Work
+from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
+from meshwise.comm.shared_memory.shared_segment import KEPT, fits
+from meshwise.model.meta_kernels import run_on_meta
+from meshwise.model.random_interception import ForwardAndBackwardMode
+from meshwise.model.torch_private import TorchDispatchMode, without_modes
+from meshwise.optim.flat_optimizer import OptimizerClass
+from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action
+from meshwise.simulate.step_tape import (
+    Category,
+    Entry,
+    MemoryChange,
+    TapeCall,
+    TapeOperation,
+    TapeSegment,
+    TapeWait,
+    count_operation,
+    moves_nothing,
+    returns_only_new,
+    storages_of,
+)
+
+
+class Recorder:
+    """Recorder of one rank's tape; it appends each entry under the current activity of the flight recorder."""
+
+    def __init__(self, flight_recorder: FlightRecorder) -> None:
+        self.flight_recorder = flight_recorder
+        self._entries: list[tuple[Activity, Entry]] = []
+        self._sizes: dict[int, tuple[Category, int, bool]] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._watched: dict[int, torch.UntypedStorage] = {}
+        self._holders: dict[int, int] = {}
+        self._borrowed: set[int] = set()
+        self._free_slabs: deque[int] = deque()
+
+    def note(self, entry: Entry) -> None:
+        """Append an entry under the rank's current activity."""
+        self._entries.append((self.flight_recorder.doing, entry))
+
+    def segments(self) -> tuple[TapeSegment, ...]:
+        """Return the entries since the last call of `segments`, as one segment per activity, and forget them."""
+        found: list[tuple[Activity, list[Entry]]] = []
+        for activity, entry in self._entries:
+            if not found or found[-1][0] != activity:
+                found.append((activity, []))
+            found[-1][1].append(entry)
+        self._entries = []
+        return tuple(TapeSegment(activity, tuple(entries)) for activity, entries in found)
+
+    def record_operation(self, operation: TapeOperation | None, *, output: Any) -> None:
+        """Record an operation that has run, and the memory of its output. `operation`: None if it has no cost."""
+        if operation is not None:
+            self.note(dataclasses.replace(operation, again=True) if operation.flops and _repeats() else operation)
+        for tensor in tensors(output):
+            for one in storages_of(tensor):
+                self.record_allocation(one)
+
+    def record_allocation(self, tensor: Tensor, *, category: Category | None = None, fresh: int = 1) -> None:
+        """Count the storage of a tensor once, until it is freed. `category`: by default of the current activity."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            old, size, host = self._sizes[key]
+            if category not in (None, old):
+                self._sizes[key] = (category, size, host)
+                self.note(MemoryChange(old, -size, host))
+                self.note(MemoryChange(category, size, host))
+            return
+        kind = category or _category(self.flight_recorder.doing)
+        self._sizes[key] = (kind, self._part(storage), not tensor.is_meta)
+        self._references[key] = weakref.ref(storage, lambda _: self._released(key))
+        self.note(MemoryChange(*self._sizes[key], fresh=fresh))
+
+    def borrow(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
+        """Return a meta tensor that counts as shared memory. It reuses the slab of a freed tensor if one fits."""
+        with without_modes():
+            tensor = torch.empty(numel, dtype=dtype, device="meta")
+        fitting = min((slab for slab in self._free_slabs if fits(tensor.nbytes, slab=slab)), default=None)
+        if fitting is not None:
+            self._free_slabs.remove(fitting)
+            self.note(MemoryChange(Category.COMMUNICATION, -fitting))
+        self.record_allocation(tensor, category=category, fresh=0 if fitting else 2)
+        self._borrowed.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def watch(self, tensor: Tensor, *, category: Category) -> None:
+        """Count the memory of a tensor whose storage may be resized; call `record_growth` to record the changes."""
+        self.record_allocation(tensor, category=category)
+        self._watched[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+    def ignore(self, tensor: Tensor) -> None:
+        """From now on, do not count a tensor's memory, because it is not on the device or belongs to the caller."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            category, size, host = self._sizes[key]
+            self.note(MemoryChange(category, -size, host))
+        self._sizes[key] = (Category.PARAMETERS, 0, False)
+        self._references[key] = weakref.ref(storage, lambda _: self._released(key))
+
+    def share(self, tensor: Tensor, *, ranks: int) -> None:
+        """Record that `ranks` ranks share a tensor's memory: each rank counts an equal part."""
+        self._holders[tensor.untyped_storage()._cdata] = ranks
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Return whether the rank shares a tensor's memory with other ranks."""
+        return tensor.untyped_storage()._cdata in self._holders
+
+    def record_growth(self) -> None:
+        """Record the watched tensors that were resized since the last call, because no operation shows a resize."""
+        for key, storage in self._watched.items():
+            category, size, host = self._sizes[key]
+            if (now := self._part(storage)) != size:
+                self.note(MemoryChange(category, now - size, host, fresh=int(now > size)))
+                self._sizes[key] = (category, now, host)
+
+    def _part(self, storage: torch.UntypedStorage) -> int:
+        """Return this rank's part of the bytes of a storage."""
+        return storage.nbytes() // self._holders.get(storage._cdata, 1)
+
+    def _released(self, key: int) -> None:
+        category, size, host = self._sizes.pop(key)
+        del self._references[key]
+        self._holders.pop(key, None)
+        self.note(MemoryChange(category, -size, host))
+        if key in self._borrowed:
+            self._borrowed.remove(key)
+            self._free_slabs.append(size)
+            self.note(MemoryChange(Category.COMMUNICATION, size))
+            if len(self._free_slabs) > KEPT:
+                self.note(MemoryChange(Category.COMMUNICATION, -self._free_slabs.popleft()))
+
+
+def _repeats() -> bool:
+    """Return whether a backward is repeating a forward: only then are gradients enabled during a backward."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
+
+
+def _category(doing: Activity) -> Category:
+    """Return the default category of memory that is allocated during an activity."""
+    if doing is StepPhase.UPDATE:
+        return Category.OPTIMIZER
+    computes = isinstance(doing, Action) and doing.kind in COMPUTE
+    return Category.ACTIVATIONS if computes else Category.COMMUNICATION
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Cost and results of an operation on tensors of given shapes."""
+
+    operation: TapeOperation | None
+    outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
+    """Size, strides and dtype of each result; None for a result that is None."""
+    single: bool
+
+
+class OperationMemo(dict[Any, _Known]):
+    """Cache of operations' costs and result shapes. A model repeats its blocks, and shape inference is slow."""
+
+
+class OperationRecorder(TorchDispatchMode):
+    """Dispatch mode that records every operation below autograd with its cost and outputs."""
+
+    def __init__(self, recorder: Recorder, *, memo: OperationMemo) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._memo = memo
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # other modes must not see the sizes that are read here
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        key = (func, _described(args), _described(tuple(kwargs.items()))) if returns_only_new(func) else None
+        known = self._memo.get(key) if key else None
+        if known is not None:
+            made = tuple(
+                each and torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.outputs
+            )
+            self._recorder.record_operation(known.operation, output=made)
+            return made[0] if known.single else made
+        output = run_on_meta(func, args=args, kwargs=kwargs)
+        cost = None if moves_nothing(func) else count_operation(func, args=args, kwargs=kwargs, output=output)
+        self._recorder.record_operation(cost, output=output)
+        outputs = [output] if isinstance(output, Tensor) else output
+        tensors = isinstance(outputs, list | tuple) and all(t is None or isinstance(t, Tensor) for t in outputs)
+        if key and tensors and all(t is None or (t.is_meta and not t.is_sparse) for t in outputs):
+            described = tuple(None if t is None else (t.size(), t.stride(), t.dtype) for t in outputs)
+            self._memo[key] = _Known(cost, described, isinstance(output, Tensor))
+        return output
+
+
+def _described(value: Any) -> Any:
+    """Return a hashable description of an argument; equal descriptions give results of equal shapes."""
+    if isinstance(value, Tensor):
+        if value.is_sparse:
+            return tuple(map(_described, storages_of(value)))
+        return (value.size(), value.stride(), value.dtype, value.device)
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return (type(value), value)
+
+
+_IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
+
+
+class KernelChoice(ForwardAndBackwardMode):
+    """Mode in which meta tensors use the kernels of device `kind`; `is_cpu` too answers for this device.
+
+    `local`: dropout is torch's own, so a GPU's fused attention can apply it. Otherwise dropout masks are equal under
+    every plan, and are made outside of the kernels."""
+
+    def __init__(self, kind: str, *, local: bool = False) -> None:
+        super().__init__()
+        self._kind, self._local = kind, local
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func == _IS_CPU and args[0].is_meta:
+            return self._kind == "cpu"
+        if func in _DROPOUTS and self._kind == "cuda" and args[0].is_meta:
+            return _dropout(*args, **kwargs)
+        if func in _NORMS and self._kind == "cuda" and args[0].is_meta:
+            return _rms_norm(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention:
+            given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+            if not given["query"].is_meta:
+                return func(*args, **kwargs)
+            fused = not given["dropout_p"] or (self._local and self._kind == "cuda")
+            return _attention(self._kind, given) if fused else torch._scaled_dot_product_attention_math(**given)[0]
+        return func(*args, **kwargs)
+
+
+_ATTENTION = MappingProxyType(
+    {
+        "query": None,
+        "key": None,
+        "value": None,
+        "attn_mask": None,
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": None,
+        "enable_gqa": False,
+    }
+)
+"""Parameters of `scaled_dot_product_attention` in their order, with their defaults."""
+
+
+_DROPOUTS = frozenset({functional.dropout, torch.dropout})
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+    """Apply dropout as on a GPU: one kernel, which keeps a mask of one byte per element."""
+    if not training or not p:
+        return x
+    dropped: Tensor = torch.native_dropout(x, p, train=True)[0]
+    return x.copy_(dropped) if inplace else dropped
+
+
+_NORMS = frozenset({functional.rms_norm, torch.rms_norm})
+
+
+def _rms_norm(
+    input: Tensor,  # noqa: A002 - torch's own name
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """Apply an RMS norm as on a GPU: one kernel for the forward and one for the backward.
+
+    A layer norm replaces it here, because it reads and writes as many bytes; values do not matter."""
+    normed: Tensor = torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)[0]
+    return normed
+
+
+def _attention(kind: str, given: dict[str, Any]) -> Tensor:
+    """Apply attention by the fused kernel of the device `kind`, or by plain operations if there is none."""
+    query, key, value, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+    if (mask is not None and mask.requires_grad) or not _fused(kind, given):
+        return torch._scaled_dot_product_attention_math(**given)[0]
+    # On a GPU flash attention reads shared keys and values in place; other kernels need a copy for each query head.
+    flash = kind == "cuda" and mask is None and query.dtype in (torch.float16, torch.bfloat16)
+    if given["enable_gqa"] and key.size(1) != query.size(1) and not flash:
+        times = query.size(1) // key.size(1)
+        key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+    causal, scale, dropped = given["is_causal"], given["scale"], given["dropout_p"]
+    aten = torch.ops.aten
+    if kind == "cpu":
+        output = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    elif flash:
+        output = aten._scaled_dot_product_flash_attention(query, key, value, dropped, causal, scale=scale)
+    else:
+        output = aten._scaled_dot_product_efficient_attention(
+            query, key, value, mask, query.requires_grad, dropped, causal, scale=scale
+        )
+    result: Tensor = output[0]
+    return result
+
+
+def _fused(kind: str, given: dict[str, Any]) -> bool:
+    """Return whether the device has a fused kernel. For a CPU, torch is asked with small tensors of the same kind."""
+    query, key, value = given["query"], given["key"], given["value"]
+    if query.dim() != 4 or query.shape[-1] != value.shape[-1]:
+        return False
+    if kind != "cpu":
+        return True
+    q, k, v = (torch.empty(1, t.size(1), 2, t.size(3), dtype=t.dtype, device="cpu") for t in (query, key, value))
+    mask = None if given["attn_mask"] is None else torch.empty(2, 2, dtype=given["attn_mask"].dtype, device="cpu")
+    with torch._C.DisableTorchFunction(), without_modes():
+        choice: int = torch._fused_sdp_choice(
+            q, k, v, mask, 0.0, given["is_causal"], scale=given["scale"], enable_gqa=given["enable_gqa"]
+        )
+    return choice != 0
+
+
+class _Pretence(TorchFunctionMode):
+    """Mode in which meta tensors report a device of type `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._device = torch.device(kind)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == Tensor.device.__get__ and args[0].is_meta:
+            return self._device
+        if kwargs.get("device") == self._device and self._device.type != "cpu":
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
+    """Return an optimizer class that takes meta parameters for parameters on a device of this kind (`cpu`, `cuda`)."""
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        return optimizer  # parallelize refuses it
+
+    class Rehearsed(optimizer):  # type: ignore[misc, valid-type]
+        __doc__ = optimizer.__doc__
+        __signature__ = inspect.signature(optimizer)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with _Pretence(kind):
+                super().__init__(*args, **kwargs)
+
+        def step(self, closure: Callable[[], float] | None = None) -> Any:
+            with _Pretence(kind):
+                return super().step(closure)
+
+    Rehearsed.__name__ = optimizer.__name__
+    return Rehearsed
+
+
+class StageMessages:
+    """Messages between the threads that rehearse the ranks along pp.
+
+    Only one thread runs at a time, until it waits. Otherwise all threads would compete for Python's interpreter lock,
+    and switch at every operation. If a thread fails, threads that wait for its messages raise
+    threading.BrokenBarrierError."""
+
+    def __init__(self, rehearsed: Sequence[int]) -> None:
+        """`rehearsed`: for each rank along pp, the rank that is rehearsed for it."""
+        self.rehearsed = tuple(rehearsed)
+        self._turn = threading.Lock()
+        self._sent = threading.Condition(self._turn)
+        self._barrier = threading.Barrier(len(set(rehearsed)))
+        self._values: dict[int, Any] = {}
+        self._messages: dict[tuple[int, int], list[Any]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Wait for this thread's turn, then run the block. If the block fails, waiting threads fail too."""
+        with self._turn:
+            try:
+                yield
+            except BaseException:
+                self._barrier.abort()
+                self._sent.notify_all()
+                raise
+
+    def exchange(self, index: int, *, value: Any) -> list[Any]:
+        """Return the values of all ranks along pp, in order. Every rehearsed rank calls it with its own `value`."""
+        self._values[index] = value
+        with self._waiting():
+            self._barrier.wait()
+        values = [self._values[rank] for rank in self.rehearsed]
+        with self._waiting():
+            self._barrier.wait()
+        return values
+
+    def send(self, value: Any, *, source: int, target: int) -> None:
+        """Store a value for `receive`; `source` and `target` are indices along pp."""
+        self._messages[source, target - source].append(value)
+        self._sent.notify_all()
+
+    def receive(self, number: int, *, source: int, target: int) -> Any:
+        """Wait for the message with this number (from 0) from `source` to `target`, and return its value."""
+        messages = self._messages[self.rehearsed[source], target - source]
+        while len(messages) <= number and not self._barrier.broken:
+            self._sent.wait()
+        if len(messages) <= number:
+            raise threading.BrokenBarrierError
+        return messages[number]
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._turn.release()
+        try:
+            yield
+        finally:
+            self._turn.acquire()
+
+
+class RehearsalWorld(TraceWorld):
+    """World of one rehearsed rank: it records collectives, waits and buffers, and sends no tensor."""
+
+    def __init__(
+        self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: StageMessages, shared: bool = False
+    ) -> None:
+        """`shared`: all ranks are processes of one host and share its memory."""
+        super().__init__(rank=rank, mesh=mesh, device="meta", flight_recorder=recorder.flight_recorder)
+        self._recorder = recorder
+        self._stages = stages
+        self._shared = shared
+        self._received: Counter[int] = Counter()
+
+    @property
+    def _in_step(self) -> bool:
+        return self.flight_recorder.doing != StepPhase.OUTSIDE
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        """Return an empty meta buffer for collectives; in a step it counts as gradients."""
+        return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self._in_step else None)
+
+    def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """Return an empty meta buffer for a reduction; it counts under the rank's current activity."""
+        return self._made(math.prod(shape), dtype=dtype, category=None).view(tuple(shape))
+
+    def _made(self, numel: int, *, dtype: torch.dtype, category: Category | None) -> Tensor:
+        """Return a buffer; in a step, large ones are in shared memory. `category`: None for the activity's category."""
+        if self._shared and self._in_step and numel * dtype.itemsize > PAYLOAD_BYTES:
+            return self._recorder.borrow(numel, dtype=dtype, category=category)
+        tensor = super().empty(numel, dtype=dtype)
+        if category is not None:
+            self._recorder.record_allocation(tensor, category=category)
+        return tensor
+
+    def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        """Return a buffer that all ranks along `axes` share, or None if they share no memory or are one rank."""
+        ranks = self.group(axes).size
+        if not self._shared or ranks == 1:
+            return None
+        tensor = super().empty(numel, dtype=dtype)
+        self._recorder.share(tensor, ranks=ranks)
+        return tensor
+
+    def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
+        """Return the values of all ranks along `axes` (None: all axes); ranks of one kind have the same value."""
+        group = self.group(self.mesh.names if axes is None else axes)
+        if len(self._stages.rehearsed) == 1 or "pp" not in group.axes:
+            return [value] * group.size
+        values = self._stages.exchange(self.group("pp").index, value=value)
+        each = group.size // len(values)  # pp is the outermost axis
+        return [one for one in values for _ in range(each)]
+
+    def send_value(self, value: Any, *, axis: str, to: int) -> list[Work]:
+        """Send a small Python value to the rank with index `to` along pp; the list of works is empty."""
+        self._stages.send(value, source=self.group(axis).index, target=to)
+        return []
+
+    def recv_value(self, *, axis: str, source: int) -> Any:
+        """Wait for the next Python value from the rank with index `source` along pp, and return it."""
+        self._received[source] += 1
+        return self._stages.receive(self._received[source] - 1, source=source, target=self.group(axis).index)
+
+    def waited(self, record: CallRecord) -> None:
+        """Record that this rank waits for a collective to end."""
+        self._recorder.record_growth()
+        self._recorder.note(TapeWait(record.sequence))
+
+    def _new_record(self, kind: str, group: Group, x: Parts, *, how: str = "") -> CallRecord:
+        record = super()._new_record(kind, group, x, how=how)
+        if kind == "all_gather" and all(map(self._recorder.is_shared, [x] if isinstance(x, Tensor) else x)):
+            record = record._replace(bytes=0)  # ranks read shared memory, so nothing moves
+        self._recorder.record_growth()
+        self._recorder.note(TapeCall(record, group.ranks))
+        return record

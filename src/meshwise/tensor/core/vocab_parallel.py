@@ -1,0 +1,487 @@
+"""Tensors that are split over the vocabulary: logits, their cross-entropy, and the embedding's table as a matrix.
+
+The user's code was written for whole tensors. So it gets a `GlobalShapeTensor`, which has the shape of the whole tensor
+and holds this rank's part. Its class decides how a torch function uses the part.
+
+`SplitLogits`: functions that do not mix classes (a view of the leading dims, a slice, a conversion) keep the logits
+split. The cross-entropy and the argmax are computed from the parts. Any other function gets whole logits, gathered
+once, which is correct but takes the memory of whole logits, the largest tensor of a language model.
+
+`TableWeight`: a model's forward may compute the logits with the embedding's weight.
+
+    return functional.linear(x, self.embedding.weight)          return x @ self.embedding.weight.T
+
+Such a forward calls no linear module that could be split. So while the model runs, a split embedding returns its weight
+as a `TableWeight`. Its product with the hidden states is split logits, as a head returns. Other functions of its values
+raise ValueError, because a rank has only a part of the table.
+
+`cross_entropy`: a rank has some of the classes of every token. From them it computes two numbers per token (three with
+label smoothing). One all-gather exchanges these numbers; the logits are not sent:
+
+    each rank:  log Σ exp(its logits),  the target's logit or 0,  Σ w · its logits
+
+    loss = w[target] · (log Σ exp(all logits) - target's logit), and with label smoothing ε over V classes
+           (1 - ε) · loss + ε/V · Σ_v w_v (log Σ exp(all logits) - logit_v)
+
+The gradient of a rank's logits needs no communication. It is the softmax, minus one at a target that the rank has."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.world import World
+
+_BLOCK = 256 << 10
+"""Elements that are processed at a time on a CPU."""
+_GPU_BLOCK = 1 << 25
+"""Elements that are processed at a time on a GPU."""
+
+
+@dataclass(frozen=True)
+class VocabularySplit:
+    """Split of the classes over `axes`; `sizes`: each rank's number of classes, in group order."""
+
+    world: World
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of classes over all ranks."""
+        return sum(self.sizes)
+
+    @property
+    def first(self) -> int:
+        """Index of this rank's first class."""
+        return sum(self.sizes[: self.world.group(self.axes).index])
+
+
+@dataclass(frozen=True)
+class _How:
+    """Inputs of the loss that need no gradient. `counts`: 0 for ignored targets, else 1. `weights`: weights of this
+    rank's classes. `total`: sum of the weights of all classes."""
+
+    vocabulary: VocabularySplit
+    smoothing: float
+    counts: Tensor
+    weights: Tensor
+    total: Tensor
+
+
+def cross_entropy(
+    local: Tensor,
+    *,
+    target: Tensor,
+    vocabulary: VocabularySplit,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the cross-entropy in nats of (N, …, local classes) logits for (N, …) integer targets.
+
+    The options are as in `torch.nn.functional.cross_entropy`; `weight` is for all classes.
+    The result is equal on all ranks of the vocabulary. Its shape is (N, …) for reduction `none`, else it is a scalar.
+    Raises ValueError for wrong shapes or an unknown reduction. Raises IndexError for a target that is no class; on CUDA
+    a device-side assertion fails instead."""
+    if local.shape[:-1] != target.shape:
+        raise ValueError(
+            f"logits of shape {(*local.shape[:-1], vocabulary.size)}, classes last, need targets of shape "
+            f"{tuple(local.shape[:-1])}, not {tuple(target.shape)}"
+        )
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction={reduction!r}; there are none, mean, sum")
+    if weight is not None and weight.shape != (vocabulary.size,):
+        raise ValueError(f"weight of shape {tuple(weight.shape)} for {vocabulary.size} classes")
+    counted = target != ignore_index
+    _require_classes(target, counted, vocabulary.size)
+    classes = target.masked_fill(~counted, 0)
+    weights = local.new_ones(vocabulary.size, dtype=_wide(local.dtype)) if weight is None else weight
+    counts = counted.to(weights.dtype)
+    scale = counts if weight is None else weights[classes] * counts
+    own = slice(vocabulary.first, vocabulary.first + local.size(-1))
+    how = _How(vocabulary, label_smoothing, counts, weights[own], weights.sum())
+    losses: Tensor = _CrossEntropy.apply(local, classes, scale, how)
+    if reduction == "none":
+        return losses.to(local.dtype)
+    total = losses.sum()
+    return (total if reduction == "sum" else total / scale.sum()).to(local.dtype)
+
+
+def _require_classes(target: Tensor, counts: Tensor, size: int) -> None:
+    if target.is_meta:
+        return
+    valid = ((target >= 0) & (target < size)) | ~counts
+    if target.device.type == "cuda":
+        torch._assert_async(valid.all())
+    elif not bool(valid.all()):
+        raise IndexError(f"target {int(target[~valid][0])} is out of bounds for {size} classes")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Autograd function of the losses (…), from logits (…, local classes), target classes and factors (0: ignored)."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, classes: Tensor, scale: Tensor, how: _How) -> Tensor:
+        vocabulary, smoothing = how.vocabulary, how.smoothing
+        own = classes - vocabulary.first
+        here = (own >= 0) & (own < local.size(-1))
+        own = own.masked_fill(~here, 0)
+        at_target = local.gather(-1, own[..., None])[..., 0]
+        numbers = [_log_sum(local), at_target.to(scale.dtype).masked_fill(~here, 0)]
+        if smoothing:
+            numbers.append((local.to(scale.dtype) * how.weights).sum(-1))
+        parts = scale.new_empty(len(vocabulary.sizes), len(numbers), *classes.shape)
+        vocabulary.world.all_gather(torch.stack(numbers), into=parts, axes=vocabulary.axes).wait()
+        log_sum = parts[:, 0].logsumexp(0)
+        losses = (1 - smoothing) * scale * (log_sum - parts[:, 1].sum(0))
+        if smoothing:
+            even = how.counts * (how.total * log_sum - parts[:, 2].sum(0))
+            losses += smoothing / vocabulary.size * even
+        ctx.how = how
+        ctx.save_for_backward(local, own, here, scale, log_sum)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        local, own, here, scale, log_sum = ctx.saved_tensors
+        how: _How = ctx.how
+        hit = gradient * scale * (1 - how.smoothing)
+        even = gradient * how.counts * (how.smoothing / how.vocabulary.size)
+        result = _softmax_times(local, log_sum, factor=hit + how.total * even)
+        result.scatter_add_(-1, own[..., None], -(hit * here)[..., None].to(result.dtype))
+        if how.smoothing:
+            result -= (even[..., None] * how.weights).to(result.dtype)
+        return result, None, None, None
+
+
+def _log_sum(local: Tensor) -> Tensor:
+    """Return log Σ exp over the last dim, at least in float32; works in blocks of rows to save memory."""
+    rows = local.reshape(-1, local.size(-1))
+    result = rows.new_empty(rows.size(0), dtype=_wide(local.dtype))
+    for part in _blocks(rows):
+        result[part] = rows[part].to(result.dtype).logsumexp(-1)
+    return result.view(local.shape[:-1])
+
+
+def _softmax_times(local: Tensor, log_sum: Tensor, *, factor: Tensor) -> Tensor:
+    """Return factor · exp(local - log_sum); `factor` and `log_sum` have one number per row of `local`."""
+    rows = local.reshape(-1, local.size(-1))
+    result = torch.empty_like(rows)
+    log_sums, factors = log_sum.reshape(-1, 1), factor.reshape(-1, 1)
+    for part in _blocks(rows):
+        torch.mul((rows[part] - log_sums[part]).exp_(), factors[part], out=result[part])
+    return result.view(local.shape)
+
+
+def _blocks(rows: Tensor) -> list[slice]:
+    """Return slices of rows: on a CPU small enough for its cache, on a GPU large enough to fill the device."""
+    step = max(1, (_BLOCK if rows.is_cpu else _GPU_BLOCK) // max(1, rows.size(1)))
+    return [slice(start, start + step) for start in range(0, rows.size(0), step)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda")
+_METHODS = (
+    *("size", "dim", "numel", "nelement", "element_size", "__len__", "ndimension"),
+    *("is_floating_point", "is_complex", "get_device"),
+)
+_ABOUT = frozenset({*(getattr(Tensor, n).__get__ for n in _PROPERTIES), *(getattr(Tensor, n) for n in _METHODS)})
+"""Functions that return shape, dtype or device, and compute nothing."""
+
+ANSWERED_BY_PART = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf", "_version")),
+        *(getattr(Tensor, name) for name in ("register_hook", "is_contiguous")),
+    }
+)
+"""Functions whose result for the global tensor is the result for this rank's part."""
+
+
+class GlobalShapeTensor(Tensor):
+    """Tensor of the global shape without memory; the method `answer` of a subclass defines its functions.
+
+    | local      this rank's part
+    | too_late   error message for a function that reaches the tensor below autograd; {} is the function"""
+
+    local: Tensor
+    too_late: str
+
+    @classmethod
+    def over(cls, local: Tensor, *, shape: Sequence[int]) -> Self:
+        """Return a tensor of the global `shape` that holds `local` as this rank's part."""
+        self: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        self.local = local
+        return self
+
+    @classmethod
+    def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Return the result of torch function `func`, called with `args` and keyword arguments `given`."""
+        raise NotImplementedError
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        shape, own = tuple(self.shape), tuple(self.local.shape)
+        return f"{type(self).__name__}({shape}, this rank has {own}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Return shape, dtype or device of the global tensor if `func` asks for them, else the result of `answer`."""
+        given = dict(kwargs or {})
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **given)
+        return cls.answer(func, args=args, given=given)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Raise RuntimeError, because below autograd no function can use the local part instead of this tensor."""
+        raise RuntimeError(cls.too_late.format(func))
+
+
+class SplitLogits(GlobalShapeTensor):
+    """Logits of the full shape; `local` holds this rank's classes, and autograd goes through it.
+
+    | vocabulary          the split of the classes over ranks
+    | dim_of_vocabulary   the dim of the classes, 0 or more
+    | altered             True after an in-place write; the logits are then gathered, and functions use the whole ones
+    | derived             True for a view or conversion of other logits, which may share memory with them"""
+
+    vocabulary: VocabularySplit
+    dim_of_vocabulary: int
+    altered: bool
+    derived: bool
+    too_late = "{} got logits that are split over the vocabulary; give it a gathered copy: logits + 0"
+    _whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, local: Tensor, *, vocabulary: VocabularySplit, dim: int = -1) -> "SplitLogits":
+        """Return split logits with this rank's part `local`, whose classes lie along `dim`."""
+        shape = list(local.shape)
+        shape[dim] = vocabulary.size
+        self = cls.over(local, shape=shape)
+        self.vocabulary = vocabulary
+        self.dim_of_vocabulary = dim % local.dim()
+        self.altered = False
+        self.derived = False
+        self._whole = None
+        return self
+
+    def whole(self) -> Tensor:
+        """Return the whole logits as a plain tensor, equal on all ranks of the vocabulary; the first call gathers."""
+        if self._whole is None:
+            words, dim = self.vocabulary, self.dim_of_vocabulary
+            parts = gradient.replicate(self.local, world=words.world, axes=words.axes, dim=dim, sizes=words.sizes)
+            self._whole = parts.wait()
+        return self._whole
+
+    def write(self, func: Any) -> None:
+        """Mark the logits as altered before `func` writes to them. Raises RuntimeError for a view or conversion."""
+        if self.derived:
+            raise RuntimeError(
+                f"{func.__name__} would write into a view or conversion of split logits; "
+                "write into the output of the head, or into a gathered copy: logits + 0"
+            )
+        self.altered = True
+
+    def like(self, local: Tensor, *, dim: int | None = None) -> "SplitLogits":
+        """Return logits derived from these, with part `local` and the classes along `dim`; None: the same dim."""
+        other = SplitLogits(local, vocabulary=self.vocabulary, dim=self.dim_of_vocabulary if dim is None else dim)
+        other.derived = True
+        return other
+
+    @classmethod
+    def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Return a result that stays split if `func` allows it, else the result for the whole logits."""
+        first = args[0] if args else given.get("input")
+        if isinstance(first, SplitLogits):
+            if func in ANSWERED_BY_PART:
+                return func(first.local, *args[1:], **given)
+            handler = None if first.altered else _STAYS_SPLIT.get(func)
+            result = handler(first, func, args[1:], given) if handler else None
+            if result is not None:
+                return result
+            if _writes(func):
+                first.write(func)
+        args, given = pytree.tree_map_only(SplitLogits, SplitLogits.whole, (args, given))
+        return func(*args, **given)
+
+
+def _writes(func: Any) -> bool:
+    """Return whether a function changes its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in ("__setitem__", *_IN_PLACE)
+    return name.endswith("_")
+
+
+# ---- handlers of functions on split logits: (logits, function, other arguments, keyword arguments) to a result -------
+# A handler returns None if these arguments need whole logits.
+
+
+def _element_by_element(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    if any(isinstance(value, Tensor) for value in (*args, *given.values())):
+        return None
+    return x.like(func(x.local, *args, **given))
+
+
+def _reshaped(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    """Return logits of another shape, if the classes stay alone in the last dim."""
+    shape = given.get("shape", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+    if isinstance(shape, torch.dtype) or x.dim_of_vocabulary != x.dim() - 1 or len(given) > ("shape" in given):
+        return None
+    *leading, last = torch.empty(x.shape, device="meta").reshape(tuple(shape)).shape
+    if last != x.vocabulary.size:
+        return None
+    return x.like(func(x.local, (*leading, x.local.size(-1))), dim=-1)
+
+
+def _flattened(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    start, end = (*args, *([0, -1][len(args) :]))[:2]
+    start, end = given.get("start_dim", start) % x.dim(), given.get("end_dim", end) % x.dim()
+    if start <= x.dim_of_vocabulary <= end and start != end:
+        return None
+    moved = end - start if x.dim_of_vocabulary > end else 0
+    return x.like(func(x.local, start, end), dim=x.dim_of_vocabulary - moved)
+
+
+def _transposed(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    one, other = (given.get(name, dim) % x.dim() for name, dim in zip(("dim0", "dim1"), (*args, 0, 0), strict=False))
+    exchanged = {one: other, other: one}
+    return x.like(func(x.local, one, other), dim=exchanged.get(x.dim_of_vocabulary, x.dim_of_vocabulary))
+
+
+def _permuted(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    dims = given.get("dims", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+    return x.like(func(x.local, tuple(dims)), dim=[dim % x.dim() for dim in dims].index(x.dim_of_vocabulary))
+
+
+def _indexed(x: SplitLogits, func: Any, args: tuple[Any, ...], _given: dict[str, Any]) -> SplitLogits | None:
+    """Return indexed logits, if the classes are the last dim and the index selects from the dims before it."""
+    index = args[0] if isinstance(args[0], tuple) else args
+    if x.dim_of_vocabulary != x.dim() - 1 or not all(
+        isinstance(i, int | slice | Tensor | EllipsisType | None) for i in index
+    ):
+        return None
+    takes = [i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else int(i is not None) for i in index]
+    dims = sum(0 if i is Ellipsis else count for i, count in zip(index, takes, strict=True))
+    reaches = any(i is Ellipsis for i in index) or dims == x.dim()
+    if reaches and index[-1] is not Ellipsis and index[-1] != slice(None):
+        return None
+    return x.like(func(x.local, index), dim=-1)
+
+
+def _largest(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
+    """Return the argmax over all classes: the first index among equal maxima, as in one process."""
+    dim = given.get("dim", args[0] if args else None)
+    if dim is None or dim % x.dim() != x.dim_of_vocabulary or len(args) > 1 or "keepdim" in given:
+        return None
+    local, words = x.local.detach().movedim(dim, -1), x.vocabulary
+    value, index = local.max(-1)
+    own = torch.stack((value.double(), (index + words.first).double()))
+    parts = own.new_empty(len(words.sizes), *own.shape)
+    words.world.all_gather(own, into=parts, axes=words.axes).wait()
+    return parts[:, 1].gather(0, parts[:, 0].argmax(0, keepdim=True))[0].long()
+
+
+def _cross_entropy(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **given}
+    target = given.pop("target")
+    legacy = [given.pop(name, None) for name in ("size_average", "reduce")]
+    if x.dim_of_vocabulary != min(1, x.dim() - 1) or target.is_floating_point() or legacy != [None, None]:
+        return None
+    local = x.local.movedim(x.dim_of_vocabulary, -1)
+    return cross_entropy(local, target=target, vocabulary=x.vocabulary, **given)
+
+
+_IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))
+_ELEMENT_METHODS = "float double half bfloat16 to contiguous clone detach mul div __mul__ __truediv__ __rmul__ tanh"
+_STAYS_SPLIT: Mapping[Any, Callable[[SplitLogits, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    **dict.fromkeys((getattr(Tensor, name) for name in _ELEMENT_METHODS.split()), _element_by_element),
+    **dict.fromkeys((torch.mul, torch.div, torch.tanh, torch.clone), _element_by_element),
+    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
+    **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
+    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.swapaxes), _transposed),
+    **dict.fromkeys((Tensor.permute, torch.permute), _permuted),
+    **dict.fromkeys((Tensor.argmax, torch.argmax), _largest),
+    Tensor.__getitem__: _indexed,
+    functional.cross_entropy: _cross_entropy,
+}
+
+
+_TRANSPOSES = frozenset(
+    {
+        *(Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__),  # type: ignore[attr-defined]
+        *(Tensor.transpose, torch.transpose, Tensor.swapaxes),
+    }
+)
+_CONVERSIONS = frozenset(getattr(Tensor, name) for name in ("to", "float", "double", "half", "bfloat16", "type_as"))
+_PRODUCTS = frozenset({Tensor.matmul, torch.matmul, Tensor.__matmul__, Tensor.mm, torch.mm})
+
+
+class TableWeight(GlobalShapeTensor):
+    """Embedding table of the full shape that holds this rank's part as `local`.
+
+    | size_of_table   (rows, features) of the full table
+    | head            function that returns split logits from the hidden states and the rank's part
+    | flipped         True if the tensor is the transposed table, (features, rows)"""
+
+    size_of_table: tuple[int, ...]
+    head: Callable[[Tensor, Tensor], Tensor]
+    flipped: bool
+    too_late = "{} got a table that is split over the ranks; call the embedding, or multiply with its weight"
+
+    @staticmethod
+    def __new__(
+        cls, local: Tensor, *, size: tuple[int, ...], head: Callable[[Tensor, Tensor], Tensor], flipped: bool = False
+    ) -> "TableWeight":
+        """Return a table of `size` (rows, features) with the part `local`, which is never transposed."""
+        self = cls.over(local, shape=size[::-1] if flipped else size)
+        self.size_of_table, self.head, self.flipped = size, head, flipped
+        return self
+
+    def _like(self, local: Tensor, *, flipped: bool) -> "TableWeight":
+        return TableWeight(local, size=self.size_of_table, head=self.head, flipped=flipped)
+
+    @classmethod
+    def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Return logits, the transposed or converted table, or a property of it; ValueError for other functions."""
+        if func is functional.linear:
+            given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **given}
+            args = (given["input"], given["weight"])
+        first, second = (*args, None, None)[:2]
+        if isinstance(first, TableWeight):
+            if func in _TRANSPOSES:
+                return first._like(first.local, flipped=not first.flipped)
+            if func in _CONVERSIONS:
+                return first._like(func(first.local, *args[1:], **given), flipped=first.flipped)
+            if func in ANSWERED_BY_PART:
+                return func(first.local, *args[1:], **given)
+        elif isinstance(second, TableWeight):
+            if func is functional.linear and not second.flipped:
+                logits, bias = second.head(first, second.local), given.get("bias")
+                return logits if bias is None else logits + bias
+            if func in _PRODUCTS and second.flipped:
+                return second.head(first, second.local)
+        table = next(value for value in pytree.tree_leaves((args, given)) if isinstance(value, TableWeight))
+        raise ValueError(
+            f"a table of {table.size_of_table[0]} rows is split over the ranks of tp, and the forward uses its weight "
+            f"in {getattr(func, '__name__', func)}: this rank has a part of the rows. Call the embedding, or multiply "
+            "with its weight"
+        )

@@ -1,0 +1,184 @@
+"""Find out how a module's forward uses its input and its children's outputs, from the source of the forward.
+
+Several linears that read one tensor may share one gather at the entry of the module around them, if nothing else reads
+the tensor (`only_read_by`). Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear,
+every linear gathers separately, which costs only traffic. A forward that reads sizes of its input needs the gathered
+input (`reads_no_sizes`, `splits_by_width`). A forward that splits a child's output shows that the child is a fused
+matrix (`split_children`)."""
+
+import ast
+import inspect
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+
+from torch import nn
+
+from meshwise.model.parameter_units import source_of
+
+_KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
+_RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
+_OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
+"""Attributes and methods of a tensor that read no values."""
+
+
+def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
+    """Return whether each of `children` reads the first argument of a module's forward, and no other code reads it.
+
+    Other code may read its sizes, dtype or device. The argument may get a second name (`source`):
+
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        source = x if memory is None else memory            k, v = self.k(source), self.v(source)
+
+    `others`: children that may read only the second name, which may be another tensor. Return False without a source.
+    """
+    definition = _forward(module)
+    if definition is None:
+        return False
+    itself, given = (argument.arg for argument in definition.args.args[:2])
+    also, harmless = _second_names(definition, given)
+    harmless |= _asked_for_sizes(definition)
+    readers: dict[str, set[str]] = {given: set(), also: set()}
+    for node in _nodes(definition):
+        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Name):
+            called, name = _child_called(node.func, itself), node.args[0].id
+            if name in readers and called in (*children, *others):
+                readers[name].add(called)
+                harmless.add(id(node.args[0]))
+    read = readers[given] if others else readers[given] | readers[also]
+    loads = [node for node in _nodes(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    return read == set(children) and all(id(node) in harmless for node in loads if node.id in readers)
+
+
+def reads_no_sizes(module: nn.Module) -> bool:
+    """Return whether a module's forward never reads sizes, dtype or device of its first argument.
+
+    Return False without a source, and if a method of the module gets the argument, because the method may read them."""
+    definition = _forward(module)
+    if definition is None:
+        return False
+    given, asked = definition.args.args[1].arg, _asked_for_sizes(definition)
+    for call in [node for node in _nodes(definition) if isinstance(node, ast.Call)]:
+        called = _child_called(call.func, definition.args.args[0].arg)
+        if inspect.isfunction(getattr(type(module), called, None)):
+            asked |= {id(argument) for argument in (*call.args, *(word.value for word in call.keywords))}
+    return not any(id(node) in asked for node in _nodes(definition) if _is_named(node, given))
+
+
+def splits_by_width(module: nn.Module) -> bool:
+    """Return whether a forward uses the number of features of its first argument, and only for reshaping.
+
+    It may pass the number to view, reshape, split and unflatten, or divide it by `//`, as by a number of heads. Return
+    False without a source, or if the forward does not unpack the sizes.
+
+        B, T, C = x.size()        q, k, v = self.qkv(x).split(C, dim=2)        q.view(B, T, self.heads, C // self.heads)
+    """
+    definition = _forward(module)
+    if definition is None:
+        return False
+    given = definition.args.args[1].arg
+    names = {
+        node.targets[0].elts[-1].id
+        for node in _nodes(definition)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.targets[0].elts[-1], ast.Name)
+        and _is_sizes_of(node.value, given)
+    }
+    harmless: set[int] = set()
+    for node in _nodes(definition):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPING:
+            harmless |= {id(argument) for argument in node.args}
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            harmless.add(id(node.left))
+    uses = [n for n in _nodes(definition) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
+    return bool(uses) and all(id(node) in harmless for node in uses)
+
+
+def split_children(module: nn.Module) -> set[str]:
+    """Return the names of children whose output a module's forward splits, directly or through a variable."""
+    definition = _forward(module)
+    if definition is None:
+        return set()
+    nodes = [node for node in _nodes(definition) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
+    given: dict[str, str | None] = {}
+    found = set()
+    # in the order of the source: a node after the nodes in it, an assignment after its value
+    for node in sorted(nodes, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign))):
+        if isinstance(node, ast.Assign):
+            child = _child_behind(node.value, given)
+            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            given |= {name: child if isinstance(node.targets[0], ast.Name) else None for name in names}
+        elif (source := _split_expression(node)) and (child := _child_behind(source, given)):
+            found.add(child)
+    return found
+
+
+def _is_sizes_of(node: ast.expr, name: str) -> bool:
+    """Return whether an expression is `name.shape` or `name.size()`."""
+    if isinstance(node, ast.Call) and not node.args:
+        node = node.func
+    return isinstance(node, ast.Attribute) and node.attr in ("shape", "size") and _is_named(node.value, name)
+
+
+def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
+    """Return the variable that `… if … else …` sets to `given` ("" if none), and the ids of these reads of `given`."""
+    for node in _nodes(definition):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) and isinstance(node.targets[0], ast.Name):
+            either = [branch for branch in (node.value.body, node.value.orelse) if _is_named(branch, given)]
+            if either:
+                return node.targets[0].id, set(map(id, either))
+    return "", set()
+
+
+def _child_called(called: ast.expr, itself: str) -> str:
+    """Return NAME if `called` is `self.NAME`, where `itself` is the name of self; else ""."""
+    return called.attr if isinstance(called, ast.Attribute) and _is_named(called.value, itself) else ""
+
+
+def _forward(module: nn.Module) -> ast.FunctionDef | None:
+    """Return the syntax tree of a module's forward; None if it has no source, or no argument besides self."""
+    try:
+        definition = source_of(inspect.unwrap(type(module).forward)).body[0]
+    except (OSError, SyntaxError, TypeError):
+        return None
+    return definition if isinstance(definition, ast.FunctionDef) and len(definition.args.args) > 1 else None
+
+
+@lru_cache(256)
+def _nodes(definition: ast.FunctionDef) -> tuple[ast.AST, ...]:
+    """Return all nodes of a definition; cached because a model has many modules of one class."""
+    return tuple(ast.walk(definition))
+
+
+def _asked_for_sizes(definition: ast.FunctionDef) -> set[int]:
+    attributes = [node for node in _nodes(definition) if isinstance(node, ast.Attribute)]
+    return {id(node.value) for node in attributes if node.attr in _OF_ITS_SHAPE}
+
+
+def _is_named(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _child_behind(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
+    """Return NAME of an expression `self.NAME(...)`, also through a variable or a conversion, or None."""
+    if isinstance(node, ast.Name):
+        return given.get(node.id)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    if _is_named(node.func.value, "self"):
+        return node.func.attr
+    return _child_behind(node.func.value, given) if node.func.attr in _KEEPS_ORDER else None
+
+
+def _split_expression(node: ast.Call | ast.Subscript) -> ast.expr | None:
+    """Return the expression that `node` splits by `.split`, `.chunk`, a view or `[..., start:stop]`, or None."""
+    if isinstance(node, ast.Subscript):
+        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
+        of_features = len(index) == 2 and isinstance(index[0], ast.Constant) and index[0].value is Ellipsis
+        return node.value if of_features and isinstance(index[1], ast.Slice) and index[1].step is None else None
+    if not isinstance(node.func, ast.Attribute):
+        return None
+    last = node.args[-3:]
+    three = len(last) == 3 and isinstance(last[0], ast.Constant) and last[0].value == 3
+    apart = node.func.attr in ("split", "chunk") or (node.func.attr in ("view", "reshape") and three)
+    return node.func.value if apart else None
