@@ -15,6 +15,7 @@ from meshwise.cli.flag_values import named_cluster
 from meshwise.cli.output_files import DrawingFiles, check_drawings, check_outputs, write_drawings
 from meshwise.comm.launch.launch import cores
 from meshwise.model.deferred_init import shapes_of
+from meshwise.model.find_mixtures import find_mixtures
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import plan_notation, read_size
 from meshwise.planner.plan_search import SearchEffort, SearchResult, best_table, lost_table, prediction_of, search
@@ -118,16 +119,19 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     kept: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan) if item.name in SEARCHED}
     base = dataclasses.replace(job.plan, **kept)
     prepared = prepare(dataclasses.replace(job, plan=base), ranks=1)
+    subject = prepared.rehearsal_subject()
+    mixtures = find_mixtures(shapes_of(subject.model, seed=subject.options.seed).module)
     space = PlanSpace(
         dataclasses.replace(prepared.job.plan, dp=None),
         ranks=cluster.ranks,
         node=cluster.ranks_per_node,
         batch=job.train.batch,
         pieces=cluster.ranks,
+        experts=min((mixture.experts for mixture in mixtures.values()), default=1),
         stages=len(job.model.cut_at) + 1 if job.model.cut_at else None,
         fixed=fixed,
     )
-    return prepared.rehearsal_subject(), space
+    return subject, space
 
 
 def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort) -> SearchResult:

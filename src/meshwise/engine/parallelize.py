@@ -94,6 +94,8 @@ class Options:
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers (buffers `e_score_correction_bias`) towards an even load, as
     in DeepSeek-V3, which took 0.001. 0: they keep their values."""
+    expert_imbalance: float = 1.0
+    """In a rehearsal without values with `ep`, tokens of the busiest rank's experts as a multiple of the even share."""
     noise: bool = False
     """Measure the gradient noise scale in each step, as `StepResult.noise`. The plan must give a step two or more
     micro-batches, over all replicas; see `meshwise.engine.noise_scale`."""
@@ -449,7 +451,15 @@ def _build_engine(
             split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
         table = table.placed(split)
     if shared.mixtures:
-        table = table.placed(expert_parallel(module, mixtures=shared.mixtures, world=world, plan=plan, recall=recall))
+        placed = expert_parallel(
+            module,
+            mixtures=shared.mixtures,
+            world=world,
+            plan=plan,
+            recall=recall,
+            imbalance=options.expert_imbalance,
+        )
+        table = table.placed(placed)
     engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=stage is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)

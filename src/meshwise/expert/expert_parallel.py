@@ -17,7 +17,6 @@ The bias of the first, (experts, n · inner), is split as the first. The bias of
 Both matrices may be stored the other way round, (experts, inputs, outputs)."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,8 +136,13 @@ class _Routing:
 class ExpertExchange:
     """Exchange of one mixture on this rank; deep copies of its module share it."""
 
-    def __init__(self, world: World, *, axes: ExpertAxes, experts: int, recall: ForwardReplay) -> None:
-        """`experts`: number of experts over all ranks. `recall`: results that a repeated forward takes again."""
+    def __init__(
+        self, world: World, *, axes: ExpertAxes, experts: int, recall: ForwardReplay, imbalance: float = 1.0
+    ) -> None:
+        """`experts`: number of experts over all ranks. `recall`: results that a repeated forward takes again.
+
+        `imbalance`: without values, load of this rank's experts as a multiple of the even share."""
+        self._imbalance = imbalance
         self._world = world
         self._axes = axes
         self._experts = experts
@@ -246,11 +250,15 @@ class ExpertExchange:
         return order, counts, self._exchange_counts(counts)
 
     def _balanced(self, index: Tensor) -> _Routing:
-        """Return a routing without values, as of a router that gives every expert equally many pairs."""
-        numbers = [stop - start for start, stop in even_split(index.numel(), self._experts)]
-        starts = [0, *itertools.accumulate(self.shares)]
-        sent = [sum(numbers[start:stop]) for start, stop in itertools.pairwise(starts)]
-        received = [sent[self._world.group(self._axes.experts).index]] * len(sent)
+        """Return a routing without values, as of a router that gives equally many pairs to the experts of each rank.
+
+        This rank receives `imbalance` times as many, at most all."""
+        group, pairs = self._world.group(self._axes.experts), index.numel()
+        share = (self.span[1] - self.span[0]) / self._experts if group.size > 1 else 1.0
+        mine = min(pairs, math.ceil(pairs * share * self._imbalance))
+        sent = [stop - start for start, stop in even_split(pairs - mine, max(1, group.size - 1))][: group.size - 1]
+        sent.insert(group.index, mine)
+        received = [mine] * group.size
         self._exchange_counts(index.new_empty(self._experts))
         order = torch.arange(index.numel(), device=index.device)
         return _Routing(order, sent, received, index.new_empty(sum(received)))
@@ -472,6 +480,7 @@ def expert_parallel(
     world: World,
     plan: Plan,
     recall: ForwardReplay,
+    imbalance: float = 1.0,
 ) -> Mapping[str, Placement]:
     """Split the mixtures of a model in place, and return the placements of their parameters, by name.
 
@@ -484,7 +493,7 @@ def expert_parallel(
         experts = modules[name]
         if not any(True for _ in experts.parameters()):
             continue
-        exchange = ExpertExchange(world, axes=axes, experts=mixture.experts, recall=recall)
+        exchange = ExpertExchange(world, axes=axes, experts=mixture.experts, recall=recall, imbalance=imbalance)
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
         split = SplitMixture(mixture, exchange, inner)
         set_sharded_class(experts, front=SplitExperts, sharding=split)
