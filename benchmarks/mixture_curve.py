@@ -3,8 +3,9 @@
     python benchmarks/mixture_curve.py --output docs/images/mixture_curve.png
 
 Each token goes to one of 8 experts that are as large as the dense MLP, so a token takes the same matrix products, and
-the router's (Fedus et al., arXiv 2101.03961). Biases of the router keep the load even. Both train on the demo
-data with the optimizer, batches and seeds of examples/demo.toml, on one process. The curves go to a picture, and to a CSV file beside it: model, seed, step, loss."""
+the router's (Fedus et al., arXiv 2101.03961). Biases of the router keep the load even. Both models train on the demo
+data with the optimizer, batches and seeds of examples/demo.toml, on one process. The curves go to a picture, and to a
+CSV file beside it: model, seed, step, loss."""
 
 from __future__ import annotations
 
