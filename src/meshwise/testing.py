@@ -85,6 +85,7 @@ from meshwise.comm.in_process.thread_world import run_threads
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
+from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
 from meshwise.model.full_parameter_access import WholeParameters
@@ -193,6 +194,8 @@ class ReferenceRun:
             tokens.install(self.model)
         elif self._device.type == "cpu":
             use_attend(self.model, flex_only=True)
+        self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
+        self._routers.follow(self.model)
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:
@@ -200,6 +203,7 @@ class ReferenceRun:
 
         Raises ValueError when `loss` does not return (sum, count), or counts nothing."""
         self.model.zero_grad()
+        self._routers.begin()
         total, counted = self._run(batch)
         with self.draws.running(SampleRows(0, row_count(batch)), again=True):
             (total / counted).backward()
@@ -242,6 +246,7 @@ class ReferenceRun:
         with torch.no_grad():
             for name, parameter in self._trained.items():
                 parameter.copy_(self.masters[name])
+        self._routers.update()
         return float(norm)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -37,6 +37,7 @@ from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRun
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_parallel import expert_parallel
+from meshwise.expert.router_updates import RouterUpdates
 from meshwise.memory.activation_offload import ActivationTransfers, activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.allocator import memory_errors_explained
@@ -94,6 +95,11 @@ class Options:
     `skip:n` skips at most n such steps in a row. `end` raises, but some units may be updated already; load a checkpoint
     to continue. In return, without clipping and loss scale, state on the CPU or a disk is updated unit by unit during
     the backward."""
+    expert_bias_rate: float = 0.0
+    """Rate at which each step moves the biases of routers (buffers `e_score_correction_bias`) towards an even load, as
+    in DeepSeek-V3, which took 0.001. 0: they keep their values."""
+    expert_imbalance: float = 1.0
+    """In a rehearsal without values with `ep`, tokens of the busiest rank's experts as a multiple of the even share."""
     noise: bool = False
     """Measure the gradient noise scale in each step, as `StepResult.noise`. The plan must give a step two or more
     micro-batches, over all replicas; see `meshwise.engine.noise_scale`."""
@@ -186,7 +192,8 @@ def parallelize(
         _connect(engine, runner, setting.context)
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
         scale = options.loss_scale if precision.needs_loss_scale else None
-        recipe = UpdateRecipe(options.clip_norm, nonfinite, precision, scale, options.noise)
+        setting.routers.counting = lambda: runner.counts
+        recipe = UpdateRecipe(options.clip_norm, nonfinite, precision, scale, options.noise, setting.routers)
         trainer = Trainer(
             engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy, scheme=setting.scheme
         )
@@ -197,6 +204,8 @@ def parallelize(
 def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, loss: Loss | None) -> "ParallelSetting":
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
     precision, scheme = options.precision or precision_of(plan), _scheme(plan, options=options, module=module)
+    routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device)
+    routers.check(module)
     tiers = Tiers(plan.tiers, streams=world.streams, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
@@ -218,7 +227,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
     storage = StorageConfig(reduction, precision, tiers, plan.replica_axes, plan.outer_axes, plan.sync_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
-    return ParallelSetting(plan, world, options, task, storage, policy, context, scheme)
+    return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
 
 
 def _scheme(plan: Plan, *, options: Options, module: nn.Module) -> SyncScheme | None:
@@ -232,6 +241,11 @@ def _scheme(plan: Plan, *, options: Options, module: nn.Module) -> SyncScheme | 
     if options.noise:
         raise PlanError(
             f"the noise of gradients is measured in each step over all replicas, and sync={plan.sync} differs"
+        )
+    for name, _, (key, *_) in RouterUpdates(rate=options.expert_bias_rate, device=torch.device("cpu")).routers(module):
+        raise PlanError(
+            f"{key} of the router beside {name} is updated in each step from the tokens of all replicas, and "
+            f"sync={plan.sync} differs; use sync=step"
         )
     for norm in running_norms(module):
         raise PlanError(
@@ -299,6 +313,8 @@ class ParallelSetting:
     """Tokens of this rank under cp; None where no plan or rule concerns the attention."""
     scheme: SyncScheme | None
     """How replicas agree across steps; None under `sync=step`."""
+    routers: RouterUpdates
+    """Updates of the routers' buffers after a step."""
 
     @property
     def token_task(self) -> MicrobatchTask:
@@ -379,7 +395,8 @@ class _Shared:
         setting.policy.undo.push(hook_casts(module, precision=setting.storage.precision))
         world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
         refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
-        mixtures = planned_mixtures(module, plan=plan)
+        with _as_plan_error():
+            mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
         if parts:  # a rule may keep experts whole
             mixtures = {
                 name: each for name, each in mixtures.items() if name in parts and parts[name].role == "experts"
@@ -412,6 +429,7 @@ def _build_engine(
     setting, world, module = shared.setting, shared.world, source.module
     plan, options = setting.plan, setting.options
     convert(module, precision=setting.storage.precision)
+    setting.routers.follow(module)
     table = parameter_table(module, options=options.parameter_options, replicas=setting.plan.replica_axes)
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)
@@ -422,7 +440,15 @@ def _build_engine(
             split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
         table = table.placed(split)
     if shared.mixtures:
-        table = table.placed(expert_parallel(module, mixtures=shared.mixtures, world=world, plan=plan, recall=recall))
+        placed = expert_parallel(
+            module,
+            mixtures=shared.mixtures,
+            world=world,
+            plan=plan,
+            recall=recall,
+            imbalance=options.expert_imbalance,
+        )
+        table = table.placed(placed)
     engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=earlier is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)

@@ -60,6 +60,7 @@ class Prepared:
         return Options(
             clip_norm=job.train.clip_norm,
             seed=job.train.seed,
+            expert_bias_rate=job.train.expert_bias_rate,
             nonfinite=job.train.nonfinite,
             noise=job.train.noise or job.train.auto_batch is not None,
             parameter_options=self.parameter_options,
