@@ -116,7 +116,8 @@ def _fill(model: nn.Module, index: CheckpointIndex, weights: Mapping[tuple[str, 
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         names.setdefault(tensor, []).append(name)
     known = {all_of_them[0]: all_of_them for all_of_them in names.values()}
-    stored = with_model_names(index, names=known, base=str(getattr(model, "base_model_prefix", ""))).tensors
+    renamed, _ = with_model_names(index, names=known, base=str(getattr(model, "base_model_prefix", "")))
+    stored = renamed.tensors
     for tensor, (name, *_) in names.items():
         found = stored.get(f"parameter/{name}")
         if found is None and isinstance(tensor, nn.Parameter):
