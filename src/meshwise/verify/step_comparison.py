@@ -102,8 +102,8 @@ def on_first_rank(world: World, *, call: Callable[[], Result]) -> Result | None:
         except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
             problem = error
     sent = world.exchange(None if problem is None else RankOutcome.of(problem).error)[0]
-    if error := problem or sent:
-        raise error
+    if failed := problem or sent:
+        raise failed
     return result
 
 
