@@ -251,7 +251,7 @@ class Translator(nn.Module):
 @pytest.mark.parametrize(
     "plan, message",
     [
-        ("tp=2 sequence_parallel=1", "reads an encoder's output.*keep it whole on every rank, as in .*, or take seq"),
+        ("tp=2 sequence_parallel=1", "the encoder's output.*keep it whole on every rank, as in .*, or take seq"),
         ("tp=4 tp_mode=2d", "asks for all features of its input.*Nearest that works: tp_mode=1d"),
     ],
 )

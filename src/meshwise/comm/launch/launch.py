@@ -91,8 +91,8 @@ def run(
 
     Starts `size` processes on this machine, and ends them again. Under torchrun it only connects this process, and
     returns the results of all ranks. `main`, `args` and results are pickled: define `main` at the top of a file, and
-    call `run` under `if __name__ == "__main__":`. In a notebook any function works until CUDA is in use. Each rank gets an
-    equal share of the cores as threads, unless OMP_NUM_THREADS is set; in a notebook with a world it gets one thread.
+    call `run` under `if __name__ == "__main__":`. In a notebook any function works until CUDA is in use. Each rank gets
+    an equal share of the cores as threads, unless OMP_NUM_THREADS is set; in a notebook with a world, one thread.
 
     | device     as in `connect`
     | restarts   how many times all ranks are started again after one failed; `main` is then called from its start
