@@ -18,7 +18,7 @@ from torch import Tensor
 from accelerator.queued_work import JointWork, QueuedWork, WorkQueues, place_of_call
 from accelerator.simulated_streams import SimulatedStreams
 from meshwise.comm.api.collective_buffers import reduce_in_order
-from meshwise.comm.network.nccl_world import _OPS, MESSAGES
+from meshwise.comm.network.nccl_world import _OPS, POINT_TO_POINT
 
 _REFUSED = (torch.int16, torch.complex64, torch.complex128, torch.complex32)
 
@@ -40,7 +40,7 @@ class SimulatedNccl:
         def make(purpose: str, ranks: tuple[int, ...], rank: int) -> Any:
             whole = self._made.setdefault((purpose, ranks), _Communicator(ranks, self._queues))
             whole.meet(rank, what=f"the creation of a communicator of ranks {ranks} at {_place()}")
-            return _ProcessGroup(whole, streams, stream=streams.create(urgent=purpose == MESSAGES))
+            return _ProcessGroup(whole, streams, stream=streams.create(urgent=purpose == POINT_TO_POINT))
 
         return make
 

@@ -92,13 +92,13 @@ def test_a_call_that_the_device_does_not_pass_is_known() -> None:
 
     def main(world: World) -> tuple[str, str]:
         x, side = torch.ones(3, device=world.device), world.streams.create()
-        assert world.unfinished is None
+        assert world.oldest_running_call is None
         side.wait_stream(world.streams.current())
         with world.streams.use(side):
             world.all_reduce(x, axes="rank").wait()
-            before = str(world.unfinished)
+            before = str(world.oldest_running_call)
         side.synchronize()
-        return before, str(world.unfinished)
+        return before, str(world.oldest_running_call)
 
     for before, after in run(2, main, on=SimulatedAccelerators()):
         assert before.startswith("#0 all_reduce[rank] sum 3 float32")

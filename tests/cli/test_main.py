@@ -123,7 +123,7 @@ BAD_JOBS = {
     "too many stages": ([*SMALL, "--plan=pp=20"], "20 stages do not fit: GPT has 8 pieces"),
     "heads that do not divide": (
         [*SMALL, "--plan=tp=3"],
-        "'tp=3' shares them out over 3 ranks: they are fewer. Nearest",
+        "'tp=3' can neither divide nor replicate evenly over 3 ranks. Nearest",
     ),
     "vocabulary": (
         ["--model.arguments", "vocabulary=99", "--train.batch=4"],

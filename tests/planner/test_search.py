@@ -199,7 +199,7 @@ def test_what_tp_cannot_split_costs_no_rehearsals() -> None:
     assert result.best()[0].plan.tp == 1
     *_, result = search(network, cluster=CLUSTER, space=space("tp=2 pp=1"), limit=80e9, effort=SearchEffort())
     assert result.rehearsals == 0
-    assert all("found no part" in one.refused for one in result.candidates.values())
+    assert all("found no role" in one.refused for one in result.candidates.values())
 
 
 def test_what_a_model_holds_between_its_blocks_may_go_where_the_batch_is() -> None:
@@ -232,12 +232,12 @@ def test_a_reason_is_listed_once_for_all_plans_that_it_refuses() -> None:
         cut = f"{plan} partition=params"
         message = f"blocks.0 has 2 heads, and '{cut}' shares them out over {ranks} ranks: they are fewer. Nearest: tp=2"
         result.note(Candidate(plan, EstimateLevel.REHEARSED, PlanFigures(seconds=float(ranks + zero)), refused=message))
-    parts = "found no part for these parameters:\n  up.weight  (4, 4)  (why)\n  up.bias  (4)\nState them in the rules"
+    parts = "found no role for these parameters:\n  up.weight  (4, 4)  (why)\n  up.bias  (4)\nState them in the rules"
     result.note(Candidate(Plan.parse("dp=3 tp=2"), EstimateLevel.REHEARSED, refused=parts))
     heads, unplaced = lost_table(result, top=1)[1:]
     reason = "refused: blocks.0 has 2 heads, and the plan shares them out over 4 ranks: they are fewer"
     assert heads == ("3", reason, "", "", "dp=2 tp=4")
-    assert unplaced[:2] == ("1", "refused: found no part for these parameters: up.weight (4, 4) (why)")
+    assert unplaced[:2] == ("1", "refused: found no role for these parameters: up.weight (4, 4) (why)")
 
 
 def test_an_unknown_key_is_refused_as_a_plan_refuses_it() -> None:

@@ -225,8 +225,8 @@ def test_labels_of_bytes_are_accepted_by_job_and_rehearsal(plan: str) -> None:
 @pytest.mark.parametrize(
     "model, plan, rest, message",
     [
-        (Recurrent, "tp=2", {}, "PlanError: tensor parallelism found no part for"),
-        (Recurrent, "pp=2 tp=2 microbatches=2", {}, "PlanError: tensor parallelism found no part for"),
+        (Recurrent, "tp=2", {}, "PlanError: tensor parallelism found no role for"),
+        (Recurrent, "pp=2 tp=2 microbatches=2", {}, "PlanError: tensor parallelism found no role for"),
         (Net, "dp=2", {"optimizer": partial(SGD, lr=0.1)}, "ValueError: optimizer=functools.partial"),
         (Net, "dp=2", {"loss": counted(float("inf"))}, "LossError: the count that loss returned is inf"),
         (AsModule(lambda: nn.LazyLinear(3)), "dp=2", {}, "ValueError: weight has no shape yet"),

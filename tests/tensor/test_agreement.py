@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.tensor.core.matmul import Streaming
-from meshwise.tensor.detect.find_parts import find_parts
+from meshwise.tensor.detect.assign_tp_roles import assign_roles
 from tensor.plain import Attention
 from tensor.splitting import SCHEMES, gpt_parts, split_agrees
 
@@ -80,7 +80,7 @@ def test_blocks_may_share_a_module(plan: str) -> None:
     model = built(UNEVEN)
     first, second = model.get_submodule("blocks").children()
     second.mlp, second.attention_norm = first.mlp, first.attention_norm
-    parts = find_parts(model, plan=Plan.parse(plan))
+    parts = assign_roles(model, plan=Plan.parse(plan))
     split_agrees(model, plan=plan, parts=parts, batch=(tokens(5, UNEVEN), loss))
 
 
@@ -119,13 +119,13 @@ class Tempering(nn.Module):
 def test_what_there_is_for_each_head_is_shared_out_with_it(plan: str) -> None:
     torch.manual_seed(1)
     model = Tempering().double()
-    roles = {name: part.role for name, part in find_parts(model, plan=Plan.parse(plan)).items()}
+    roles = {name: part.role for name, part in assign_roles(model, plan=Plan.parse(plan)).items()}
     assert {roles[f"blocks.0.{name}"] for name in ("temperature", "shift", "sink")} == {"inner"}
     numbers = [torch.randint(0, 11, (8, 6), generator=torch.Generator().manual_seed(5))]
     split_agrees(
         model,
         plan=plan,
-        parts=find_parts(model, plan=Plan.parse(plan)),
+        parts=assign_roles(model, plan=Plan.parse(plan)),
         batch=(numbers, lambda module, inputs: module(*inputs).square().sum()),
     )
 

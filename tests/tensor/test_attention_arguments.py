@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.plan import Plan
-from meshwise.tensor.detect.find_parts import find_parts
+from meshwise.tensor.detect.assign_tp_roles import assign_roles
 from tensor.splitting import split_agrees
 
 WORDS, WIDTH, HEADS, TOKENS = 13, 12, 4, 5
@@ -76,5 +76,5 @@ def test_arguments_have_the_rows_of_the_attention_and_the_gradient_of_all_heads(
     tokens, targets = torch.randint(1, WORDS, (2, 8, TOKENS)).unbind()
     for row, length in enumerate((5, 2, 3, 4, 1, 5, 2, 4)):
         tokens[row, length:] = 0
-    parts = find_parts(model, plan=Plan.parse(plan))
+    parts = assign_roles(model, plan=Plan.parse(plan))
     split_agrees(model, plan=plan, parts=parts, batch=((tokens, targets), _loss))

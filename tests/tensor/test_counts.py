@@ -16,7 +16,7 @@ from meshwise.pipeline.run.stage_backward import backward_input
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig
 from meshwise.tensor.core.matmul import Streaming
-from meshwise.tensor.detect.find_parts import find_parts
+from meshwise.tensor.detect.assign_tp_roles import assign_roles
 from meshwise.testing import Counts, SavedForBackward, count
 from tensor.splitting import install
 
@@ -97,7 +97,7 @@ def split(plan: str, streaming: Streaming, build: Callable[[], nn.Module]) -> tu
     world = TraceWorld(rank=mesh.size - 1, mesh=mesh)
     with torch.device("meta"):
         model = build()
-    install(model, plan=plan, world=world, parts=find_parts(model, plan=Plan.parse(plan)), streaming=streaming)
+    install(model, plan=plan, world=world, parts=assign_roles(model, plan=Plan.parse(plan)), streaming=streaming)
     return world, model, stream(world, plan)
 
 
@@ -143,7 +143,7 @@ def test_a_rank_does_its_part_of_a_sum_while_it_computes_the_gradient_of_the_wei
     vars(world)["progress"] = progress
     with torch.device("meta"):
         model = one_matrix()
-    install(model, plan="tp=4", world=world, parts=find_parts(model, plan=Plan.parse("tp=4")), streaming=FREE)
+    install(model, plan="tp=4", world=world, parts=assign_roles(model, plan=Plan.parse("tp=4")), streaming=FREE)
     y = model(stream(world, "tp=4"))
     with world.record() as records:
         y.backward(torch.empty_like(y))
@@ -271,7 +271,7 @@ def saved(plan: str, *, fused: bool) -> int:
     """Bytes that a forward of a block leaves for its backward, on one rank."""
     mesh = Plan.parse(plan).mesh()
     world, model = TraceWorld(rank=0, mesh=mesh, device="cpu"), gated(fused=fused)
-    install(model, plan=plan, world=world, parts=find_parts(model, plan=Plan.parse(plan)))
+    install(model, plan=plan, world=world, parts=assign_roles(model, plan=Plan.parse(plan)))
     with SavedForBackward(model) as kept:
         model(stream(world, plan, device="cpu"))
     return kept.bytes

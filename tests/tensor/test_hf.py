@@ -1,6 +1,6 @@
 """Models of transformers, built from tiny configurations with random weights, are found and split as they are.
 
-A step of every family under every scheme. With 2 key heads, 4 ranks share them in
+A step of every family under every scheme. With 2 KV heads, 4 ranks share them in
 pairs. Three steps of Llama and BERT, with all that they are combined with, are in `test_grid`."""
 
 import copy
@@ -16,7 +16,7 @@ from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.tensor.detect.find_parts import find_parts
+from meshwise.tensor.detect.assign_tp_roles import assign_roles
 from meshwise.testing import agree, alone, outcome, run
 from tensor.exact import with_exact_norms
 
@@ -268,7 +268,7 @@ def test_stages_derive_shapes_of_pieces_with_arguments_for_all_tokens() -> None:
 def test_experts_are_kept_whole_by_a_rule() -> None:
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**TEXT, num_key_value_heads=KEY_HEADS))
-    parts = find_parts(model, plan=Plan(tp=2), rules={"model.layers.*.mlp": "whole"})
+    parts = assign_roles(model, plan=Plan(tp=2), rules={"model.layers.*.mlp": "whole"})
     assert (parts["model.layers.0.mlp"].role, parts["model.layers.0.self_attn.q_proj"].role) == ("whole", "colwise")
 
 
@@ -277,10 +277,10 @@ def test_a_branch_is_kept_whole_by_the_rule_that_the_refusal_shows_where_its_mat
     config = transformers.DebertaConfig(**BERT, **relative)
     with torch.device("meta"):
         model = transformers.DebertaForMaskedLM(config)
-    with pytest.raises(ValueError, match="tensor parallelism found no part for") as raised:
-        find_parts(model, plan=Plan(tp=2))
+    with pytest.raises(ValueError, match="tensor parallelism found no role for") as raised:
+        assign_roles(model, plan=Plan(tp=2))
     assert 'as in {"deberta.encoder.layer.*.attention": "whole"}' in str(raised.value)
-    find_parts(model, plan=Plan(tp=2), rules={"deberta.encoder.layer.*.attention": "whole"})
+    assign_roles(model, plan=Plan(tp=2), rules={"deberta.encoder.layer.*.attention": "whole"})
 
 
 def test_uneven_rows_under_3d_are_refused_where_a_forward_counts_them() -> None:

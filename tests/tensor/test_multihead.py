@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.detect.find_parts import find_parts
+from meshwise.tensor.detect.assign_tp_roles import assign_roles
 from meshwise.testing import run
 from tensor.plain import shown
 from tensor.splitting import split_agrees
@@ -77,7 +77,7 @@ def test_an_encoder_is_that_of_one_process(choices: dict[str, bool], plan: str) 
     split_agrees(
         model,
         plan=plan,
-        parts=find_parts(model, plan=Plan.parse(plan)),
+        parts=assign_roles(model, plan=Plan.parse(plan)),
         batch=([rows(5)], lambda module, inputs: module(*inputs).square().sum()),
         bound=1e-10,
     )
@@ -109,8 +109,8 @@ def test_a_decoder_works_under_sequence_parallelism_by_the_rule_that_is_shown(to
     """The encoder's layers have parts of the tokens, the decoder's are whole."""
     model, plan = Translator(together=together).double(), Plan.parse("tp=2 sequence_parallel=1")
     with pytest.raises(PlanError, match=r"TransformerDecoderLayer\) reads an encoder's output") as raised:
-        find_parts(model, plan=plan)
-    parts = find_parts(model, plan=plan, rules=shown(raised.value))
+        assign_roles(model, plan=plan)
+    parts = assign_roles(model, plan=plan, rules=shown(raised.value))
     assert {parts[name].role for name in parts if name.endswith("encoder.layers.1")} == {"block"}
     batch = ([rows(5), rows(5)[:, :3]], lambda module, inputs: module(*inputs).square().sum())
     split_agrees(model, plan=str(plan), parts=parts, batch=batch, bound=1e-10)
@@ -121,7 +121,7 @@ def test_masks_follow_the_rows_under_3d() -> None:
     split_agrees(
         model,
         plan=plan,
-        parts=find_parts(model, plan=Plan.parse(plan)),
+        parts=assign_roles(model, plan=Plan.parse(plan)),
         batch=([rows(5)], lambda module, inputs: module(*inputs).square().sum()),
         bound=1e-10,
     )
@@ -213,7 +213,7 @@ def test_attention_alone_is_that_of_one_process(options: dict[str, Any], plan: s
     split_agrees(
         model,
         plan=plan,
-        parts=find_parts(model, plan=Plan.parse(plan)),
+        parts=assign_roles(model, plan=Plan.parse(plan)),
         batch=([torch.randn(3, TOKENS, WIDTH, dtype=torch.float64), memory], lambda module, inputs: module(*inputs)),
     )
 
@@ -243,5 +243,5 @@ def test_attention_weights_are_those_of_the_rows_that_a_rank_has(plan: str) -> N
         total: Tensor = module.head(x).square().sum() + (weights.square() * inputs[0][:, None]).sum()
         return total
 
-    parts = find_parts(model, plan=Plan.parse(plan))
+    parts = assign_roles(model, plan=Plan.parse(plan))
     split_agrees(model, plan=plan, parts=parts, batch=([rows(8)], loss), bound=1e-10)

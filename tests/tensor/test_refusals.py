@@ -10,7 +10,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import next_token_loss
-from meshwise.tensor.detect.find_parts import find_parts
+from meshwise.tensor.detect.assign_tp_roles import assign_roles
 from meshwise.tensor.schemes import mesh_with_kv_replicas
 from meshwise.testing import run
 from tensor.plain import Attention, Block, gpt, stack
@@ -47,8 +47,8 @@ def with_mlp(mlp: nn.Module) -> nn.Module:
 
 def test_a_norm_between_two_matrices_is_refused() -> None:
     """As in the SwiGLU of EVA-02 (timm): it needs all hidden features."""
-    with pytest.raises(ValueError, match="found no part for these parameters"):
-        find_parts(with_mlp(Mlp(nn.LayerNorm(48))), plan=Plan())
+    with pytest.raises(ValueError, match="found no role for these parameters"):
+        assign_roles(with_mlp(Mlp(nn.LayerNorm(48))), plan=Plan())
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_norm_between_two_matrices_is_refused() -> None:
     ],
 )
 def test_what_goes_feature_by_feature_is_shared_out(mlp: nn.Module) -> None:
-    parts = find_parts(with_mlp(mlp), plan=Plan())
+    parts = assign_roles(with_mlp(mlp), plan=Plan())
     assert (parts["1.mlp.up"].role, parts["1.mlp.down"].role) == ("colwise", "rowwise")
 
 
@@ -93,7 +93,7 @@ class Scaled(Sloped):
 def test_what_has_a_part_of_every_head_may_be_counted() -> None:
     model = stack()
     model[1].attention = Scaled(16, 4)
-    assert find_parts(model, plan=Plan())["1.attention.temperature"].role == "inner"
+    assert assign_roles(model, plan=Plan())["1.attention.temperature"].role == "inner"
 
 
 # ---- what cannot work under a plan -----------------------------------------------------------------------------------
@@ -102,25 +102,25 @@ def test_what_has_a_part_of_every_head_may_be_counted() -> None:
 @pytest.mark.parametrize(
     "heads, kv_heads, plan, message",
     [
-        (4, 4, "tp=8", "4 heads over 4 key heads.*8 ranks: they are fewer. Nearest that works: tp=3 or tp=4"),
+        (4, 4, "tp=8", "4 heads over 4 KV heads, .*evenly over 8 ranks. Nearest that works: tp=3 or tp=4"),
         (4, 2, "tp=4", "Nearest that works: tp=1 or tp=2"),
-        (6, 3, "tp=2", "cannot be shared out evenly. Nearest that works: tp=1 or tp=3"),
-        (4, 1, "tp=4 tp_mode=2d", "over 2 ranks: they are fewer. Nearest that works: tp=1"),
+        (6, 3, "tp=2", "neither divide nor replicate evenly over 2 ranks. Nearest that works: tp=1 or tp=3"),
+        (4, 1, "tp=4 tp_mode=2d", "evenly over 2 ranks. Nearest that works: tp=1"),
         (4, 1, "tp=8 tp_mode=3d", "over 2 ranks.*Nearest that works: tp=1"),
     ],
 )
 def test_fewer_heads_than_ranks_name_the_nearest_degrees(heads: int, kv_heads: int, plan: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        find_parts(gpt(width=24, heads=heads, kv_heads=kv_heads), plan=Plan.parse(plan))
+        assign_roles(gpt(width=24, heads=heads, kv_heads=kv_heads), plan=Plan.parse(plan))
 
 
 def test_uneven_heads_are_allowed_where_every_rank_has_one() -> None:
-    find_parts(gpt(width=24, heads=6), plan=Plan.parse("tp=4"))
+    assign_roles(gpt(width=24, heads=6), plan=Plan.parse("tp=4"))
 
 
 def test_fewer_key_heads_than_ranks_are_held_by_several() -> None:
     plan = Plan.parse("dp=2 tp=4")
-    parts = find_parts(stack(kv_heads=2), plan=plan)
+    parts = assign_roles(stack(kv_heads=2), plan=plan)
     assert [name for name in ("q", "k", "v", "out") if parts[f"1.attention.{name}"].shared] == ["k", "v"]
     assert [parts[f"1.attention.{name}"].grain for name in ("q", "k", "v", "out")] == [4, 4, 4, 4]
     assert str(mesh_with_kv_replicas(plan, parts=parts.values())) == "pp=1 dp=2 cp=1 tp=2 kv=2"
@@ -129,9 +129,9 @@ def test_fewer_key_heads_than_ranks_are_held_by_several() -> None:
 def test_shared_key_heads_need_numbers_that_divide() -> None:
     attention = Attention(24, 6, kv_heads=2)
     model = nn.ModuleList([Block(attention, width=24, hidden=48)])
-    assert find_parts(model, plan=Plan.parse("tp=6"))["0.attention"].kv_replicas == 3
-    with pytest.raises(PlanError, match=r"6 heads over 2 key heads.*Nearest that works: tp=2 or tp=6"):
-        find_parts(model, plan=Plan.parse("tp=4"))
+    assert assign_roles(model, plan=Plan.parse("tp=6"))["0.attention"].kv_replicas == 3
+    with pytest.raises(PlanError, match=r"6 heads over 2 KV heads.*Nearest that works: tp=2 or tp=6"):
+        assign_roles(model, plan=Plan.parse("tp=4"))
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -144,29 +144,29 @@ def test_shared_key_heads_need_numbers_that_divide() -> None:
 )
 def test_a_part_that_a_scheme_does_not_have_is_refused(options: dict[str, int], plan: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        find_parts(nn.MultiheadAttention(16, 4, **options), plan=Plan.parse(plan))
+        assign_roles(nn.MultiheadAttention(16, 4, **options), plan=Plan.parse(plan))
 
 
 def test_a_model_without_a_head_has_all_features_outside_of_its_blocks() -> None:
     model = gpt()
     model.head = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 24))  # type: ignore[assignment]
     for rules, role in (({"head": "whole"}, "whole"), ({}, "norm")):
-        assert find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"), rules=rules)["norm"].role == role
-        assert find_parts(model, plan=Plan.parse("tp=2"), rules=rules)["norm"].role == "norm"
+        assert assign_roles(model, plan=Plan.parse("tp=4 tp_mode=2d"), rules=rules)["norm"].role == role
+        assert assign_roles(model, plan=Plan.parse("tp=2"), rules=rules)["norm"].role == "norm"
 
 
 def test_a_model_without_blocks_cannot_split_hidden_states() -> None:
     model = Block(Attention(16, 4, kv_heads=4), width=16, hidden=48)
-    find_parts(model, plan=Plan.parse("tp=2"))
+    assign_roles(model, plan=Plan.parse("tp=2"))
     with pytest.raises(
         PlanError, match=r"takes and returns 16 features.*no repeated blocks.*Nearest that works: tp_mode=1d"
     ):
-        find_parts(model, plan=Plan.parse("tp=4 tp_mode=2d"))
+        assign_roles(model, plan=Plan.parse("tp=4 tp_mode=2d"))
 
 
 def test_what_is_kept_whole_in_a_block_sees_all_tokens() -> None:
     with pytest.raises(PlanError, match=r"1.attention \(Attention\) is kept whole inside a block.*sequence_parallel=0"):
-        find_parts(stack(), plan=Plan.parse("tp=2 sequence_parallel=1"), rules={"*.attention": "whole"})
+        assign_roles(stack(), plan=Plan.parse("tp=2 sequence_parallel=1"), rules={"*.attention": "whole"})
 
 
 class Counting(Attention):
@@ -190,20 +190,20 @@ class Residual(Counting):
 def test_an_attention_that_asks_for_the_number_of_its_tokens_is_given_them_or_refused() -> None:
     model, plan = stack(), Plan.parse("tp=2 sequence_parallel=1")
     model[1].attention = Counting(16, 4, kv_heads=4)
-    assert find_parts(model, plan=plan)["1.attention"].gathers
+    assert assign_roles(model, plan=plan)["1.attention"].gathers
     model[1].attention = Residual(16, 4, kv_heads=4)
     with pytest.raises(
         PlanError, match=r"1.attention reads sizes of its input x.*call self.q\(x\).*: sequence_parallel=0"
     ):
-        find_parts(model, plan=plan)
+        assign_roles(model, plan=plan)
 
 
 def test_heads_kept_whole_need_not_be_shared_out() -> None:
     with pytest.raises(
         PlanError, match=r"or keep it whole on every rank, by the rules 'blocks\.\*\.attention': 'whole'"
     ):
-        find_parts(gpt(kv_heads=1), plan=Plan.parse("tp=2"))
-    find_parts(gpt(kv_heads=1), plan=Plan.parse("tp=2"), rules={"blocks.*.attention": "whole"})
+        assign_roles(gpt(kv_heads=1), plan=Plan.parse("tp=2"))
+    assign_roles(gpt(kv_heads=1), plan=Plan.parse("tp=2"), rules={"blocks.*.attention": "whole"})
 
 
 class InTwoSteps(Attention):
@@ -223,8 +223,8 @@ def test_a_method_that_gets_the_input_may_ask_for_sizes() -> None:
     model = stack()
     model[1].attention = InTwoSteps(16, 4, kv_heads=4)
     with pytest.raises(PlanError, match=r"1.attention reads sizes of its input x.*sequence_parallel=0"):
-        find_parts(model, plan=Plan.parse("tp=2 sequence_parallel=1"))
-    assert find_parts(model, plan=Plan.parse("tp=8 tp_mode=3d"))["1.attention"].even_rows
+        assign_roles(model, plan=Plan.parse("tp=2 sequence_parallel=1"))
+    assert assign_roles(model, plan=Plan.parse("tp=8 tp_mode=3d"))["1.attention"].even_rows
 
 
 def test_what_is_compiled_is_refused() -> None:
@@ -233,7 +233,7 @@ def test_what_is_compiled_is_refused() -> None:
     model[1] = nn.Module()
     model[1].add_module("_orig_mod", stack()[1])
     with pytest.raises(PlanError, match=r"1 is compiled.*leave torch\.compile out"):
-        find_parts(model, plan=Plan.parse("tp=2"))
+        assign_roles(model, plan=Plan.parse("tp=2"))
 
 
 class Translator(nn.Module):
@@ -251,19 +251,19 @@ class Translator(nn.Module):
 @pytest.mark.parametrize(
     "plan, message",
     [
-        ("tp=2 sequence_parallel=1", "reads an encoder's output.*keep it whole on every rank, as in .*, or take seq"),
+        ("tp=2 sequence_parallel=1", "the encoder's output.*keep it whole on every rank, as in .*, or take seq"),
         ("tp=4 tp_mode=2d", "asks for all features of its input.*Nearest that works: tp_mode=1d"),
     ],
 )
 def test_torchs_encoder_and_decoder_together_need_1d(plan: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        find_parts(Translator(), plan=Plan.parse(plan))
+        assign_roles(Translator(), plan=Plan.parse(plan))
 
 
 def test_a_decoder_alone_has_no_rule_that_splits_the_rest() -> None:
     model = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 2)
     with pytest.raises(PlanError, match=r"reads an encoder's output.*Nearest that works: sequence_parallel=0"):
-        find_parts(model, plan=Plan.parse("tp=2 sequence_parallel=1"))
+        assign_roles(model, plan=Plan.parse("tp=2 sequence_parallel=1"))
 
 
 def test_a_matrix_that_is_made_of_parameters_under_other_names_is_named() -> None:

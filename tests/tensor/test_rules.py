@@ -12,13 +12,13 @@ from torch.nn import functional
 from meshwise.plan import Plan
 from meshwise.reference import MLP, MLPConfig
 from meshwise.tensor.core.part import Norm, Part
-from meshwise.tensor.detect.find_parts import Rules, find_parts
+from meshwise.tensor.detect.assign_tp_roles import Rules, assign_roles
 from tensor.plain import Block, gpt, shown, stack
 
 
 def drawn(module: nn.Module, *, plan: str = "dp=1", rules: Rules | None = None) -> str:
     """The parts as a table, the blocks after the first left out."""
-    parts = find_parts(module, plan=Plan.parse(plan), rules=rules)
+    parts = assign_roles(module, plan=Plan.parse(plan), rules=rules)
     lines = [f"{name or '(root)':34} {_words(part)}".rstrip() for name, part in sorted(parts.items())]
     return "\n".join(line for line in lines if not re.match(r"\S*(blocks|layers|h)\.[1-9]", line))
 
@@ -61,7 +61,7 @@ def test_the_reference_gpt() -> None:
 
 
 def test_shared_keys_are_sections_of_their_own_size() -> None:
-    parts = find_parts(gpt(kv_heads=2, positions="rotary", tied=True), plan=Plan())
+    parts = assign_roles(gpt(kv_heads=2, positions="rotary", tied=True), plan=Plan())
     assert str(parts["blocks.1.attention.qkv"].cut) == "[16|8|8:4]"
 
 
@@ -89,7 +89,7 @@ def test_torch_encoder(batch_first: bool) -> None:
 
 @pytest.mark.parametrize("hidden", [48, 16])
 def test_square_matrices_have_roles_by_their_order(hidden: int) -> None:
-    parts = find_parts(stack(hidden=hidden), plan=Plan())
+    parts = assign_roles(stack(hidden=hidden), plan=Plan())
     roles = {name: part.role for name, part in parts.items() if name.startswith("1.") and part.role != "norm"}
     firsts = ["attention.q", "attention.k", "attention.v", "up"]
     seconds = ["attention.out", "down"]
@@ -113,14 +113,14 @@ def test_a_gate_may_be_registered_behind_what_closes_its_pair() -> None:
     model = stack()
     for block in ("1", "2"):
         model.get_submodule(block).add_module("mlp", Gated())
-    parts = find_parts(model, plan=Plan())
+    parts = assign_roles(model, plan=Plan())
     assert [parts[f"1.mlp.{name}"].role for name in ("w1", "w2", "w3")] == ["colwise", "rowwise", "colwise"]
     assert parts["1.mlp"].readers == 2
     assert (parts["1.up"].role, parts["1.down"].role) == ("colwise", "rowwise")
 
 
 def test_queries_of_one_key_stay_together() -> None:
-    parts = find_parts(stack(kv_heads=2), plan=Plan())
+    parts = assign_roles(stack(kv_heads=2), plan=Plan())
     assert [parts[f"1.attention.{name}"].grain for name in ("q", "k", "v", "out")] == [8, 4, 4, 8]
 
 
@@ -147,7 +147,7 @@ class CentredByHand(nn.Module):
 def test_a_norm_is_known_by_what_it_computes() -> None:
     model = stack()
     model.append(CentredByHand(16))
-    norm = find_parts(model, plan=Plan())["4"].norm
+    norm = assign_roles(model, plan=Plan())["4"].norm
     assert norm is not None
     assert (norm.centred, norm.epsilon, norm.statistics) == (True, 1e-3, torch.float32)
 
@@ -165,7 +165,7 @@ class OtherNames(nn.Module):
 
 
 def test_a_norm_may_call_its_parameters_anything() -> None:
-    norm = find_parts(stack().append(OtherNames(16)), plan=Plan())["4"].norm
+    norm = assign_roles(stack().append(OtherNames(16)), plan=Plan())["4"].norm
     assert norm == Norm(centred=False, epsilon=1e-30, gain="g", bias="shift")
 
 
@@ -196,26 +196,26 @@ class Centre(Scale):
 
 def test_a_scale_is_a_vector_and_what_mixes_features_is_left_to_the_rules() -> None:
     model = stack().extend([OffsetRMSNorm(16), Scale(16)])
-    parts = find_parts(model, plan=Plan())
+    parts = assign_roles(model, plan=Plan())
     assert parts["4"].norm == Norm(centred=False, epsilon=1e-6, offset=1.0)
     assert parts["5.gamma"].role == "vector"
     with pytest.raises(ValueError, match=r"6.gamma .*Centre is no known norm, and it may mix features"):
-        find_parts(model.append(Centre(16)), plan=Plan())
+        assign_roles(model.append(Centre(16)), plan=Plan())
 
 
 def test_a_parameter_without_dims_is_left_to_the_rules() -> None:
     model = gpt()
     model.temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match=r'temperature  \(\)\n.*\{"temperature": "whole"\}'):
-        find_parts(model, plan=Plan())
-    assert find_parts(model, plan=Plan(), rules={"temperature": "whole"})["temperature"].role == "whole"
+        assign_roles(model, plan=Plan())
+    assert assign_roles(model, plan=Plan(), rules={"temperature": "whole"})["temperature"].role == "whole"
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_rule_takes_precedence_over_structure() -> None:
-    parts = find_parts(gpt(), plan=Plan(), rules={"head": "whole", "positions": "embedding"})
+    parts = assign_roles(gpt(), plan=Plan(), rules={"head": "whole", "positions": "embedding"})
     assert (parts["head"].role, parts["positions"].role) == ("whole", "embedding")
 
 
@@ -229,7 +229,7 @@ def test_rules_alone_split_a_model_without_blocks() -> None:
         rules={"layers.0": "colwise", "layers.1": "rowwise"},
     )
     assert (
-        find_parts(model, plan=Plan(), rules={"layers.0": "colwise", "layers.1": "rowwise"})["layers.1"].role
+        assign_roles(model, plan=Plan(), rules={"layers.0": "colwise", "layers.1": "rowwise"})["layers.1"].role
         == "rowwise"
     )
 
@@ -253,15 +253,15 @@ class Fused(nn.Module):
 def test_an_order_that_does_not_show_is_asked_for() -> None:
     model = nn.ModuleList(Block(Fused(16, 4), width=16, hidden=48) for _ in range(2))
     with pytest.raises(ValueError, match=r"looks fused of 3.*rule: 'colwise sections=3'") as caught:
-        find_parts(model, plan=Plan())
+        assign_roles(model, plan=Plan())
     assert "one after the other, 'colwise grain=12' when those of a head do" in str(caught.value)
     assert 'as in {"*.attention.qkv": "colwise sections=3"}' in str(caught.value)
-    parts = find_parts(model, plan=Plan(), rules={"*.attention.qkv": "colwise sections=3"})
+    parts = assign_roles(model, plan=Plan(), rules={"*.attention.qkv": "colwise sections=3"})
     assert str(parts["0.attention.qkv"].cut) == "[16|16|16:4]"
 
 
 def test_a_pair_in_a_module_kept_whole_is_whole_too() -> None:
-    parts = find_parts(stack(), plan=Plan(tp=2), rules={"1.attention": "whole"})
+    parts = assign_roles(stack(), plan=Plan(tp=2), rules={"1.attention": "whole"})
     assert parts["1.attention"].role == "whole"
     assert not [name for name in parts if name.startswith("1.attention.")]
     assert parts["2.attention.q"].role == "colwise"
@@ -270,9 +270,9 @@ def test_a_pair_in_a_module_kept_whole_is_whole_too() -> None:
 def test_the_rule_to_copy_is_one_that_the_module_can_have() -> None:
     model = nn.Sequential(stack(), nn.InstanceNorm1d(16, affine=True))
     with pytest.raises(ValueError, match="InstanceNorm1d") as caught:
-        find_parts(model, plan=Plan())
+        assign_roles(model, plan=Plan())
     assert 'as in {"1": "whole"}' in str(caught.value)
-    assert find_parts(model, plan=Plan(), rules={"1": "whole"})["1"].role == "whole"
+    assert assign_roles(model, plan=Plan(), rules={"1": "whole"})["1"].role == "whole"
 
 
 def test_heads_that_nothing_counts_are_asked_for() -> None:
@@ -282,9 +282,9 @@ def test_heads_that_nothing_counts_are_asked_for() -> None:
     with pytest.raises(
         ValueError, match=r"1\.attention\.q\.weight.*no heads that fit; state the number of heads"
     ) as caught:
-        find_parts(model, plan=Plan())
-    assert find_parts(model, plan=Plan(), rules=shown(caught.value))["1.attention"].role == "whole"
-    parts = find_parts(model, plan=Plan(), rules={"*.attention": "attention heads=4"})
+        assign_roles(model, plan=Plan())
+    assert assign_roles(model, plan=Plan(), rules=shown(caught.value))["1.attention"].role == "whole"
+    parts = assign_roles(model, plan=Plan(), rules={"*.attention": "attention heads=4"})
     assert parts["1.attention.q"].grain == 4
 
 
@@ -299,9 +299,9 @@ def test_what_lies_in_a_module_that_the_rule_keeps_whole_needs_none() -> None:
         attention = model.get_submodule(f"{block}.attention")
         attention.q = Adapted(attention.q)  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match=r"found no part(.|\n)*Options\(tensor_rules=…\).*model\.tensor_rules"
+        ValueError, match=r"found no role(.|\n)*Options\(tensor_rules=…\).*model\.tensor_rules"
     ) as caught:
-        find_parts(model, plan=Plan())
+        assign_roles(model, plan=Plan())
     assert 'as in {"*.attention": "whole"}' in str(caught.value)
 
 
@@ -310,9 +310,9 @@ def test_an_attention_with_matrices_of_its_own_kind_is_kept_whole_by_the_rule_th
     for block in ("1", "2"):
         model.get_submodule(f"{block}.attention").add_module("places", nn.Linear(16, 16))  # as DeBERTa has
     with pytest.raises(ValueError, match=r"more matrices than q, k and v") as caught:
-        find_parts(model, plan=Plan())
+        assign_roles(model, plan=Plan())
     assert 'as in {"*.attention": "whole"}' in str(caught.value)
-    parts = find_parts(model, plan=Plan(), rules={"*.attention": "whole"})
+    parts = assign_roles(model, plan=Plan(), rules={"*.attention": "whole"})
     assert parts["1.attention"].role == "whole"
     assert (parts["1.up"].role, parts["1.down"].role) == ("colwise", "rowwise")
 
@@ -330,11 +330,11 @@ class Normed(nn.Embedding):
 def test_what_a_derived_class_computes_is_not_replaced() -> None:
     model = stack()
     model[0] = Scaled(24, 16)
-    assert find_parts(model, plan=Plan())["0"].role == "embedding"  # part by part what it gives is scaled as well
+    assert assign_roles(model, plan=Plan())["0"].role == "embedding"  # part by part what it gives is scaled as well
     model[0] = Normed(24, 16)
-    assert find_parts(model, plan=Plan())["0"].role == "positions"  # which keeps the forward of the module
+    assert assign_roles(model, plan=Plan())["0"].role == "positions"  # which keeps the forward of the module
     with pytest.raises(ValueError, match="'0' is to be 'embedding', but Normed computes something else"):
-        find_parts(model, plan=Plan(), rules={"0": "embedding"})
+        assign_roles(model, plan=Plan(), rules={"0": "embedding"})
 
 
 # ---- what is wrong with rules ----------------------------------------------------------------------------------------
@@ -348,8 +348,8 @@ def test_what_a_derived_class_computes_is_not_replaced() -> None:
             r"'blocks.\*.mpl.expansion' matches no .* near names: blocks.\*.mlp.exp",
         ),
         ({"heads": "head"}, r"'heads' matches no module and no parameter; near names: head"),
-        ({"head": "hed"}, "'hed' is not a part; did you mean 'head'"),
-        ({"head": "head grain=2"}, "'grain=2' in 'head grain=2'; the part 'head' takes no options"),
+        ({"head": "hed"}, "'hed' is not a role; did you mean 'head'"),
+        ({"head": "head grain=2"}, "'grain=2' in 'head grain=2'; the role 'head' takes no options"),
         ({"blocks.*.attention": "attention heeds=2"}, "takes heads=number and kv_heads=number"),
         ({"blocks.*.attention": "attention heads=3"}, "heads has to divide them"),
         ({"blocks.*.attention.qkv": "colwise sections=5"}, "does not divide it"),
@@ -362,7 +362,7 @@ def test_what_a_derived_class_computes_is_not_replaced() -> None:
 )
 def test_a_rule_that_cannot_be_meant_says_so(rules: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        find_parts(gpt(), plan=Plan(), rules=rules)
+        assign_roles(gpt(), plan=Plan(), rules=rules)
 
 
 def test_a_parameter_without_a_part_is_an_error_that_shows_how_to_give_it_one() -> None:
@@ -370,6 +370,6 @@ def test_a_parameter_without_a_part_is_an_error_that_shows_how_to_give_it_one() 
     for block in model.blocks:
         block.gate = nn.Linear(16, 3)
     with pytest.raises(ValueError, match=r"blocks\.0\.gate\.weight .*forms no pair") as raised:
-        find_parts(model, plan=Plan())
+        assign_roles(model, plan=Plan())
     assert 'as in {"blocks.*.gate": "whole"}' in str(raised.value)
     assert "blocks.1.gate" not in str(raised.value)

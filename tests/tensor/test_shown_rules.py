@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.plan import Plan
-from meshwise.tensor.detect.find_parts import Rules, find_parts
+from meshwise.tensor.detect.assign_tp_roles import Rules, assign_roles
 from tensor.plain import shown
 from tensor.splitting import split_agrees
 
@@ -65,11 +65,11 @@ class Chained(Parts):
 @pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d"])
 def test_rules_that_are_shown_work_as_they_stand(block: nn.Module, rules: Rules, plan: str) -> None:
     model = with_blocks(block, copy.deepcopy(block))
-    with pytest.raises(ValueError, match="found no part") as caught:
-        find_parts(model, plan=Plan.parse(plan), rules=rules)
+    with pytest.raises(ValueError, match="found no role") as caught:
+        assign_roles(model, plan=Plan.parse(plan), rules=rules)
     if "and take tp_mode=1d" in str(caught.value):
         plan = "tp=2"
-    assert find_parts(model, plan=Plan.parse(plan), rules={**rules, **shown(caught.value)})
+    assert assign_roles(model, plan=Plan.parse(plan), rules={**rules, **shown(caught.value)})
 
 
 class Pooled(nn.Module):
@@ -93,18 +93,18 @@ class Pooled(nn.Module):
 def test_the_rule_shown_for_an_attention_outside_of_the_blocks_keeps_all_of_it_whole(plan: str) -> None:
     torch.manual_seed(1)
     model, tokens = Pooled().double(), torch.randint(0, 24, (4, 6))
-    with pytest.raises(ValueError, match="found no part") as caught:
-        find_parts(model, plan=Plan.parse(plan))
+    with pytest.raises(ValueError, match="found no role") as caught:
+        assign_roles(model, plan=Plan.parse(plan))
     rules = shown(caught.value)
     assert rules == {"attention": "whole"}
-    parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
+    parts = assign_roles(model, plan=Plan.parse(plan), rules=rules)
     split_agrees(model, plan=plan, parts=parts, batch=((tokens,), lambda model, batch: model(batch[0]).exp().sum()))
 
 
 def test_a_table_with_as_many_rows_as_features_is_not_a_reader_of_hidden_states() -> None:
     model = with_blocks(*(Parts("gud", hidden=48) for _ in range(2)))
     model.add_module("far", nn.Embedding(16, 4))
-    assert find_parts(model, plan=Plan(tp=4, tp_mode="2d"))["far"].role == "whole"
+    assert assign_roles(model, plan=Plan(tp=4, tp_mode="2d"))["far"].role == "whole"
     model.add_module("far", nn.Embedding(5, 16))
     with pytest.raises(ValueError, match="far: Embedding is kept whole, and it makes hidden states"):
-        find_parts(model, plan=Plan(tp=4, tp_mode="2d"), rules={"far": "whole"})
+        assign_roles(model, plan=Plan(tp=4, tp_mode="2d"), rules={"far": "whole"})

@@ -14,7 +14,7 @@ from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.tensor.detect.find_parts import find_parts
+from meshwise.tensor.detect.assign_tp_roles import assign_roles
 from meshwise.testing import agree, alone, outcome, run
 from tensor.splitting import split_agrees
 
@@ -117,7 +117,7 @@ def _counted(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
 @pytest.mark.grid(Grid({"plan": (*SCHEMES, *GRIDS), "kind": ("plain", "own", "shared", "twice", "scalar")}, strength=1))
 def test_a_table_of_a_block_gets_the_gradient_of_all_heads_once(plan: str, kind: str) -> None:
     model, rules, batches = _given(kind)
-    parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
+    parts = assign_roles(model, plan=Plan.parse(plan), rules=rules)
     split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
 
 
@@ -130,14 +130,14 @@ def test_a_table_as_wide_as_hidden_states_is_another_argument(
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "TOKENS", tokens)
     model, rules, batches = _given("plain")
-    parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
+    parts = assign_roles(model, plan=Plan.parse(plan), rules=rules)
     split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1", "tp=4 sequence_parallel=1"])
 def test_a_table_used_by_scores_and_hidden_states_gets_the_gradients_of_both(plan: str) -> None:
     model, rules, batches = _given("stream")
-    parts = find_parts(model, plan=Plan.parse(plan), rules=rules)
+    parts = assign_roles(model, plan=Plan.parse(plan), rules=rules)
     split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
 
 

@@ -72,7 +72,7 @@ BAD = [
     (["draw", "mesh", "--plan=dp=2", "--svg=/"], "cannot write /: it is a folder; name a file in it"),
     ([*JOB, ON, f"--html={__file__}/a.html"], f"no permission to write to it or to {__file__}"),
     (["draw", "schedule", f"--table={__file__}.gone"], f"{__file__}.gone cannot be read: No such file"),
-    (["draw", "schedule", f"--table={sys.executable}"], f"{sys.executable} is not text, but a table of actions is"),
+    (["draw", "schedule", f"--table={sys.executable}"], f"{sys.executable} must be a UTF-8 table of actions"),
     *((["draw", "schedule", "--plan=pp=2", f"--{key}={value}"], "times have to be above 0, and --link at least 0")
       for key in ("forward", "input", "weight", "link") for value in ("-1",)),
 ]  # fmt: skip

@@ -79,11 +79,11 @@ def main(words: Sequence[str]) -> int:
     wanted = [path for path in paths if flags.number in ("all", path.name[:2], path.name[:2].lstrip("0"))]
     if not flags.number:
         print("\n".join(f"{path.name[:2]}  {title_of(path)}" for path in paths))
-        print("\nmeshwise lesson 07 runs one, --processes on four processes; --html PATH writes its page")
+        print("\nmeshwise lesson 07 runs one; add --processes for 4 processes, or --html PATH for a page")
     elif not wanted:
         raise JobError(f"no lesson {flags.number!r}; the lessons are 01 to {paths[-1].name[:2]}, or all")
     elif flags.html and (flags.number == "all" or flags.processes):
-        raise JobError("--html writes one lesson that ran on threads; name its number, as in 07")
+        raise JobError("--html needs one lesson number, as in 07, and no --processes")
     elif flags.processes:
         run(_RANKS, _rank, args=(wanted,))
     elif flags.number == "all":
@@ -123,8 +123,8 @@ def find_lessons(given: Path | None) -> list[Path]:
         if found := sorted(folder.resolve().glob("[0-9][0-9]_*.py")):
             return found
     raise JobError(
-        f"no lessons in {given or Path('lessons').resolve()}: the package is installed without them; "
-        "clone its repository, and give --folder REPOSITORY/lessons"
+        f"no lessons in {given or Path('lessons').resolve()}: no file is named like 01_*.py; "
+        "clone the repository of meshwise, and give --folder REPOSITORY/lessons"
     )
 
 

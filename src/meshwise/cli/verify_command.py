@@ -32,7 +32,7 @@ class VerifyJob(StudiedJob):
     """Optimizer steps to compare, on the first batches of the job, at its peak learning rate."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Element type of the parameters; train.dtype is ignored. In float64 a relative difference of 1e-9 is allowed. In
-    other types the allowed difference is measured: it is what rounding explains."""
+    other types the allowed difference is measured: the difference that rounding causes."""
     comm: Literal["auto", "local", "gloo", "threads"] = "auto"  # type: ignore[assignment] # one value more than training
     """How the ranks communicate. `threads`: the ranks are threads of this process, which start faster. The other values
     are as in training."""
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def print_report(report: Report, *, console: OutputConsole) -> None:
-    """Print a report: the verdict, a table of the steps, and the 40 parameters with the largest excess."""
+    """Print the verdict, notes, first difference, steps, and the 40 parameters or buffers with the largest excess."""
     console.print(report.verdict, style="bold green" if report.ok else "bold red", soft_wrap=True, highlight=False)
     lines = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False, end="\n\n")

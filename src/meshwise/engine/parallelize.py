@@ -77,7 +77,7 @@ from meshwise.tensor.core.activation_slices import (
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
-from meshwise.tensor.detect.find_parts import Rules, find_parts
+from meshwise.tensor.detect.assign_tp_roles import Rules, assign_roles
 from meshwise.tensor.schemes import mesh_with_kv_replicas, scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
 
@@ -108,11 +108,11 @@ class Options:
     parameter_options: ParameterOptions | None = None
     """`(name, parameter) -> optimizer options`; by default vectors (biases, norms) have no weight decay."""
     tensor_rules: Rules | None = None
-    """With tp, the parts of modules whose names match a pattern: `{"blocks.*.up": "colwise"}`; see
-    `meshwise.tensor.detect.find_parts.Rules`. None: what the model declares and its structure says. Under every plan,
+    """With tp, the roles of modules whose names match a pattern: `{"blocks.*.up": "colwise"}`; see
+    `meshwise.tensor.detect.assign_tp_roles.Rules`. None: from the model's `_tp_plan` and structure. Under every plan,
     `"attention pattern=window:1024"` gives attentions a pattern; with cp, `"tokens whole"` gives modules all tokens."""
     parts: Mapping[str, Part] | None = None
-    """With tp, the role of each module, as `find_parts` returns them for this model and plan. None: `find_parts` is
+    """With tp, the role of each module, as `assign_roles` returns them for this model and plan. None: `assign_roles` is
     called."""
     example: Any = None
     """With pp, a batch like those to come, with any number of rows > 0: the model runs on it once to be cut into
@@ -372,7 +372,7 @@ class _Shared:
 
     setting: ParallelSetting
     world: World
-    """World over the plan's mesh, with an axis `kv` if ranks share key heads."""
+    """World over the plan's mesh, with an axis `kv` if ranks share KV heads."""
     parts: Mapping[str, Part]
     """Role in tensor parallelism of each module, by name; empty without tp."""
     mixtures: Mapping[str, Mixture]
@@ -391,7 +391,7 @@ class _Shared:
         with _as_plan_error():
             parts = setting.options.parts
             if parts is None:
-                parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
+                parts = assign_roles(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
         setting.policy.undo.push(hook_casts(module, precision=setting.storage.precision))
         world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
         refuse_renormed(module, plan=plan, world=world, storage=setting.storage)

@@ -48,7 +48,7 @@ from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.predicted_memory import Table, fullest, size_text
 from meshwise.simulate.rehearsal import ASKED, RehearsalSubject, asks_for_values, rehearse, schedule_of
 from meshwise.simulate.step_prediction import Prediction, predict
-from meshwise.tensor.detect.find_parts import find_parts
+from meshwise.tensor.detect.assign_tp_roles import assign_roles
 
 UNDIVIDED: Mapping[str, Any] = MappingProxyType(
     {
@@ -301,7 +301,7 @@ class PlanSearch:
         if plan.tp > 1 and split not in self._splits:
             self._splits[split] = ""
             try:
-                find_parts(self._source.module, plan=plan, rules=self._subject.options.tensor_rules)
+                assign_roles(self._source.module, plan=plan, rules=self._subject.options.tensor_rules)
             except (ValueError, RuntimeError) as error:
                 self._splits[split] = str(error)
         return self._splits.get(split, "")

@@ -15,7 +15,7 @@ The initialization is GPT-2's (Radford et al., 2019): normal with a standard dev
 write to the residual stream are scaled by 1/sqrt(2 · layers), so that the stream's variance does not grow with depth.
 Rotary positions follow Su et al., 2021; grouped-query attention (fewer key-value heads) follows Ainslie et al., 2023.
 
-`language_loss` is the cross-entropy as a sum and a count, which the engine divides once over the global batch."""
+`next_token_loss` is the cross-entropy as a sum and a count, which the engine divides once over the global batch."""
 
 import math
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ def next_token_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     the shapes of targets and logits differ in other dims than the vocabulary."""
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"the model returned a {type(logits).__name__}, but this loss takes a tensor of logits; name a loss "
-            "of your own, loss(output, batch): loss = 'my_module:my_loss' in a job"
+            f"the model returned a {type(logits).__name__}, but this loss takes a tensor of logits; write "
+            "your own loss(output, batch), and set loss = 'my_module:my_loss' in the job"
         )
     targets = batch[1]
     if logits.shape[:-1] != targets.shape:
@@ -78,11 +78,11 @@ class GPTConfig:
     positions: Literal["learned", "rotary"] = "learned"
     """Kind of position encoding: an embedding added to the input, or a rotation of queries and keys."""
     tied: bool = False
-    """Whether the output head and the token embedding are one matrix."""
+    """True if the output head and the token embedding are one matrix."""
     dropout: float = 0.0
     """Probability of dropping an element after the embedding, in attention and before each residual addition."""
     bias: bool = False
-    """Whether linear layers (the head aside) and norms have a bias."""
+    """True if linear layers (the head aside) and norms have a bias."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -221,7 +221,7 @@ class GPT(nn.Module):
         """Return the logits (B, T, vocabulary) of integer tokens (B, T); T is at most the context."""
         length = tokens.size(1)
         if length > self.config.context:
-            raise ValueError(f"{length} tokens do not fit the context of {self.config.context}")
+            raise ValueError(f"{length} tokens do not fit the context of {self.config.context}; set context={length}")
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device))

@@ -91,9 +91,9 @@ class CostModel:
         return device.kernel + max(computing, operation.bytes / rate_at(device.bandwidth, size=operation.bytes))
 
     def allocation(self, memory: MemoryChange) -> float:
-        """Return the seconds in which the system provides the pages of new memory, `fresh` times; 0 for old memory."""
+        """Return the seconds of the page faults of new memory; 0 for memory without page faults."""
         fresh = self.cluster.device.fresh
-        return memory.fresh * memory.bytes / rate_at(fresh, size=memory.bytes) if memory.fresh else 0.0
+        return memory.page_faults * memory.bytes / rate_at(fresh, size=memory.bytes) if memory.page_faults else 0.0
 
     def collective(self, call: TapeCall) -> float:
         """Return the seconds of one collective or message. Other groups along its axes run the same call meanwhile."""

@@ -69,7 +69,7 @@ from meshwise.simulate.tape_recorder import (
     StageMessages,
     optimizer_on,
 )
-from meshwise.tensor.detect.find_parts import find_parts
+from meshwise.tensor.detect.assign_tp_roles import assign_roles
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 """Kind of device of the ranks that are predicted; the rehearsal itself needs no device."""
@@ -473,7 +473,7 @@ def _kinds(
     shares = math.prod(plan.mesh().degree(axis) for axis in plan.row_axes) * plan.microbatches
     micro = tree.take_rows(options.example, start=0, stop=tree.row_count(options.example) // shares)
     try:
-        parts = find_parts(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+        parts = assign_roles(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
     except ValueError:
         return tuple(range(plan.pp)), options  # parallelize refuses it
     options = dataclasses.replace(options, parts=parts)

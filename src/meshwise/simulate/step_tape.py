@@ -5,8 +5,8 @@ micro-batch 0), or of one phase outside of actions (`exchange`, `update`). Micro
 so a tape has only a few of them.
 
 `count_operation` returns the entry of one torch operation. Flops follow torch's own formulas (2·m·k·n for a matrix
-product). Bytes are the sizes of all tensors that an operation reads and writes, each counted once. A view has no flops
-and no bytes."""
+product). Bytes are the sizes of all arguments read and tensors written; expanded elements count once. Its callers skip
+views and uninitialized memory (`moves_nothing`)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class Category(StrEnum):
     GATHERED = "gathered"  # full parameters while they are used (ZeRO-3)
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
-    REDUCTION = "reduction"  # state of a reduction from step to step
+    REDUCTION = "reduction"  # state of a compressed reduction, such as the error that a step has left
     ACTIVATIONS = "activations"  # tensors kept for the backward, and temporary tensors
     STAGING = "staging"  # buffers for tensors on their way to another tier
     COMMUNICATION = "communication"  # received tensors, and tensors being sent
@@ -92,9 +92,9 @@ class MemoryChange:
     bytes: int
     host: bool = False
     """True for memory of the host, if the rank computes on a device with its own memory."""
-    fresh: int = 0
-    """Number of times that the system provides its pages: one more than usual for shared memory, whose pages are new to
-    the other ranks too. 0 for freed memory, and for memory that changes its category."""
+    page_faults: int = 0
+    """Page faults of each page: 1 for new memory, 2 for new shared memory, which the other ranks map too. 0 for memory
+    that is freed or reused, and for memory that changes its category."""
 
 
 Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
@@ -199,7 +199,7 @@ NO_WORK = frozenset(
 
 @cache
 def moves_nothing(func: OpOverload) -> bool:
-    """Return whether an operation has no flops and no bytes: it makes a view or uninitialized memory."""
+    """Return whether an operation has no flops and no bytes: a view, uninitialized memory, or an entry of `NO_WORK`."""
     name = func._schema.name
     if name in NO_WORK:
         return True
@@ -235,10 +235,10 @@ def count_operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[st
 
 
 def causal_part(keys: int, *, cpu: bool) -> float:
-    """Return the fraction of causal attention's flops that a kernel computes for `keys` keys per sequence.
+    """Return the fraction of causal attention's flops that a kernel computes for `keys` keys and queries per sequence.
 
-    On a GPU the fraction is 1/2, because published rates count half of the flops. Real kernels compute whole tiles, so
-    for short sequences they compute more. On a CPU it is (keys + 512) / (2 · keys), at most 1, because torch's kernel
+    On a GPU it is 1/2: published TFLOP/s of kernels count half of the flops. Real kernels compute whole tiles, so for
+    short sequences they compute more. On a CPU it is (keys + 512) / (2 · keys), at most 1, because torch's kernel
     takes 512 keys at a time (`kvSplitSize` in ATen/native/cpu/FlashAttentionKernel.cpp)."""
     return min(1.0, (keys + 512) / (2 * keys)) if cpu else 0.5
 

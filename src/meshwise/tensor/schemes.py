@@ -5,11 +5,11 @@ B, and Y is reduced over C. In the backward, a gather becomes a reduce-scatter, 
 has A, B, C and the layout of W, and a `Scheme` has the products of all roles. One function, `core/matmul.py`, computes
 every product; `one_d`, `two_d` and `three_d` return the schemes, and `scheme_on` the scheme of a plan.
 
-Grouped-query attention may be split over more ranks than key heads. Then several ranks hold the same key head, and the
-mesh axis that splits the heads becomes two axes (`mesh_with_kv_replicas`). The outer axis splits the key heads. Ranks
-along the inner axis, `kv`, hold the same key head:
+Grouped-query attention may be split over more ranks than KV heads. Then several ranks hold the same KV head, and the
+mesh axis that splits the heads becomes two axes (`mesh_with_kv_replicas`). The outer axis splits the KV heads. Ranks
+along the inner axis, `kv`, hold the same KV head:
 
-    | 4 heads, 2 key heads            tp=0                    tp=1
+    | 4 heads, 2 KV heads             tp=0                    tp=1
     | on 4 ranks                 kv=0        kv=1        kv=0        kv=1
     | q                            0           1           2           3
     | k, v                         0           0           1           1          gradients summed over kv
@@ -245,7 +245,7 @@ def scheme(plan: Plan, *, blocks: bool) -> Scheme:
 
 
 KV_REPLICA = "kv"
-"""Axis of the ranks that hold the same key heads."""
+"""Axis of the ranks that hold the same KV heads."""
 
 
 def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
@@ -256,8 +256,8 @@ def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
     axis = scheme(plan, blocks=True).inner[-1]
     if axis not in mesh.names:
         raise PlanError(
-            f"under '{plan}' {kv_replicas} ranks share each key head, and ep or etp takes a part of the ranks of tp. "
-            "Take a tp of at most the number of key heads, or ep and etp that take all ranks of tp or none of them"
+            f"under '{plan}' {kv_replicas} ranks share each KV head, and ep or etp takes a part of the ranks of tp. "
+            "Take a tp of at most the number of KV heads, or ep and etp that take all ranks of tp or none of them"
         )
     axes = []
     for name, degree in mesh.axes:

@@ -162,8 +162,8 @@ class World(abc.ABC):
         return self.mesh.size
 
     @property
-    def unfinished(self) -> CallRecord | None:
-        """Oldest call whose `wait` has returned, but whose work the device has not done. None if all is done."""
+    def oldest_running_call(self) -> CallRecord | None:
+        """Oldest call whose `wait` has returned, but which the device has not finished. None if it has finished all."""
         return None
 
     def over(self, mesh: Mesh) -> Self:

@@ -397,7 +397,7 @@ class Watchdog:
             counts=dict(flight_recorder.counts),
             stack="\n".join(self._stacks()),
             lost=self._lost,
-            unfinished=self._world.unfinished if waited else None,
+            unfinished=self._world.oldest_running_call if waited else None,
         )
 
     def _stacks(self) -> list[str]:

@@ -7,7 +7,7 @@ because a fork of a process that has counted the GPUs cannot use them. macOS use
     launcher ──asks── server ──forks── rank 0, rank 1, …        the parent of a rank is the server, not the launcher
 
 A forked rank inherits the environment that the server had at its start. So the launcher sends its present environment
-to each rank (`LauncherEnvironment`). Since the launcher is not the parent of a rank, `LauncherProcess` asks
+to each rank (`LauncherEnvironment`). The launcher is not the parent of a rank, so `job_processes.LauncherProcess` asks
 multiprocessing whether the launcher runs.
 
 The server is a new process. If the launcher has only imported modules so far, the server can instead be a fork of the
@@ -33,7 +33,7 @@ from meshwise.comm.api.streams import gpu_count
 _PRELOADED = ("torch._dynamo", "meshwise.comm.launch.launch")  # an optimizer imports torch._dynamo
 _OF_THE_TERMINAL = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _STREAMS = (1, 2)
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals besides SIGINT (Ctrl-C) on which a launcher and its ranks end."""
 _SET_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
 
@@ -71,7 +71,7 @@ def fork_server_from_here() -> None:
             _serve(args[-1], passfds)
         return pid
 
-    util.spawnv_passfds = copy  # multiprocessing starts the server with this function; if not, it is a new process
+    util.spawnv_passfds = copy  # multiprocessing starts the server with this; otherwise the server is no fork
     try:
         start_context()
     finally:
@@ -128,7 +128,7 @@ class LauncherEnvironment:
         self._streams: Sequence[Any] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle. If the fork server starts a process just now, it has file descriptors too."""
+        """Return the state for pickle; it has file descriptors if the fork server starts the process."""
         popen = context.get_spawning_popen()
         forked = popen is not None and popen.method == "forkserver"
         return {**vars(self), "_streams": [reduction.DupFd(number) for number in _STREAMS] if forked else ()}

@@ -13,8 +13,8 @@ one script works with `python` and with torchrun.
    returned a result or one rank has failed. So it would wait for ever after `os._exit(0)`, or `exit` in a C library.
    torch learns of a failed process only a moment after its end. So if a rank ended a second ago and torch does not
    report it as failed, its status was 0.
-2. When a rank ends without an outcome, the other ranks get 2 s to report the collective in which they lost it.
-   torch's launcher would end them at once.
+2. When a rank ends without an outcome, the others get 2 s to report the collective that it did not join. torch's
+   launcher would end them at once.
 3. Ranks need semaphores. If a container has no room for them, the error says what to change."""
 
 import contextlib
@@ -89,10 +89,10 @@ def run(
 ) -> list[Any]:
     """Call `main(world, *args)` on `size` ranks and return the results of `main`, by rank.
 
-    Starts `size` processes on this machine, and ends them again. Under torchrun, which runs the script on every rank,
-    it only connects this process, and returns the results of all ranks. `main`, `args` and results are pickled, so
-    `main` is a function at the top of a module or script; call `run` under `if __name__ == "__main__":`. In a notebook
-    any function works. Each rank gets an equal share of the cores as threads, unless OMP_NUM_THREADS is set.
+    Starts `size` processes on this machine, and ends them again. Under torchrun it only connects this process, and
+    returns the results of all ranks. `main`, `args` and results are pickled: define `main` at the top of a file, and
+    call `run` under `if __name__ == "__main__":`. In a notebook any function works until CUDA is in use. Each rank gets
+    an equal share of the cores as threads, unless OMP_NUM_THREADS is set; in a notebook with a world, one thread.
 
     | device     as in `connect`
     | restarts   how many times all ranks are started again after one failed; `main` is then called from its start
@@ -101,7 +101,8 @@ def run(
 
     Raises the first exception of `main` on any rank, with a note of the rank and its traceback. Raises RankLostError
     when a rank ended without an exception, and KeyboardInterrupt on Ctrl-C, after all ranks have ended. Raises
-    ValueError for an incomplete environment or an impossible argument, NoSemaphoresError without room in /dev/shm."""
+    ValueError for an incomplete environment or an impossible argument, RuntimeError for a notebook's function that
+    cannot be forked, and NoSemaphoresError without room in /dev/shm."""
     if launched_rank():
         world = connect(device=device, comm=comm)
         if world.size != size:
@@ -329,7 +330,7 @@ class _Agent(LocalElasticAgent):
 
 
 def _is_gone(process: int) -> bool:
-    """Return whether the process has ended and its parent has collected it."""
+    """Return whether the process has ended and its parent has reaped it."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -35,14 +35,14 @@ from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_processes import JobAttempt, LauncherProcess, RankKilledError, RankLostError
 from meshwise.comm.health.watchdog import report_to_stderr
 from meshwise.comm.launch.connect import connected_world
-from meshwise.comm.launch.fork_server import ENDING, LauncherEnvironment
+from meshwise.comm.launch.fork_server import END_SIGNALS, LauncherEnvironment
 
 _STATUSES = "statuses"
 
 POLL_SECONDS = 0.1
 """Seconds between two checks of the ranks by the launcher."""
 
-SIGNALS = (signal.SIGINT, *ENDING)
+SIGNALS = (signal.SIGINT, *END_SIGNALS)
 """Signals on which a launcher ends its ranks, and which end a rank."""
 
 CONSEQUENCE_SECONDS = 30 * POLL_SECONDS

@@ -9,8 +9,8 @@ For send and recv each direction between two ranks has a communicator, and so on
 receive. These streams are of high priority, because a stage that waits computes nothing. NCCL knows no tags: messages
 of one direction arrive in the order of sending.
 
-To make a communicator takes all of its ranks, and blocks them. `prepare` makes all of them in one order on every rank.
-A communicator that was not prepared is made at its first call. Ranks that then all send first wait for each other."""
+All ranks of a communicator create it together, and block. `prepare` creates all communicators in one order on every
+rank. An unprepared communicator is created at its first call: if all of its ranks send first, they deadlock."""
 
 import itertools
 import os
@@ -32,13 +32,13 @@ from meshwise.comm.api.world import Group, Work, World
 Backend: TypeAlias = Callable[[str, tuple[int, ...], int], c10d.ProcessGroup]
 """Function (purpose, ranks, rank) that makes the process group of `ranks`; all of them call it."""
 
-FOREVER = timedelta(days=30)
-"""Timeout of process groups: the watchdog ends hanging jobs before, with a report."""
+NO_TIMEOUT = timedelta(days=30)
+"""Timeout of process groups: the watchdog ends hung jobs earlier and reports."""
 
 _REMEMBERED = 64
 
-MESSAGES = "from "
-"""Purpose of the communicators of messages: ranks (source, target)."""
+POINT_TO_POINT = "p2p "
+"""`purpose` of the communicators of send and recv, whose ranks are (source, target)."""
 
 _OPS: Mapping[str, c10d.ReduceOp] = {
     "sum": c10d.ReduceOp(c10d.ReduceOp.SUM),
@@ -53,9 +53,9 @@ def nccl(store: c10d.Store) -> Backend:
 
     def make(purpose: str, ranks: tuple[int, ...], rank: int) -> c10d.ProcessGroup:
         options = kind.Options()
-        options._timeout = FOREVER
+        options._timeout = NO_TIMEOUT
         if "is_high_priority_stream" in dir(options):
-            options.is_high_priority_stream = purpose == MESSAGES
+            options.is_high_priority_stream = purpose == POINT_TO_POINT
         own = c10d.PrefixStore(f"{purpose}{'-'.join(map(str, ranks))}", store)
         index, size = ranks.index(rank), len(ranks)
         backend = kind(own, index, size, options)
@@ -68,7 +68,7 @@ def nccl(store: c10d.Store) -> Backend:
 
 
 def _preferred_class() -> Any:
-    """Return the class of NCCL groups that torch prefers: from 2.15 on `ProcessGroupNCCL2`, as TORCH_DIST_USE_NCCL2."""
+    """Return the class of NCCL groups that torch prefers: NCCL2 from torch 2.15, or by TORCH_DIST_USE_NCCL2."""
     new = vars(c10d).get("ProcessGroupNCCL2")
     default = "1" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15) else "0"
     is_new = os.environ.get("TORCH_DIST_USE_NCCL2", default) == "1"
@@ -120,19 +120,19 @@ class NcclWorld(World):
         self._passed: deque[tuple[CallRecord, StreamEvent]] = deque(maxlen=_REMEMBERED)
 
     @property
-    def unfinished(self) -> CallRecord | None:
-        """Oldest call of the last 64 that the GPU has not passed, though the host has."""
+    def oldest_running_call(self) -> CallRecord | None:
+        """Oldest of the last 64 awaited calls that the GPU has not finished; None if it has finished all."""
         return next((record for record, passed in self._passed.copy() if not passed.query()), None)
 
     def prepare(self, *, groups: Iterable[Group] = (), lines: Iterable[tuple[int, int]] = ()) -> None:
-        """Make the communicators of groups and messages, in one order, and send one number over each line."""
+        """Create the communicators of `groups` and `lines` (source, target); send one number over each line."""
         keys: set[tuple[str, tuple[int, ...]]] = {("", group.ranks) for group in groups if group.size > 1}
-        keys |= {(MESSAGES, ranks) for ranks in lines if self.rank in ranks}
+        keys |= {(POINT_TO_POINT, ranks) for ranks in lines if self.rank in ranks}
         # Every rank goes through its communicators in the same order, so no ranks wait for each other in a circle.
         new = sorted(key for key in keys if not self._communicators.has(key[1], purpose=key[0]))
         for purpose, ranks in new:
             made = self._communicators.of(ranks, rank=self.rank, purpose=purpose)
-            if purpose == MESSAGES:
+            if purpose == POINT_TO_POINT:
                 # NCCL connects two ranks at their first message, which blocks the host.
                 number = [torch.zeros(1, device=self.device)]
                 (made.send(number, 1, 0) if ranks[0] == self.rank else made.recv(number, 0, 0)).wait()
@@ -203,11 +203,11 @@ class NcclWorld(World):
         return self._all_to_all(record, group, parts or [nothing] * group.size, receives)
 
     def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        line = self._communicators.of((self.rank, group.ranks[to]), rank=self.rank, purpose=MESSAGES)
+        line = self._communicators.of((self.rank, group.ranks[to]), rank=self.rank, purpose=POINT_TO_POINT)
         return _Started(self, record, line.send([x], 1, 0).wait, [x])
 
     def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        line = self._communicators.of((group.ranks[source], self.rank), rank=self.rank, purpose=MESSAGES)
+        line = self._communicators.of((group.ranks[source], self.rank), rank=self.rank, purpose=POINT_TO_POINT)
         return _Started(self, record, line.recv([x], 0, 0).wait, [x])
 
     def _barrier(self, record: CallRecord, group: Group) -> None:

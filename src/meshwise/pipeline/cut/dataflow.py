@@ -10,7 +10,7 @@ and in-place changes share them. After Python reads a number from a tensor, all 
     |                                losses   has an effect of block, which appended a tensor to it
     |                                h        has the effect too, if block changes h in place
 
-Plain Python values, such as numbers, are not followed further."""
+A *piece* is a submodule whose call is traced as a whole. Plain Python values, such as numbers, are not followed."""
 
 import contextlib
 import itertools
@@ -36,7 +36,7 @@ class Dependencies:
     effects: frozenset[str] = frozenset()
     """Keys of the pieces that changed the value by a side effect: in place, in a list, or in an attribute."""
     parameters: frozenset[str] = frozenset()
-    """Names of parameters of pieces that code between the pieces used to compute the value."""
+    """Names of the pieces' parameters from which code between pieces computed the value."""
 
     def __or__(self, other: "Dependencies") -> "Dependencies":
         return Dependencies(self.needs | other.needs, self.effects | other.effects, self.parameters | other.parameters)
@@ -61,7 +61,7 @@ class _Writer:
 
 
 class DataflowTracer(TorchDispatchMode):
-    """Dispatch mode that records the dependencies of the tensors that are made while it is on; others have none."""
+    """Dispatch mode that records the dependencies of tensors that are made or changed while it is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +96,8 @@ class DataflowTracer(TorchDispatchMode):
         """Return whether the tensor depends on a piece or on a registered parameter."""
         return self._of(tensor) != _NOTHING
 
-    def output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
-        """Return an output of the piece `key`, detached; a copy, unless the piece has `made` it in new memory."""
+    def register_output(self, tensor: Tensor, *, key: str, made: bool) -> Tensor:
+        """Record a tensor as output of the piece `key`; return it detached, and copied unless `made` in new memory."""
         own = tensor.detach() if made else tensor.detach().clone()
         self._dependencies[own.untyped_storage()] = Dependencies(frozenset((key,)))
         self._outputs[own.untyped_storage()] = key
@@ -121,30 +121,30 @@ class DataflowTracer(TorchDispatchMode):
             self._used |= dependencies
 
     @contextlib.contextmanager
-    def replacing(
-        self, values: Any, *, by: Any, key: str, stand_in: Callable[[Any], Any] = unchanged
+    def writing_back_changes(
+        self, values: Any, *, copy: Any, key: str, stand_in: Callable[[Any], Any] = unchanged
     ) -> Iterator[None]:
-        """Inside the block, the piece runs on `by` instead of `values`; then copy its changes of `by` to `values`."""
-        before = map_tensors(unchanged, by)
+        """Write to `values`, after the block, the changes that the piece made to `copy`, on which it ran instead."""
+        before = map_tensors(unchanged, copy)
         yield
-        if by is not values:
-            self._write_back(values, before, by, _Writer(Dependencies(effects=frozenset((key,))), stand_in))
+        if copy is not values:
+            self._write_back(values, before, copy, _Writer(Dependencies(effects=frozenset((key,))), stand_in))
 
     @contextlib.contextmanager
-    def replacing_module(
-        self, module: nn.Module, *, by: nn.Module, key: str, stand_in: Callable[[Any], Any]
+    def writing_back_attributes(
+        self, module: nn.Module, *, copy: nn.Module, key: str, stand_in: Callable[[Any], Any]
     ) -> Iterator[None]:
-        """Inside the block, the copy `by` of a piece runs; then set on the piece the attributes that `by` has set."""
-        before = [dict(vars(one)) for one in by.modules()]
+        """Set on a piece, after the block, the attributes that its `copy`, which ran instead, has set on itself."""
+        before = [dict(vars(one)) for one in copy.modules()]
         yield
         writer = _Writer(Dependencies(effects=frozenset((key,))), stand_in)
-        for one, other, was in zip(module.modules(), by.modules(), before, strict=True):
+        for one, other, was in zip(module.modules(), copy.modules(), before, strict=True):
             kept = {name: value for name, value in vars(other).items() if value is not was.get(name)}
             vars(one).update((name, self._copy(value, writer)) for name, value in kept.items())
 
     @property
     def used(self) -> Dependencies:
-        """Dependencies of all values that the running piece has used so far, except its own side effects."""
+        """Dependencies (without `parameters`) of all values that the running piece has used, except its own effects."""
         return Dependencies(self._used.needs, self._used.effects - {self._piece})
 
     def record_change(self, tensor: Tensor, *, dependencies: Dependencies) -> None:
@@ -155,7 +155,7 @@ class DataflowTracer(TorchDispatchMode):
             self.changed.add(self._outputs[memory])
 
     def _write_back(self, old: Any, was: Any, now: Any, writer: _Writer) -> Any:
-        """Return the new value for `old` outside a piece; inside, the copy of `old` changed from `was` to `now`."""
+        """Return the new value for `old`, whose copy a piece changed from `was` to `now`."""
         if isinstance(old, list) and isinstance(now, list):
             pairs = itertools.zip_longest(old, was, now[: len(old)])
             old[:] = [self._write_back(*three, writer) for three in pairs][: len(now)]

@@ -205,7 +205,7 @@ class _Watch:
         return map_tensors(lambda tensor: self._output(tensor, key, made=made), values)
 
     def _output(self, tensor: Tensor, key: str, *, made: bool) -> Tensor:
-        own = self.tracer.output(tensor, key=key, made=made)
+        own = self.tracer.register_output(tensor, key=key, made=made)
         if not own.dtype.is_floating_point:
             return own
         entered: Tensor = StageEntrance.apply(own.requires_grad_())
@@ -250,8 +250,8 @@ class _Watched:
             watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.tracer.depends_on_pieces(a))
             _share_hooks(self._module, other=self._shadow)
             with (
-                watch.tracer.replacing(given, by=inputs, key=key, stand_in=stand_in),
-                watch.tracer.replacing_module(self._module, by=self._shadow, key=key, stand_in=stand_in),
+                watch.tracer.writing_back_changes(given, copy=inputs, key=key, stand_in=stand_in),
+                watch.tracer.writing_back_attributes(self._module, copy=self._shadow, key=key, stand_in=stand_in),
                 watch.known.forward(),
             ):
                 output, called = self._without_values(key, self._shadow, inputs)
@@ -360,7 +360,7 @@ def _own_forward(
     counts = watch.timed and any(tensor.is_meta for tensor in (*own, *tensors(separate)))
     kind = operations_key(module, inputs=separate)
     known = watch.counted.get(kind) if counts else None
-    with watch.tracer.inside(key), watch.tracer.replacing(inputs, by=separate, key=key):
+    with watch.tracer.inside(key), watch.tracer.writing_back_changes(inputs, copy=separate, key=key):
         output, cost = profile_module(run, inputs=separate, parameters=own, timed=watch.timed and known is None)
         if known is not None and known.activations != cost.activations:
             output, cost = profile_module(run, inputs=separate, parameters=own, timed=True)

@@ -1,17 +1,18 @@
 """Build a schedule from its name in a plan, or read a table from a file.
 
-`make_schedule` builds the table, and `planned_schedule` the table that a plan runs. docs/pipeline.md has the bubbles
-and the memory of all schedules. p is the number of ranks, v the number of stages per rank.
+A schedule is a table of actions, one row per rank. `make_schedule` builds it, `planned_schedule` the one that a plan
+runs. docs/pipeline.md has the bubbles and the memory of all schedules. p: number of ranks. v: stages per rank. f, i and
+w: times of the actions F (forward), I (input gradient) and W (weight gradient).
 
 In the classic schedules (naive, GPipe, 1F1B, interleaved, looped) a backward is one action. Every rank first runs some
 forwards, then one forward and one backward in turn, then the remaining backwards. The schedules differ in the number of
 first forwards, and in the order in which a rank runs its stages.
 
-In the zero-bubble schedules a backward has two parts: I runs at once, as the stage before waits for it, and W later.
-zb-h1 and zb-h2 (Qi et al., 2023) follow one rule, with f = i = w = 1. In each unit of time, a rank runs the next
-forward if the limits allow it, else the next I, else a W. The two differ only in their two limits. zb-v (Qi et al.,
-2024) and dualpipev (DeepSeek, 2025) put stages r and 2p - 1 - r on rank r (a V). So the loss is on rank 0. There this
-rule would leave gaps of a few units, so they are written as phases of repeated actions.
+In the zero-bubble schedules a backward is I, run at once because the stage before waits for it, and W, run later. zb-h1
+and zb-h2 (Qi et al., 2023) use one rule; F, I and W take 1 unit. In each unit, a rank runs the next forward if the
+limits allow it, else the next I, else a W. The two differ only in their two limits. zb-v (Qi et al., 2024) and
+dualpipev (DeepSeek, 2025) put stages r and 2p - 1 - r on rank r (a V). So the loss is on rank 0. In a V this rule would
+leave gaps, so the two are written as phases of repeated actions.
 
 DualPipeV's published formula for the bubble, (p - 1) (f + 2i - w), assumes that a forward and a backward run together.
 Here they run in turn, so the next rank has one result earlier."""
@@ -147,7 +148,7 @@ def dualpipev(pp: int, *, microbatches: int) -> Schedule:
 
 
 class _Row:
-    """Row in the making. Words of `add`: `F1` is the next forward of the rank's second stage, `W` its oldest W."""
+    """Builder of one rank's row. `add("F1")`: next forward of its second stage; `W`: its oldest pending W."""
 
     def __init__(self, *stages: int) -> None:
         self.actions: list[Action] = []
@@ -182,19 +183,18 @@ class NamedSchedule:
     """Smallest and largest number of stages per rank; None: no largest."""
     least: Callable[[int], int] = lambda _pp: 1
     """`least(pp)` is the smallest number of micro-batches."""
-    step: Callable[[int], int] = lambda _pp: 1
-    """The number of micro-batches has to be a multiple of `step(pp)`."""
+    multiple: Callable[[int], int] = lambda _pp: 1
+    """The number of micro-batches has to be a multiple of `multiple(pp)`."""
     overlaps: bool = True
-    """True if several ranks compute at the same time, so that `send_first` gains."""
+    """True if several ranks compute at the same time; then `send_first` shortens the bubble."""
 
     def nearest(self, pp: int, *, microbatches: int, virtual_stages: int) -> tuple[int, int]:
         """Return the nearest (microbatches, virtual_stages) with which this schedule works."""
         least, most = self.virtual
-        step = self.step(pp)
+        step = self.multiple(pp)
         fewer = microbatches // step * step
         multiple = fewer if microbatches - fewer < fewer + step - microbatches else fewer + step
-        wanted = microbatches if fewer == microbatches else multiple
-        return max(self.least(pp), wanted), max(least, min(virtual_stages, most or virtual_stages))
+        return max(self.least(pp), multiple), max(least, min(virtual_stages, most or virtual_stages))
 
 
 SCHEDULES: Mapping[str, NamedSchedule] = {
@@ -205,7 +205,7 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
         lambda pp, m, v: interleaved(pp, microbatches=m, virtual_stages=v),
         (2, None),
         least=lambda pp: pp,
-        step=lambda pp: pp,
+        multiple=lambda pp: pp,
     ),
     "looped": NamedSchedule(lambda pp, m, v: looped(pp, microbatches=m, virtual_stages=v), (2, None)),
     "zb-h1": NamedSchedule(lambda pp, m, _v: zb_h1(pp, microbatches=m), (1, 1)),
@@ -216,7 +216,7 @@ SCHEDULES: Mapping[str, NamedSchedule] = {
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """Return the table of a schedule. `virtual_stages`: stages per rank; None: the fewest with which it works.
+    """Return the table of a schedule. `virtual_stages`: stages per rank; None: the fewest that work, or the file's.
 
     A name with a `/` or a `.` is the path of a file with a table, which must be for these numbers.
 
@@ -237,7 +237,7 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
 
 
 def planned_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:
-    """Return the table that a plan runs: the result of `make_schedule`, changed by `send_first`.
+    """Return the table that a plan runs: as `make_schedule`, but with I and W for each late B (`send_first`).
 
     Tables from files and schedules without overlap are not changed. Raises ScheduleError as `make_schedule` does."""
     schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
@@ -248,7 +248,7 @@ def _refusal(name: str, pp: int, *, given: tuple[int, int], works: tuple[int, in
     named = SCHEDULES[name]
     needs = []
     if given[0] != works[0]:
-        step, least = named.step(pp), named.least(pp)
+        step, least = named.multiple(pp), named.least(pp)
         needs.append(f"a multiple of pp={pp} micro-batches" if step > 1 else f"at least {least} micro-batches")
     if given[1] != works[1]:
         least, most = named.virtual
@@ -284,7 +284,7 @@ def read_schedule(path: Path) -> Schedule:
         schedule = Schedule.parse(path.read_text(encoding="utf-8"))
         validate(schedule)
     except UnicodeDecodeError as error:
-        raise ScheduleError(f"{path} is not text, but a table of actions is: {error}") from None
+        raise ScheduleError(f"{path} must be a UTF-8 table of actions: {error}") from None
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     return schedule

@@ -66,7 +66,7 @@ class Part:
     sections: tuple[int, ...] = ()
     """colwise, inner: sizes of the tensors fused along the inner dim, such as q, k and v; () for no fusion."""
     grain: int = 1
-    """colwise, rowwise, inner, norm: inner features that stay together, such as all heads of one key head. attention,
+    """colwise, rowwise, inner, norm: inner features that stay together, such as all heads of one KV head. attention,
     and inner with one number per head: heads that stay together."""
     dim: int | None = None
     """inner: the dim of heads or inner features, from the end (-1); None for the last dim whose size is not 1."""
@@ -91,15 +91,15 @@ class Part:
     """attention: attributes (a number, or a tuple of numbers) that count heads or features of heads, each with the
     number that stays together: ("num_heads", 1), ("split_size", features of a head)."""
     key_counts: tuple[str, ...] = ()
-    """attention: attributes that count key heads."""
+    """attention: attributes that count KV heads."""
     group_counts: tuple[str, ...] = ()
-    """attention: attributes that count the query heads of one key head."""
+    """attention: attributes that count the query heads of one KV head."""
     by_head: tuple[str, ...] = ()
     """attention: arguments of its forward that may have a dim of heads, such as masks. `grain` heads stay together."""
     heads: int = 0
     """attention: number of query heads over all ranks, for `by_head`."""
     kv_replicas: int = 1
-    """attention: number of ranks that hold the same key head; more than 1 if there are more ranks than key heads."""
+    """attention: number of ranks that hold the same KV head; more than 1 if there are more ranks than KV heads."""
     shared: bool = False
     """colwise, norm: True for keys or values that several ranks hold (`kv_replicas`). Their parameters are equal, and
     their gradients are summed."""

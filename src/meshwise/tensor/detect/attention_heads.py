@@ -4,18 +4,18 @@ Every rank gets whole heads. So the split needs three facts: the features of a m
 the order of q, k and v in a fused matrix, and the attributes that count heads. These attributes are set to the
 rank's counts. So a forward with `q.view(batch, -1, self.num_heads, self.head_width)` works on the heads of its rank.
 
-    | queries      heads x width features, split so that all queries of one key head stay together
-    | keys, values key heads x width features
+    | queries      heads x width features, split so that all queries of one KV head stay together
+    | keys, values KV heads x width features
     | output       reads the features of the queries, and is split like them
 
 Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) is found by the names of its matrices:
 
     | hidden ─┬─ q_proj, or q_a_proj ── norm ── q_b_proj ─────────── heads of q ─┐
     |         └─ kv_a_proj_with_mqa ─┬─ latent ── norm ── kv_b_proj ─ heads of k, v ─┼─ attention ── o_proj ── hidden
-    |                                └─ key of the position ─────── for every head ─┘
+    |                                └─ rotary key (k_pe) ───────── for every head ─┘
 
-The matrices that write heads are split by heads, `o_proj` reads them. What lies before is computed whole on every rank.
-The key of the position goes to every rank's own heads, so its gradients are summed over the ranks (`summed_from`)."""
+Matrices that output heads are split by heads, as is the input of `o_proj`. Earlier modules run whole on every rank.
+The rotary key is used by the heads of every rank, so its gradient is summed over the ranks (`summed_from`)."""
 
 import copy
 import math
@@ -44,7 +44,7 @@ from meshwise.tensor.schemes import scheme
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Numbers of query heads (`count`) and of key heads of one attention, and the features of a head (`width`)."""
+    """Numbers of query heads (`count`) and of KV heads of one attention, and the features of a head (`width`)."""
 
     count: int
     key_count: int
@@ -56,28 +56,28 @@ class AttentionHeads:
         return self.count * self.width
 
     @property
-    def keys(self) -> int:
-        """Features of all key heads: the outputs of the matrix of keys, and of the matrix of values."""
+    def kv_features(self) -> int:
+        """Features of all KV heads: the outputs of the matrix of keys, and of the matrix of values."""
         return self.key_count * self.width
 
     @property
     def group(self) -> int:
-        """Number of query heads that share a key head."""
+        """Number of query heads that share a KV head."""
         return self.count // self.key_count
 
     def kv_replicas(self, degree: int) -> int:
-        """Return how many of `degree` ranks hold the same key head; 0 if the ranks cannot get equal shares."""
+        """Return how many of `degree` ranks hold the same KV head; 0 if ranks outnumber KV heads unevenly."""
         if self.key_count >= degree:
             return 1
         ranks, left = divmod(degree, self.key_count)
         return 0 if left or self.group % ranks else ranks
 
 
-def head_ranks(plan: Plan) -> int:
+def head_degree(plan: Plan) -> int:
     """Return the number of ranks over which the heads of an attention are split.
 
-    Under 3d, a rank has other rows of the batch in the hidden states than inside a pair. So every linear gathers its
-    input separately, and no two ranks hold the same key head. Raises ValueError for a plan with `dp=auto`."""
+    Under 3d, a rank holds other rows of the batch outside a column-row pair than inside. So each linear gathers its own
+    input, and KV heads are not replicated. Raises ValueError for a plan with `dp=auto`."""
     mesh = plan.mesh()
     return math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
 
@@ -88,29 +88,29 @@ def counts_heads(module: nn.Module) -> bool:
 
 
 def find_heads(
-    homes: Sequence[nn.Module], *, around: Sequence[nn.Module], firsts: Sequence[int], features: int
+    owners: Sequence[nn.Module], *, around: Sequence[nn.Module], outputs: Sequence[int], features: int
 ) -> AttentionHeads | None:
     """Return the heads of a group of matrices, or None if the matrices do not look like an attention.
 
-    `homes`: the modules that hold the matrices. `around`: the modules that enclose the first of them. `firsts`: the
+    `owners`: the modules that hold the matrices. `around`: the modules that enclose the first of them. `outputs`: the
     output features of each colwise matrix. `features`: the input features of the rowwise matrix. Counts of heads are
-    read from the attributes and configurations of `homes`, then of `around`; the first count that fits the sizes wins.
+    read from the attributes and configurations of `owners`, then of `around`; the first count that fits the sizes wins.
     """
-    for module in (*homes, *around):
+    for module in (*owners, *around):
         own, read = vars(module), _numbers(module)
         sources = {"": own, **{name: _fields(own.get(name)) for name in CONFIGURATIONS}}
         for holder, source in sources.items():
-            sure = module in homes and (not holder or any(f"{holder}.{name}" in read for name in HEADS))
+            sure = module in owners and (not holder or any(f"{holder}.{name}" in read for name in HEADS))
             count = _count(source, HEADS)
             if not count or features % count:
                 continue
             width = next((found for each in (source, *sources.values()) if (found := _count(each, HEAD_WIDTHS))), 0)
             keys = next((found for each in (source, *sources.values()) if (found := _key_count(each))), count)
             width = width or features // count
-            for key_count in dict.fromkeys((keys, count, *_equal_pair(firsts, width=width))):
+            for key_count in dict.fromkeys((keys, count, *_equal_pair(outputs, width=width))):
                 if count % key_count == 0:
                     heads = AttentionHeads(count, key_count, width)
-                    if heads.features == features and _fits(heads, firsts, sure=sure):
+                    if heads.features == features and _fits(heads, outputs, sure=sure):
                         return heads
     return None
 
@@ -119,8 +119,8 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     """Return the order of the output features of the fused matrix `owner.<child>`.
 
     "sections": all of q, then k, then v. "interleaved": q, k and v head by head. None: unknown. `sizes`: features of
-    each section. `width`: features of a head. The evidence is a known class, a tuple or list with the section sizes
-    in features or heads as an attribute, or a forward that splits the output. It may use `self.qkv(x).split(...)`,
+    each section. `width`: features of a head. The evidence is a known class, an attribute (tuple or list) with the
+    sizes in features or heads, or a forward that splits the output. It may use `self.qkv(x).split(...)`,
     `.chunk(3, ...)`, `.view(..., 3, heads, width)` or `[..., :size]`."""
     for kind in type(owner).__mro__:
         if INTERLEAVED.get(full_name(kind)) == child:
@@ -135,7 +135,7 @@ def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ..
     """Return the section sizes of a colwise matrix from its output size, if q, k and v follow each other.
 
     An output that fits neither q, nor k, nor all three is taken as several sections of the size of k."""
-    keys = heads.keys
+    keys = heads.kv_features
     fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
     return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
 
@@ -145,19 +145,19 @@ def cut_by_rule(
 ) -> tuple[tuple[int, ...], int]:
     """Return the sections (() for one) and the grain, in features, that a rule states for a matrix.
 
-    `given`: options of the rule. `sections`: sizes by the matrix's structure, used if their number is the rule's; else
-    sections are equal. `default`: the grain if the rule states none. Raises ValueError for sizes that do not fit."""
+    `given`: options of the rule. `sections`: sizes from the structure, used if the rule names as many; otherwise all
+    are equal. `default`: the grain if the rule states none. Raises ValueError for sizes that do not fit."""
     number, grain = given.get("sections", 1), given.get("grain", default)
     sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
     if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):
         raise ValueError(
-            f"{matrix}: a rule cuts it into sections={number} with grain={grain}, which does not divide it"
+            f"{matrix}: sections={number} grain={grain} in its rule does not divide it; choose numbers that divide it"
         )
     return (sizes if number > 1 else ()), grain
 
 
 def counts_of_queries(module: nn.Module, *, heads: AttentionHeads, group: int) -> tuple[tuple[str, int], ...]:
-    """Return the attributes that count query heads or their features, each with the number that stays together.
+    """Return the attributes that count heads or the queries' features, each with the number that stays together.
 
     `group`: query heads that stay together. An attribute of a configuration is written as "config.num_heads"; it is
     returned only if the forward reads it."""
@@ -170,8 +170,8 @@ def counts_of_queries(module: nn.Module, *, heads: AttentionHeads, group: int) -
     return tuple(found)
 
 
-def counts_of(module: nn.Module, *, names: Sequence[str], number: int) -> tuple[str, ...]:
-    """Return a module's attributes that have one of these names and this number as value, as `counts_of_queries`."""
+def attributes_equal_to(module: nn.Module, *, names: Sequence[str], number: int) -> tuple[str, ...]:
+    """Return the attributes, and configuration fields that the forward reads, in `names` that equal `number`."""
     found = _numbers(module).items()
     return tuple(name for name, value in found if name.rpartition(".")[2] in names and value == number)
 
@@ -234,19 +234,19 @@ def _key_count(source: Mapping[str, Any]) -> int:
     return _count(source, KEY_HEADS)
 
 
-def _equal_pair(firsts: Sequence[int], *, width: int) -> list[int]:
-    """Return [key heads] for three matrices whose two smallest, k and v, have equal sizes; else []."""
-    smaller = sorted(firsts)[:2]
-    return [smaller[0] // width] if len(firsts) == 3 and smaller[0] == smaller[1] >= width else []
+def _equal_pair(outputs: Sequence[int], *, width: int) -> list[int]:
+    """Return [KV heads] for three matrices whose two smallest, k and v, have equal sizes; else []."""
+    smaller = sorted(outputs)[:2]
+    return [smaller[0] // width] if len(outputs) == 3 and smaller[0] == smaller[1] >= width else []
 
 
-def _fits(heads: AttentionHeads, firsts: Sequence[int], *, sure: bool) -> bool:
-    """Return whether matrices with `firsts` output features can be the q, k and v of these heads.
+def _fits(heads: AttentionHeads, outputs: Sequence[int], *, sure: bool) -> bool:
+    """Return whether matrices with `outputs` output features can be the q, k and v of these heads.
 
-    The two matrices of a gated MLP may add up to the same size. So fewer than three matrices must be exactly three
-    times as wide as the heads. `sure` (their own module counts heads) skips this test."""
-    adds_up = sum(firsts) == heads.features + 2 * heads.keys
-    return adds_up and (sure or len(firsts) >= 3 or sum(firsts) == 3 * heads.features)
+    A gated MLP's two matrices may add up to q, k and v by chance. So fewer than three must add up to
+    3 · heads.features. `sure` (their own module counts heads) skips this test."""
+    adds_up = sum(outputs) == heads.features + 2 * heads.kv_features
+    return adds_up and (sure or len(outputs) >= 3 or sum(outputs) == 3 * heads.features)
 
 
 _LATENT = "kv_a_proj_with_mqa"
@@ -269,8 +269,8 @@ def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str,
     heads = _heads(attention)
     if plan.tp_mode != "1d" or plan.sequence_parallel:
         raise PlanError(
-            f"{name} ({type(attention).__name__}) makes queries, keys and values from latents, which '{plan}' has no "
-            "part for. Nearest that works: 'tp_mode=1d sequence_parallel=0'"
+            f"{name} ({type(attention).__name__}) makes queries, keys and values from latents; '{plan}' cannot split "
+            "it. Nearest that works: 'tp_mode=1d sequence_parallel=0'"
         )
     if heads < plan.tp:
         raise PlanError(

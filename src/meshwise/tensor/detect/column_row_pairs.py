@@ -41,12 +41,12 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_layers import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
     AttentionHeads,
+    attributes_equal_to,
     counts_heads,
-    counts_of,
     counts_of_queries,
     cut_by_rule,
     find_heads,
-    head_ranks,
+    head_degree,
     order_of_fused,
     sections_of,
 )
@@ -196,7 +196,7 @@ def _branch(items: Sequence[_Item]) -> BlockBranch:
     return BlockBranch(tuple(colwise), rowwise)
 
 
-_OF_QUERY_OR_KEY = re.compile(r"(^|_)(q|k|query|key)(_|$)")
+_Q_OR_K = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 _GATED = 2
 """Largest output of an MLP matrix, as a multiple of the input of the next matrix: a gate and a value."""
 
@@ -209,7 +209,7 @@ class FoundAttention:
     heads: AttentionHeads
 
     cut_as_one: bool
-    """True if q, k and v are split alike, as in a fused matrix; then no two ranks hold the same key head."""
+    """True if q, k and v are split alike, as in a fused matrix; then no two ranks hold the same KV head."""
     enters_whole: bool
     """True if the sizes that its forward reads from its input are right: the input is whole, or no size is read."""
 
@@ -221,7 +221,7 @@ class ColumnRowPairs:
     | modules    the model's modules by name
     | options    the options of rules, such as heads=8, by module name
     | plan       the plan, whose ranks share the heads
-    | reasons    mapping to which a text is added, by name, for each module that gets no part
+    | reasons    mapping to which a text is added, by name, for each module that gets no role
     | attentions the attentions found so far"""
 
     modules: Mapping[str, nn.Module]
@@ -254,7 +254,7 @@ class ColumnRowPairs:
         around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
         if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
-            return f"it seems an attention with more matrices than q, k and v; {whole or 'no part has them'}"
+            return f"it seems an attention with more matrices than q, k and v; {whole or 'no role fits them'}"
         why = f"it seems an attention, but {home} counts no heads that fit"
         return f"{why}; state the number of heads by 'attention heads=…'{whole and f', or {whole}'}"
 
@@ -273,21 +273,21 @@ class ColumnRowPairs:
                     )
                 heads = AttentionHeads(count, keys, features // count)
                 for matrix in branch.colwise:
-                    if matrix.outputs < heads.keys:
+                    if matrix.outputs < heads.kv_features:
                         raise ValueError(
-                            f"{name}: heads={count} kv_heads={keys} are {heads.keys} features of keys, but {matrix} "
-                            f"writes {matrix.outputs}; give the kv_heads that it has"
+                            f"{name}: heads={count} kv_heads={keys} are {heads.kv_features} features of keys, but "
+                            f"{matrix} writes {matrix.outputs}; give the kv_heads that it has"
                         )
                 return heads
         modules = [self.modules[name] for name in homes]
-        firsts = [matrix.outputs for matrix in branch.colwise]
-        return find_heads(modules, around=[self.modules[n] for n in around], firsts=firsts, features=features)
+        outputs = [matrix.outputs for matrix in branch.colwise]
+        return find_heads(modules, around=[self.modules[n] for n in around], outputs=outputs, features=features)
 
     def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
         home = branch.colwise[0].parent_name
         owner = self.modules[home]
         cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
-        kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_ranks(self.plan)) or 1
+        kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_degree(self.plan)) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
         # A single matrix gathers its input itself and keeps only a part, unless its module reads the input's sizes.
@@ -300,8 +300,8 @@ class ColumnRowPairs:
             home: Part(
                 "attention",
                 counts=counts_of_queries(owner, heads=heads, group=group),
-                key_counts=counts_of(owner, names=KEY_HEADS, number=heads.key_count),
-                group_counts=counts_of(owner, names=GROUPS, number=heads.group),
+                key_counts=attributes_equal_to(owner, names=KEY_HEADS, number=heads.key_count),
+                group_counts=attributes_equal_to(owner, names=GROUPS, number=heads.group),
                 kv_replicas=kv_replicas,
                 even_rows=self.plan.tp_mode == "3d" and not reads_no_sizes(owner),
                 readers=len(branch.colwise) - len(outside) if gathers else 1,
@@ -316,7 +316,7 @@ class ColumnRowPairs:
             branch.rowwise.name: Part("rowwise", grain=grain, transposed=branch.rowwise.weight_is_transposed),
         }
         for matrix in branch.colwise:
-            keys = len(branch.colwise) >= 3 and heads.group > 1 and matrix.outputs == heads.keys
+            keys = len(branch.colwise) >= 3 and heads.group > 1 and matrix.outputs == heads.kv_features
             cut = self._cut(matrix, sections_of(matrix, heads=heads), grain=heads.width if keys else grain, heads=heads)
             if cut is not None:
                 found[matrix.name] = Part(
@@ -336,7 +336,7 @@ class ColumnRowPairs:
     def _parts_between(self, name: str, *, heads: AttentionHeads, grain: int, shared: bool) -> dict[str, Part]:
         """Return the parts of the norms, tables and parameters in the attention called `name`, by name.
 
-        `grain`: inner features that stay on one rank. `shared`: True if several ranks hold the same key head."""
+        `grain`: inner features that stay on one rank. `shared`: True if several ranks hold the same KV head."""
         owner = self.modules[name]
         found: dict[str, Part] = {}
         for inner_name, module in owner.named_modules(prefix=name):
@@ -345,7 +345,7 @@ class ColumnRowPairs:
             elif norm := as_norm(module):
                 if norm[0] == heads.width:
                     found[inner_name] = Part("each_head")
-                elif _OF_QUERY_OR_KEY.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.keys):
+                elif _Q_OR_K.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.kv_features):
                     keys = norm[0] < heads.features
                     found[inner_name] = Part(
                         "norm",

@@ -13,7 +13,7 @@ KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "
 """Names of the number of key and value heads, if it differs from the number of query heads."""
 
 GROUPS = ("num_key_value_groups", "n_rep", "num_queries_per_kv", "queries_per_kv")
-"""Names of the number of query heads that share a key head."""
+"""Names of the number of query heads that share a KV head."""
 
 HEAD_WIDTHS = (
     *("head_dim", "head_size", "head_width", "attention_head_size", "key_value_proj_dim", "d_kv", "d_k", "d_head"),

@@ -83,7 +83,7 @@ class ModelStructure:
         return any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
 
     def reason(self, name: str) -> str:
-        """Return the reason why a parameter has no part, as text in brackets, or "" if it is unknown."""
+        """Return the reason why a parameter has no role, as text in brackets, or "" if it is unknown."""
         return next((f"  ({self._reasons[key]})" for key in (name, *enclosing(name)) if key in self._reasons), "")
 
     def writes_stream(self, name: str) -> bool:
@@ -230,7 +230,7 @@ class ModelStructure:
 
 
 def _why_unknown(module: nn.Module) -> str:
-    """Return the reason why a module without children gets no part."""
+    """Return the reason why a module without children gets no role."""
     name = type(module).__name__
     for kind in (nn.Linear, nn.Embedding):
         if isinstance(module, kind):

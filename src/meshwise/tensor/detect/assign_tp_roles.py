@@ -1,22 +1,22 @@
-"""Decide how tensor parallelism treats each module of a plain model; its part comes from rules, plan or structure.
+"""Assign each module of a plain model its role in tensor parallelism: from rules, `_tp_plan` or its structure.
 
 A plain model does not say which linears form a pair, which attributes count heads, and which embedding is the
-vocabulary's. Each module gets its part from the first of these sources that has one:
+vocabulary's. Each module gets its role (`core/part.py` explains them) from the first of these sources that has one:
 
     | 1. rules        of the user: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    | 2. declared     roles of matrices in the plan (`_tp_plan`) of a transformers model
+    | 2. declared     roles of matrices in `_tp_plan`, an attribute of transformers models
     | 3. structure    sizes, attributes that count heads, the order of registration (`ModelStructure`)
 
-A rule that matches nothing is an error, with similar names. A parameter without a part is an error, with rules to copy.
-A part that the plan cannot split is an error that names the nearest plans that can.
+A rule that matches nothing is an error, with similar names. A parameter without a role is an error, with rules to copy.
+A module that the plan cannot split is an error that names the nearest plans that can.
 
 Adapters of PEFT (LoRA) follow the matrix that they adapt. An adapted linear computes W x + B A x. The parts of W are
-found in the model without adapters. Under 1d
+found in the model without adapters. Under 1d:
 
-    | W          A                            B
-    | colwise    whole: its input is whole    colwise: its output is split as W's
-    | rowwise    rowwise: its input is split  whole: its input is summed over the ranks
-    | whole      whole                        whole"""
+    | W          A                                                B
+    | colwise    whole (each_head if the pair gathers the input)  colwise: its output is split as W's
+    | rowwise    rowwise: its input is split                      whole: its input is summed over the ranks
+    | whole      whole                                            whole"""
 
 import copy
 import dataclasses
@@ -35,14 +35,14 @@ from meshwise.model.find_mixtures import find_mixtures, ruled_mixtures
 from meshwise.model.parameter_units import matches
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.attention_heads import head_ranks, latent_attentions, latent_parts
+from meshwise.tensor.detect.attention_heads import head_degree, latent_attentions, latent_parts
 from meshwise.tensor.detect.column_row_pairs import FoundAttention
 from meshwise.tensor.detect.known_names import DECLARED, enclosing, full_name, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
 from meshwise.tensor.detect.model_structure import ModelStructure
 
 Rules: TypeAlias = Mapping[str, str]
-"""Mapping from a name pattern to the part of the modules or parameters that match; `*` matches inside one word.
+"""Mapping from a name pattern to the role of the modules or parameters that match; `*` matches inside one word.
 
     {"blocks.*.attention": "attention heads=8 kv_heads=2",     how many heads, when the module does not say
      "blocks.*.attention.qkv": "colwise sections=3",             a fused matrix: all of q, all of k, all of v
@@ -78,14 +78,14 @@ class Rule:
         if role not in _ALLOWED:
             near = difflib.get_close_matches(role, _ALLOWED, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"rule {pattern!r}: {role!r} is not a part; {hint}the parts are {' '.join(_ALLOWED)}")
+            raise ValueError(f"rule {pattern!r}: {role!r} is not a role; {hint}the roles are {' '.join(_ALLOWED)}")
         options = {}
         for word in words:
             match = re.fullmatch(r"(\w+)=([1-9]\d*)", word)
             taken = _OPTIONS.get(role, ())
             if match is None or match[1] not in taken:
                 takes = f"takes {' and '.join(f'{name}=number' for name in taken)}" if taken else "takes no options"
-                raise ValueError(f"rule {pattern!r}: {word!r} in {text!r}; the part {role!r} {takes}")
+                raise ValueError(f"rule {pattern!r}: {word!r} in {text!r}; the role {role!r} {takes}")
             options[match[1]] = int(match[2])
         return cls(role, options)
 
@@ -94,26 +94,26 @@ _OF_TOKENS = ("attention pattern=", "tokens ")
 """First words of the rules that concern tokens and not matrices; see `attention/context_parallel.py`."""
 
 
-def find_parts(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> Mapping[str, Part]:
-    """Return the parts under a plan, by name of a module, or of a parameter that a module holds itself.
+def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -> Mapping[str, Part]:
+    """Return the roles (as `Part`) under a plan, by name of a module, or of a parameter that a module holds itself.
 
     The module stays unchanged and may be on the meta device. With adapters of PEFT, rules name the adapted modules.
-    Raises ValueError for a rule that matches nothing or contradicts the sizes, and for parameters without a part.
-    Raises PlanError for a compiled model, and for a part that the plan cannot split, with the nearest plans that can.
+    Raises ValueError for a rule that matches nothing or contradicts the sizes, and for parameters without a role.
+    Raises PlanError for a compiled model, and for modules that the plan cannot split, with the nearest plans that can.
     """
     refuse_compiled(module)
     bare = without_adapters(module)
     if bare is not module:
-        return with_adapters(find_parts(bare, plan=plan, rules=rules), module=module, plan=plan)
+        return with_adapters(assign_roles(bare, plan=plan, rules=rules), module=module, plan=plan)
     found = _read(module, plan=plan, rules=rules or {})
     if found.left:
-        raise ValueError(_no_part(module, found, plan=plan, rules=rules or {}))
+        raise ValueError(_no_role(module, found, plan=plan, rules=rules or {}))
     return _fitting(found, plan=plan)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """Parts from all sources, names that a rule keeps whole, and names of parameters without a part (`left`)."""
+    """Parts from all sources, names that a rule keeps whole, and names of parameters without a role (`left`)."""
 
     structure: ModelStructure
     parts: Mapping[str, Part]
@@ -200,10 +200,10 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     for owner_name, owner in module.named_modules():
-        plan = getattr(owner, "_tp_plan", None)
-        if not isinstance(plan, Mapping):
+        declared = getattr(owner, "_tp_plan", None)
+        if not isinstance(declared, Mapping):
             continue
-        for pattern, word in plan.items():
+        for pattern, word in declared.items():
             below = f"{owner_name}.{pattern}" if owner_name else pattern
             matched = [
                 name
@@ -213,18 +213,18 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
             if matched and word not in DECLARED:
                 around = below.rpartition(".")[0]
                 raise ValueError(
-                    f"{type(owner).__name__} declares {below!r} as {word!r} for tensor parallelism, which has no part "
-                    f'here. A rule that works keeps the module around it whole on every rank: {{"{around}": "whole"}}'
+                    f"{type(owner).__name__} declares {below!r} as {word!r} in `_tp_plan`; no such role exists here. "
+                    f'A rule that works keeps the module around it whole on every rank: {{"{around}": "whole"}}'
                 )
             if role := DECLARED.get(word):
                 found |= dict.fromkeys(matched, role)
     return found
 
 
-def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
-    """Return an error message about parameters without a part, with rules to copy that were tried and work."""
+def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
+    """Return an error message about parameters without a role, with rules to copy that were tried and work."""
     structure = found.structure
-    first = {of_all_blocks(name): name for name in reversed(found.left)}  # of names that differ in numbers only
+    first = {of_all_blocks(name): name for name in reversed(found.left)}  # one of names equal but for numbers
     general = list(first.values())[::-1]
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
     more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
@@ -243,14 +243,14 @@ def _no_part(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
             advice = f"State them in the rules ({where}), as in {{{shown}}}{instead}"
             break
     else:
-        advice = f"No rules are known that work under '{plan}': state them"
+        advice = f"No working rules found for '{plan}': write your own"
     return "\n".join(
-        ["tensor parallelism found no part for these parameters:", *lines, *more, f"{advice}; the parts are"]
+        ["tensor parallelism found no role for these parameters:", *lines, *more, f"{advice}; the roles are"]
     ) + " ".join(["", *_ALLOWED])
 
 
 def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Return whether every parameter gets a part that the plan can split. Whole matrices in blocks need 1d."""
+    """Return whether every parameter gets a role that the plan can split. Whole matrices in blocks need 1d."""
     try:
         found = _read(module, plan=plan, rules=rules)
         if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_stream, found.whole))):
@@ -261,7 +261,7 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
 
 
 def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
-    """Return a rule to copy, as (pattern, right side), for a parameter without a part.
+    """Return a rule to copy, as (pattern, right side), for a parameter without a role.
 
     The rule is the one in `reason`, else "whole". Its pattern covers all blocks if the modules there have one class."""
     name = parameter.rpartition(".")[0]
@@ -279,7 +279,7 @@ def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[st
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:
-    """Return whether a parameter has a part, directly or through the module that holds it."""
+    """Return whether a parameter has a role, directly or through the module that holds it."""
     around = [parts.get(holder) for holder in enclosing(name)]
     if any(part is not None and part.role in ("whole", "experts") for part in around):
         return True
@@ -292,7 +292,7 @@ _SMALL = ("norm", "positions", "patches", "vector")
 
 
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
-    """Return the parts, changed for a model whose hidden states need all features outside of the blocks.
+    """Return the parts, changed for a model that uses all features of hidden states outside of the blocks.
 
     This is so if the model has no head, or if its code outside of the blocks uses all features (`counts`). Blocks, and
     embeddings and split linears outside of blocks, then get `whole_features`. Small parts outside of blocks, such as
@@ -338,7 +338,7 @@ def with_adapters(parts: Mapping[str, Part], *, module: nn.Module, plan: Plan) -
         part = found.pop(name, Part("whole"))
         found[f"{name}.base_layer"] = part
         _refuse_unknown(name, layer, part, plan)
-        # Where the pair has gathered the input, each rank's gradient of A is a term, as that of a norm of its heads.
+        # If the pair gathers its input, each rank has one term of A's gradient; `each_head` sums the terms.
         first = part if part.role == "rowwise" else Part("each_head" if part.gathered else "whole")
         ends = {"lora_A": first, "lora_B": part if part.role == "colwise" else Part("whole")}
         for matrices, end in ends.items():
@@ -363,12 +363,12 @@ def _refuse_unknown(name: str, layer: nn.Module, part: Part, plan: Plan) -> None
         why = "its dropout would depend on the plan; use lora_dropout=0, or tp=1"
     else:
         return
-    raise PlanError(f"{name!r} is adapted by PEFT and tp={plan.tp}: {why}")
+    raise PlanError(f"PEFT adapter of {name!r} under tp={plan.tp}: {why}")
 
 
 def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan) -> None:
     """Raise PlanError for attentions whose heads do not fit the ranks, or that read the sizes of a split input."""
-    ranks = head_ranks(plan)
+    ranks = head_degree(plan)
     for attention in attentions:
         if plan.sequence_parallel and not attention.enters_whole:
             raise PlanError(
@@ -378,19 +378,18 @@ def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan)
             )
         if not _fits(attention, ranks=ranks, plan=plan):
             heads = attention.heads
-            why = "they cannot be shared out evenly" if heads.key_count >= ranks else "they are fewer"
             rules = _whole([other for other in attentions if not _fits(other, ranks=ranks, plan=plan)], attentions)
             whole = f"; or keep it whole on every rank, by the rules {rules}"
             raise PlanError(
-                f"{attention.name} has {heads.count} heads over {heads.key_count} key heads, and '{plan}' shares them "
-                f"out over {ranks} ranks: {why}. {_nearest(attentions, plan)}"
+                f"{attention.name} has {heads.count} heads over {heads.key_count} KV heads, which '{plan}' can neither "
+                f"divide nor replicate evenly over {ranks} ranks. {_nearest(attentions, plan)}"
                 f"{whole if plan.tp_mode == '1d' and not plan.sequence_parallel else ''}"
             )
     kv_replicas = {kv_replicas for attention in attentions if (kv_replicas := attention.heads.kv_replicas(ranks)) > 1}
     if len(kv_replicas) > 1:
         counts = sorted({attention.heads.key_count for attention in attentions})
         raise PlanError(
-            f"attentions with {' and '.join(map(str, counts))} key heads cannot share them over the same {ranks} ranks "
+            f"attentions with {' and '.join(map(str, counts))} KV heads cannot share them over the same {ranks} ranks "
             f"of '{plan}'. {_nearest(attentions, plan)}"
         )
 
@@ -418,8 +417,8 @@ def refuse_unsupported_parts(
             rule = f'keep it whole on every rank, as in {{"{of_all_blocks(name)}": "whole"}}, or take '
             others = any(not isinstance(modules[block[:-1]], nn.TransformerDecoderLayer) for block in inside)
             raise PlanError(
-                f"{name} ({type(module).__name__}) reads an encoder's output, which has all tokens, by the matrix that "
-                f"reads hidden states, and '{plan}' gives a rank a part of these. Nearest that works: "
+                f"{name} ({type(module).__name__}) uses one matrix for the encoder's output (all tokens) and for "
+                f"hidden states (under '{plan}', some tokens). Nearest that works: "
                 f"{rule if others else ''}sequence_parallel=0"
             )
         if plan.tp_mode != "1d" and isinstance(module, nn.Transformer):
@@ -446,7 +445,7 @@ def refuse_unsupported_parts(
         own = modules.get(name)
         if own is not None and (reason := _only_1d(own, part, width, rows_move=plan.tp_mode == "3d")):
             raise PlanError(
-                f"{name}: {reason}, which tp_mode={plan.tp_mode} has no part for. Nearest that works: tp_mode=1d"
+                f"{name}: {reason}. tp_mode={plan.tp_mode} cannot split this. Nearest that works: tp_mode=1d"
             )
     ends = ("head", "block")
     if width and not any(p.role in ends or _reads_all(modules.get(name), p, width) for name, p in parts.items()):
@@ -484,7 +483,7 @@ def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
 
 
 def _fits(attention: FoundAttention, *, ranks: int, plan: Plan) -> bool:
-    """Return whether the ranks can split the heads: each gets whole key heads, with all or some of their queries."""
+    """Return whether the ranks can split the heads: each gets whole KV heads, with all or some of their queries."""
     keys = attention.heads.key_count
     if keys >= ranks:
         return keys % ranks == 0 or not (attention.cut_as_one and attention.heads.group > 1)
@@ -501,7 +500,7 @@ def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]
 
 def _nearest(attentions: Sequence[FoundAttention], plan: Plan) -> str:
     """Return a text with the one or two nearest values of tp that fit all attentions."""
-    ranks, most = head_ranks(plan), max(attention.heads.count for attention in attentions)
+    ranks, most = head_degree(plan), max(attention.heads.count for attention in attentions)
     works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, plan=plan) for each in attentions)]
     near = sorted(sorted(works, key=lambda n: abs(math.log(n / ranks)))[:2])
     return f"Nearest that works: {' or '.join(f'tp={_ranks(plan, n)}' for n in near)}"
