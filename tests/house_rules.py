@@ -56,8 +56,9 @@ def read(folder: Path) -> Source:
 
 # ---- imports -----------------------------------------------------------------------------------------------------
 
-# The house from the roof down: each floor maps its parts to what they are for. A part is a folder, or a sub-folder
-# that is named here. A part imports lower floors and itself, never a neighbour. docs/architecture.md shows it.
+# The house from the roof down: each floor maps its parts to what they are for. A part is a folder or a file, or
+# a sub-folder that is named here. A part imports lower floors and itself, never a neighbour. docs/architecture.md shows
+# it.
 HOUSE: tuple[Mapping[str, str], ...] = (
     {"__main__": "`python -m meshwise`"},
     {"cli": "the commands"},
@@ -393,13 +394,13 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.attention.split_attention.attend": 3,  # as torch's scaled_dot_product_attention
     "meshwise.comm.launch.launch.run": 2,
     "meshwise.comm.in_process.thread_world.run_threads": 2,
-    "meshwise.testing.agree.run": 2,
-    "meshwise.testing.agree.RankRunner.run": 2,
+    "meshwise.testing.run": 2,
+    "meshwise.testing.RankRunner.run": 2,
     "meshwise.engine.open_step.OpenStep.mean": 2,
     # Two things of one kind, or a function and what it maps: the order is the one everybody expects.
     "meshwise.base.mesh.even_split": 2,
-    "meshwise.testing.agree.agree": 2,
-    "meshwise.testing.reference_run.difference": 2,
+    "meshwise.testing.agree": 2,
+    "meshwise.testing.difference": 2,
     "meshwise.base.tensor_tree.map_tensors": 2,
     "meshwise.comm.launch.launch.torchrun_line": 2,
     "meshwise.comm.api.collective_buffers.split": 2,
@@ -414,6 +415,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.model.forward.no_loss": 2,
     "meshwise.model.parameter_table.matrices_decay": 2,
     "meshwise.reference.gpt.next_token_loss": 2,
+    "meshwise.train.objects_by_name.answer_loss": 2,
     "meshwise.reference.mixture_gpt.balanced_loss": 2,
     "meshwise.train.objects_by_name.mean_squared_error": 2,
 }

@@ -44,15 +44,15 @@ _GRACE_SECONDS = 2.0
 
 
 def install(*, on_gpu: bool = False) -> None:
-    """From now on `meshwise.testing.agree` has processes where it would have threads.
+    """From now on `meshwise.testing` has processes where it would have threads.
 
     on_gpu: the ranks share the first GPU of this machine. This process must not use CUDA: its forks could not."""
     replace_threads(functools.partial(run_forked, device="cuda:0") if on_gpu else run_forked)
 
 
 def replace_threads(runner: Callable[..., list[Any]]) -> None:
-    """From now on `meshwise.testing.agree` calls `runner` where it would start threads."""
-    vars(importlib.import_module("meshwise.testing.agree"))["run_threads"] = runner
+    """From now on `meshwise.testing` calls `runner` where it would start threads."""
+    vars(importlib.import_module("meshwise.testing"))["run_threads"] = runner
 
 
 def run_forked(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device: str = "cpu") -> list[Any]:

@@ -162,9 +162,3 @@ def test_a_joint_axis_is_used_like_its_axes_together() -> None:
         assert mesh.group(rank, axes=["etp"]) == (rank,)
     assert mesh.expand(["ep", "dp"]) == ("dp_outer", "dp_ep")
     assert mesh.others(["ep", "etp"]) == ("dp_outer", "tp")
-
-
-def test_a_joint_axis_has_a_name_of_its_own_and_axes_of_the_mesh() -> None:
-    for joint in ((("tp", ("tp",)),), (("ep", ("dp",)),)):
-        with pytest.raises(ValueError, match="cannot name the axes"):
-            Mesh((("tp", 2),), joint=joint)

@@ -18,8 +18,7 @@ from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import LossError
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, run
-from meshwise.testing.reference_run import whole
+from meshwise.testing import agree, run, whole
 
 WIDTH, STEPS = 4, 3
 PLANS = Grid(

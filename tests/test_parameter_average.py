@@ -16,8 +16,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, run
-from meshwise.testing.reference_run import whole
+from meshwise.testing import agree, run, whole
 
 DECAY, STEPS = 0.7, 4
 

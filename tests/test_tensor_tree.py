@@ -1,4 +1,4 @@
-"""Test that trees of tensors, such as batches, are cut by rows and by tokens."""
+"""Test that trees of tensors, such as batches, are cut by rows."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.base.mesh import even_split
-from meshwise.base.tensor_tree import BatchDims, all_tensors, map_tensors, row_count, take_rows, tensors
+from meshwise.base.tensor_tree import all_tensors, map_tensors, row_count, take_rows, tensors
 
 
 class Pair(NamedTuple):
@@ -99,30 +98,3 @@ def test_tuples_of_other_classes_keep_their_class() -> None:
     assert type(mapped["size"]) is torch.Size
     assert type(mapped["largest"]) is type(largest)
     assert mapped["largest"].values.tolist() == [2.0, 2.0]
-
-
-def test_inputs_and_labels_are_cut_along_their_tokens() -> None:
-    inputs, labels, kinds = torch.arange(14).view(2, 7), torch.arange(14).view(2, 7) + 1, torch.zeros(2)
-    batch = {"inputs": inputs, "labels": labels, "kinds": kinds}
-    dims = BatchDims.of(batch, tokens=7)
-    parts = [dims.take(batch, name="tokens", start=low, stop=high) for low, high in even_split(7, 3)]
-    assert [tuple(part["inputs"].shape) for part in parts] == [(2, 3), (2, 2), (2, 2)]
-    for name in ("inputs", "labels"):
-        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), batch[name])
-    assert all(part["kinds"] is kinds for part in parts)
-    rows = dims.take(parts[1], name="rows", start=1, stop=2)
-    assert torch.equal(rows["labels"], labels[1:, 3:5])
-
-
-def test_a_mask_over_tokens_twice_needs_its_dim_stated() -> None:
-    batch = torch.zeros(2, 7), torch.zeros(2, 1, 7, 7)
-    with pytest.raises(ValueError, match=r"tensor 1 .* has 2 dims of 7 tokens; state one of \[2, 3\]: stated={1: 2}"):
-        BatchDims.of(batch, tokens=7)
-    dims = BatchDims.of(batch, tokens=7, stated={1: 2})
-    assert dims.take(batch, name="tokens", start=2, stop=5)[1].shape == (2, 1, 3, 7)
-
-
-def test_tokens_beyond_the_batch_are_refused() -> None:
-    batch = torch.zeros(2, 7)
-    with pytest.raises(ValueError, match="tokens 5 to 9 of a batch of 7 tokens"):
-        BatchDims.of(batch, tokens=7).take(batch, name="tokens", start=5, stop=9)

@@ -156,6 +156,7 @@ def test_a_host_buffer_waits_for_a_fetch_that_nobody_used() -> None:
         first.start()
         del first
         again = mover.park(torch.full((1 << 16,), 2, dtype=torch.uint8, device=world.device), before=None)
+        again.start()
         assert again.get().eq(2).all()
 
     run(1, main, on=SimulatedAccelerators())

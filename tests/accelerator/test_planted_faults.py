@@ -154,7 +154,7 @@ FAULTS = (
         "every rank waits for another",
         "new = []",
     ),
-    Fault("engine.staged_runner:StagedEngine._sum_tie", "work.wait()", STAGES, "not have read yet|freed while"),
+    Fault("data_parallel.staged_engine:StagedEngine._sum_tie", "work.wait()", STAGES, "not have read yet|freed while"),
 )
 
 

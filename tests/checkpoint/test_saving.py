@@ -289,7 +289,7 @@ MEMORY = """
     import sys, torch
     from pathlib import Path
     from meshwise.checkpoint.checkpoint_format import read_index
-    from meshwise.checkpoint.load_state import CheckpointReader
+    from meshwise.checkpoint.checkpoint_folder import CheckpointReader
     from meshwise.checkpoint.save_state import save
     from meshwise.comm.in_process.thread_world import run_threads
     from meshwise.data_parallel.stored_slices import StoredSlice

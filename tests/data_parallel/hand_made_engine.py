@@ -14,7 +14,7 @@ from meshwise.data_parallel.reduction import Reduction
 from meshwise.data_parallel.update_timing import build_update
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterTable
-from meshwise.optim.flat_optimizer import flat_optimizer
+from meshwise.optim.flat_optimizer import build_optimizer
 from meshwise.plan import Plan
 
 
@@ -32,7 +32,8 @@ class HandMade:
         source = ParameterSource(self.module, record=None)
         storage = StorageConfig(self.reduction)
         self.engine = DataParallel(source, table=self.table, world=self.world, storage=storage)
-        optimizer = flat_optimizer(torch.optim.SGD, groups=self.engine.slices(), lr=0.1, momentum=0.9)
+        groups = [{"params": owned, **dict(options)} for options, owned in self.engine.slices().items()]
+        optimizer = build_optimizer(torch.optim.SGD, groups=groups, lr=0.1, momentum=0.9)
         self.update, self.timing = build_update(self.engine, optimizer=optimizer, early=False)
         self.state = TrainingState(self.engine, update=self.update, plan=Plan())
 

@@ -17,7 +17,7 @@ from data_parallel.test_agreement import BOUND, TRAINING, Case, batches
 from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.compressed_reduction import CODECS
+from meshwise.data_parallel.reduction import CODECS
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan

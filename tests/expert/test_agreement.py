@@ -28,6 +28,8 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "expert-choice": {"routing": "expert-choice"},
     "biased": {"routing": "biased"},
     "balance": {"balance": 0.1},
+    "balance over the batch": {"balance": 0.3, "balance_over": "batch"},
+    "z-loss": {"z_loss": 0.1},
     "5 experts": {"experts": 5},
 }
 
@@ -47,20 +49,21 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
 
 
-def training(*, cp: int = 1) -> dict[str, Any]:
+def training(kind: str = "top-2", *, cp: int = 1) -> dict[str, Any]:
     rules = {"blocks.*.mlp": "tokens whole"} if cp > 1 else None  # it takes a mean over the tokens
-    options = Options(clip_norm=0.5, example=batches()[0], tensor_rules=rules)
+    rate = 0.02 if kind == "biased" else 0.0
+    options = Options(clip_norm=0.5, example=batches()[0], tensor_rules=rules, expert_bias_rate=rate)
     return {"loss": loss, "options": options, "lr": 1e-2, "weight_decay": 0.1}
 
 
 @functools.cache
 def expected(kind: str, tied: bool) -> Any:
-    return alone(functools.partial(build, kind, tied=tied), batches=batches(), **training())
+    return alone(functools.partial(build, kind, tied=tied), batches=batches(), **training(kind))
 
 
 def check(plan: str, kind: str, *, tied: bool = False) -> None:
     def main(world: World) -> Any:
-        given = training(cp=Plan.parse(plan).cp)
+        given = training(kind, cp=Plan.parse(plan).cp)
         trainer = parallelize(functools.partial(build, kind, tied=tied), plan, world=world, **given)
         steps = outcome(trainer, batches=batches())
         trainer.close()
@@ -116,3 +119,13 @@ KIND = Grid(
 @pytest.mark.grid(KIND)
 def test_every_kind_of_routing_is_that_of_one_process(kind: str, ranks: str, tied: bool) -> None:
     check(ranks, kind, tied=tied)
+
+
+@pytest.mark.parametrize("plan, kind", [("cp=2", "z-loss"), ("dp=2 cp=2 ep=4", "balance over the batch")])
+def test_losses_of_tokens_are_those_of_one_process_with_split_tokens(plan: str, kind: str) -> None:
+    check(plan, kind)
+
+
+def test_losses_of_a_part_of_the_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"losses of \(7, 2\) for targets of \(7, 4\).* Use sequence_parallel=0"):
+        check("tp=2 sequence_parallel=1", "z-loss")

@@ -11,8 +11,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
-from meshwise.testing import agree, alone, count, run
-from meshwise.testing.reference_run import whole
+from meshwise.testing import agree, alone, count, run, whole
 
 
 def trainer_of(world: World, plan: str) -> Trainer:

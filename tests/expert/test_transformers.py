@@ -42,7 +42,9 @@ def test_the_forms_of_experts_are_found() -> None:
 
 
 def test_a_plan_that_divides_experts_needs_enough_of_them() -> None:
-    with pytest.raises(PlanError, match=r"no module of Linear was found that holds.* Nearest that works: 'dp=2'"):
+    with pytest.raises(
+        PlanError, match=r"no module of Linear was found that holds.* Nearest that works as it is: 'dp=2'"
+    ):
         planned_mixtures(nn.Linear(2, 2), plan=Plan.parse("dp=2 ep=2"))
     with pytest.raises(PlanError, match=r"ep=8: model\.layers\.0\.mlp\.experts has only 4 experts.*'ep=4'"):
         planned_mixtures(build("Mixtral"), plan=Plan.parse("dp=8 ep=8"))

@@ -32,8 +32,7 @@ from meshwise.engine.parallelize import Options
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.swap_file import TierError
-from meshwise.testing import run
-from meshwise.testing.agree import Counts, count
+from meshwise.testing import Counts, count, run
 
 PLAIN = replace(CLIPPED, clip_norm=None)
 TIERS = ("optimizer:cpu", "optimizer:disk", "optimizer:disk,gradients:disk", "optimizer:disk,params:disk")

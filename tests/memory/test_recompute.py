@@ -21,8 +21,7 @@ from meshwise.model.forward import ForwardReplay
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.schedules.named_schedules import SCHEDULES
 from meshwise.plan import Plan, PlanError
-from meshwise.testing import run
-from meshwise.testing.agree import count
+from meshwise.testing import count, run
 from meshwise.verify.verification import verify
 
 EVEN, UNEVEN = 8, 5

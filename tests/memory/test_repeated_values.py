@@ -13,8 +13,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.recompute import RecomputedBlock, RecomputeError
 from meshwise.model.forward import ForwardReplay
-from meshwise.testing import run
-from meshwise.testing.agree import RecordedSteps, agree, alone, outcome
+from meshwise.testing import RecordedSteps, agree, alone, outcome, run
 from tensor.exact import with_exact_norms
 
 

@@ -89,12 +89,6 @@ def test_a_model_with_a_parameter_without_a_shape_is_refused_by_build_with_value
             look(model, seed=0)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_a_compiled_module_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"0 is compiled by TorchScript, .* give the module that it was made of"):
-        parameter_table(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
-
-
 def test_options_that_are_no_mapping_are_refused() -> None:
     with pytest.raises(ValueError, match=r"parameter_options returned None for weight; .* \{\} for none"):
         parameter_table(nn.Linear(2, 2), options=lambda _name, _parameter: None)  # type: ignore[arg-type,return-value]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.model.parameter_table import parameter_table
+from meshwise.model.parameter_units import partition
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 
 
@@ -17,8 +18,8 @@ class Silent(nn.Module):
         return x
 
 
-def units(model: nn.Module, *, select: tuple[str | tuple[str, ...], ...] = ()) -> list[list[str]]:
-    table = parameter_table(model, units=select)
+def units(model: nn.Module) -> list[list[str]]:
+    table = parameter_table(model)
     names = [name for unit in table.units for row in unit.rows for name in (row.name, *row.aliases)]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
     return [[unit.name, ",".join(m or "." for m in unit.modules), str(unit.numel)] for unit in table.units]
@@ -222,28 +223,28 @@ def test_a_parameter_shared_by_two_blocks_belongs_to_the_first_and_lists_both() 
 
 
 def test_a_choice_of_units_overrides_the_rules() -> None:
-    assert units(tiny_gpt(), select=("blocks.2.mlp*", ("positions", "norm"))) == drawn("""
-        embedding                 embedding                  512
-        positions+norm            positions,norm             144
-        blocks.0                  blocks.0                  3104
-        blocks.1                  blocks.1                  3104
-        blocks.2.attention_norm+blocks.2.attention  blocks.2.attention_norm,blocks.2.attention  1040
-        blocks.2.mlp_norm         blocks.2.mlp_norm           16
-        blocks.2.mlp              blocks.2.mlp              2048
-        head                      head                       512
-    """)
+    chosen = [[piece.module for piece in unit] for unit in partition(tiny_gpt(), units=("blocks.2.mlp*", "positions"))]
+    assert chosen == [
+        ["embedding"],
+        ["positions"],
+        ["blocks.0"],
+        ["blocks.1"],
+        ["blocks.2.attention_norm", "blocks.2.attention"],
+        ["blocks.2.mlp_norm"],
+        ["blocks.2.mlp"],
+        ["norm", "head"],
+    ]
 
 
 def test_the_whole_model_can_be_chosen_as_one_unit() -> None:
-    model = tiny_gpt()
-    assert units(model, select=("",)) == [["(root)", ".", str(sum(one.numel() for one in model.parameters()))]]
+    assert [[piece.module for piece in unit] for unit in partition(tiny_gpt(), units=("",))] == [[""]]
 
 
 def test_a_pattern_that_names_nothing_lists_near_misses() -> None:
     with pytest.raises(ValueError, match=r"'block\.\*' matches no module with parameters; did you mean .*'blocks\.\d'"):
-        units(tiny_gpt(), select=("block.*",))
+        partition(tiny_gpt(), units=("block.*",))
 
 
 def test_a_module_chosen_inside_another_chosen_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'blocks.0.mlp' lies inside 'blocks.0'"):
-        units(tiny_gpt(), select=("blocks.*", "blocks.0.mlp"))
+        partition(tiny_gpt(), units=("blocks.*", "blocks.0.mlp"))

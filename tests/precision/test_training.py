@@ -16,8 +16,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import LossScale, Precision
-from meshwise.testing import run
-from meshwise.testing.reference_run import difference
+from meshwise.testing import difference, run
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 STEPS = 2

@@ -13,8 +13,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import run
-from meshwise.testing.reference_run import whole
+from meshwise.testing import run, whole
 from sync.plain_replay import Replay
 
 STEPS, BOUND = 7, 1e-12

@@ -17,8 +17,7 @@ from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.detect.find_parts import find_parts
-from meshwise.testing import SavedForBackward
-from meshwise.testing.agree import Counts, count
+from meshwise.testing import Counts, SavedForBackward, count
 from tensor.splitting import install
 
 H, TOKENS, HEADS, ROWS = 64, 16, 8, 64

@@ -15,8 +15,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.tensor.detect.find_parts import find_parts
-from meshwise.testing import agree, alone, run
-from meshwise.testing.agree import outcome
+from meshwise.testing import agree, alone, outcome, run
 from tensor.splitting import split_agrees
 
 WORDS, WIDTH, HEADS, TOKENS = 13, 12, 4, 5

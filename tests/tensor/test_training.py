@@ -18,8 +18,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, alone, run
-from meshwise.testing.agree import count
+from meshwise.testing import agree, alone, count, run
 from warm_processes import Processes
 
 TRAINING: dict[str, Any] = {"loss": next_token_loss, "options": Options(clip_norm=0.5), "lr": 1e-2, "weight_decay": 0.1}

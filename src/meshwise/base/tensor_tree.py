@@ -1,4 +1,4 @@
-"""Batches as trees of tensors: map a function over the tensors, count the rows, take a part of the rows or tokens.
+"""Batches as trees of tensors: map a function over the tensors, count the rows, take a part of the rows.
 
 A batch is the value that the user's dataset yields: a tensor, or a mapping, list, tuple or dataclass of batches. Dim 0
 of every tensor in a batch counts the samples, also called rows. torch's own tree library (`torch.utils._pytree`) is
@@ -6,7 +6,6 @@ private, and every dataclass has to be registered there globally."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,53 +65,6 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
         open_ += getattr(item, "__dict__", {}).values()
 
 
-@dataclass(frozen=True)
-class BatchDims:
-    """Dims of the rows and of the tokens in each tensor of a batch.
-
-    | sizes   numbers of `rows` and, if given, of `tokens`
-    | dims    for each tensor, in the tree's order, its dim by name: an input (batch, tokens) has `rows` and `tokens`,
-    |         a label (batch,) has only `rows`"""
-
-    sizes: Mapping[str, int]
-    dims: tuple[Mapping[str, int], ...]
-
-    @classmethod
-    def of(cls, tree: Any, *, tokens: int | None = None, stated: Mapping[int, int] | None = None) -> "BatchDims":
-        """Return the dims of a batch, found from the sizes of its tensors.
-
-        Dim 0 of every tensor counts rows. `tokens` is the length of a sequence: a later dim of this size counts tokens.
-        `stated`: for tensors with several dims of this size, the dim of tokens by the tensor's number in the tree.
-        Raises ValueError when tensors differ in their rows, or a tensor has several dims of the size `tokens`."""
-        sizes = {"rows": row_count(tree)} | ({} if tokens is None else {"tokens": tokens})
-        dims: list[Mapping[str, int]] = []
-        for number, tensor in enumerate(tensors(tree)):
-            found = [dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == tokens]
-            if number in (stated or {}):
-                found = [(stated or {})[number]]
-            if len(found) > 1:
-                raise ValueError(
-                    f"tensor {number} of the batch, of shape {tuple(tensor.shape)}, has {len(found)} dims of {tokens} "
-                    f"tokens; state one of {found}: stated={{{number}: {found[0]}}}"
-                )
-            dims.append({"rows": 0} | ({"tokens": found[0]} if found else {}))
-        return cls(sizes, tuple(dims))
-
-    def take(self, tree: Any, *, name: str, start: int, stop: int) -> Any:
-        """Return the batch with `start` to `stop` (excluded) of its `name` (`rows` or `tokens`), as views.
-
-        A tensor without such a dim is kept whole. Raises ValueError when the batch does not have these elements."""
-        if not 0 <= start <= stop <= self.sizes[name]:
-            raise ValueError(f"{name} {start} to {stop} of a batch of {self.sizes[name]} {name}")
-        along = iter(self.dims)
-
-        def cut(tensor: Tensor) -> Tensor:
-            dim = next(along).get(name)
-            return tensor if dim is None else tensor.narrow(dim, start, stop - start)
-
-        return map_tensors(cut, tree)
-
-
 def row_count(tree: Any) -> int:
     """Return the number of samples of a batch: the size of dim 0, the same in all its tensors.
 
@@ -129,4 +81,7 @@ def take_rows(tree: Any, *, start: int, stop: int) -> Any:
     """Return samples `start` to `stop` (excluded) of a batch, as views; an empty range gives an empty batch.
 
     Raises ValueError when the batch does not have these samples."""
-    return BatchDims.of(tree).take(tree, name="rows", start=start, stop=stop)
+    rows = row_count(tree)
+    if not 0 <= start <= stop <= rows:
+        raise ValueError(f"rows {start} to {stop} of a batch of {rows} rows")
+    return map_tensors(lambda tensor: tensor.narrow(0, start, stop - start), tree)

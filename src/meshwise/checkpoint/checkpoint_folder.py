@@ -1,4 +1,4 @@
-"""Find, check, replace and remove the folders of checkpoints; a new checkpoint appears complete or not at all.
+"""Find, check, replace, remove and load the folders of checkpoints; a new checkpoint appears complete or not at all.
 
     | runs/demo/checkpoints/            a root: the checkpoints of one run
     |     latest                        a file with the name of the newest one
@@ -12,29 +12,286 @@
 
 A crash leaves either the new checkpoint, or a folder whose name says that it is partial. An existing checkpoint of the
 same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
-`damages` and `is_valid` compare every byte of a checkpoint with its checksum."""
+`damages` and `is_valid` compare every byte of a checkpoint with its checksum.
 
+A checkpoint is loaded under any plan: every rank reads the blocks with its rectangles (`load`, `CheckpointReader`).
+
+    wanted rectangles ∩ stored rectangles ──► spans of bytes, in the order of the files (`spans`)
+                                                  │  join adjacent spans, in whole blocks, up to a window
+                                                  ▼
+         pread into the window ──► crc32 of every block ──► elements copied to their tensors (`read_spans`)
+
+The window is the only buffer; data is copied a second time only if it is misaligned. Files of other programs have no
+checksums to compare. Files are read with pread, because the system kills a process that reads past a truncated mmap.
+`on_all_ranks` raises the error of one rank on every rank."""
+
+import dataclasses
 import errno
+import itertools
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from meshwise.base.atomic_file import sync_to_disk, write_whole
 from meshwise.checkpoint.checkpoint_format import (
     BLOCK,
     INDEX,
+    CheckpointFile,
     CheckpointIndex,
     Damage,
     DamageError,
+    StoredRectangle,
+    StoredTensor,
     TensorEntry,
     read_header,
     read_index,
 )
-from meshwise.checkpoint.load_state import SourceFile, read_blocks
+from meshwise.comm.api.world import World
+from meshwise.data_parallel.stored_slices import StoredSlice
+from meshwise.layout.layout import Rectangle, rectangles
+
+WINDOW_BYTES = 8 * BLOCK
+"""Bytes of the buffer, and the most bytes that are read together."""
+_SPAN = WINDOW_BYTES - 2 * BLOCK
+"""Most bytes of a span. Such a span fits into the window even when its first and last block are read whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class SourceFile:
+    """A safetensors file to read: its entries by name, and its expected size and checksums."""
+
+    path: Path
+    expected: CheckpointFile
+    entries: dict[str, TensorEntry]
+
+
+@dataclass(frozen=True)
+class ByteSpan:
+    """A rectangle of an entry that is read in one piece: its bytes in the file, and the tensor to fill.
+
+    | start, stop   bytes of the file from the first element to the end of the last; other elements may lie between
+    | sizes         sizes of the rectangle
+    | target        tensor of these sizes that the elements are copied to"""
+
+    source: SourceFile
+    start: int
+    stop: int
+    entry: TensorEntry
+    sizes: tuple[int, ...]
+    target: Tensor
+
+
+def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tensor) -> Iterator[ByteSpan]:
+    """Yield spans that read `rectangle` of an entry into `target`; each span fits into the window.
+
+    The rectangle's offsets count from the first element of the entry."""
+    found = source.entries[entry]
+    strides = _strides(found.shape)
+    first = sum(map(int.__mul__, rectangle.offsets, strides))
+    reach = sum((size - 1) * stride for size, stride in zip(rectangle.sizes, strides, strict=True))
+    width = found.dtype.itemsize
+    if (reach + 1) * width <= _SPAN:
+        start = found.start + first * width
+        yield ByteSpan(source, start, start + (reach + 1) * width, found, rectangle.sizes, target)
+        return
+    dim = next(dim for dim, size in enumerate(rectangle.sizes) if size > 1)
+    below = reach - (rectangle.sizes[dim] - 1) * strides[dim]
+    rows = max(1, (_SPAN // width - 1 - below) // strides[dim] + 1)
+    for low in range(0, rectangle.sizes[dim], rows):
+        high = min(low + rows, rectangle.sizes[dim])
+        offsets = (*rectangle.offsets[:dim], rectangle.offsets[dim] + low, *rectangle.offsets[dim + 1 :])
+        sizes = (*rectangle.sizes[:dim], high - low, *rectangle.sizes[dim + 1 :])
+        part = target.narrow(dim, low, high - low)
+        yield from spans(source, entry=entry, rectangle=Rectangle(offsets, sizes), target=part)
+
+
+def read_spans(wanted: Iterable[ByteSpan]) -> None:
+    """Copy the elements of all spans to their targets. Raises OSError, and DamageError for a wrong checksum."""
+    buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
+    ordered = sorted(wanted, key=lambda span: (span.source.path, span.start))
+    for source, of_file in itertools.groupby(ordered, key=lambda span: span.source):
+        with source.path.open("rb") as file:
+            for start, stop, group in _windows(list(of_file), size=os.fstat(file.fileno()).st_size):
+                read_blocks(source, descriptor=file.fileno(), start=start, into=buffer[: stop - start])
+                for span in group:
+                    data = buffer[span.start - start : span.stop - start]
+                    if data.storage_offset() % span.entry.dtype.itemsize:
+                        data = data.clone()
+                    span.target.copy_(data.view(span.entry.dtype).as_strided(span.sizes, _strides(span.entry.shape)))
+
+
+def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor) -> None:
+    """Fill `into` (bytes) from byte `start` of an open file. Compare each block with its checksum, if that is known.
+
+    `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Bytes of a
+    file without checksums are not checked. Raises OSError, and DamageError for missing or altered bytes."""
+    view = into.numpy().data
+    position = 0
+    while position < len(view):
+        count = os.preadv(descriptor, [view[position:]], start + position)
+        if not count:
+            raise _damage(source, (start, start + len(view)), f"{start + len(view)} bytes", f"{start + position}")
+        position += count
+    if not source.expected.checksums:
+        return
+    for low in range(0, len(view), BLOCK):
+        number = (start + low) // BLOCK
+        found, expected = zlib.crc32(view[low : low + BLOCK]), source.expected.checksums[number]
+        if found != expected:
+            at = (start + low, min(start + low + BLOCK, start + len(view)))
+            raise _damage(source, at, f"the crc32 {expected:08x} of bytes {at[0]} to {at[1]}", f"{found:08x}")
+
+
+def _damage(source: SourceFile, at: tuple[int, int], expected: str, found: str) -> DamageError:
+    names = [entry.name for entry in source.entries.values() if entry.start < at[1] and entry.stop > at[0]]
+    return DamageError([Damage(str(source.path), expected, found, tuple(names))])
+
+
+def _windows(ordered: Sequence[ByteSpan], *, size: int) -> Iterator[tuple[int, int, list[ByteSpan]]]:
+    """Yield (start, stop, spans) for each group of spans to read together: bytes `start` to `stop`, in whole blocks."""
+    group: list[ByteSpan] = []
+    start = stop = 0
+    for span in ordered:
+        end = min(size, -(-span.stop // BLOCK) * BLOCK)
+        if group and (span.start > stop or max(stop, end) - start > WINDOW_BYTES):
+            yield start, stop, group
+            group = []
+        if not group:
+            start = stop = span.start // BLOCK * BLOCK
+        group.append(span)
+        stop = max(stop, end)
+    if group:
+        yield start, stop, group
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor, in elements."""
+    return tuple(itertools.accumulate(reversed(shape[1:]), int.__mul__, initial=1))[::-1] if shape else ()
+
+
+_PIECE_ELEMENTS = 1 << 20
+_T = TypeVar("_T")
+
+
+class CheckpointReader:
+    """Reader of the logical tensors of one checkpoint, for one process. It reads the header of each file once."""
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        self.index = index
+        self._sources: dict[str, SourceFile] = {}
+
+    def fill(self, holdings: Iterable[StoredSlice]) -> None:
+        """Copy saved elements into the tensor of each slice. Tied parameters may have any of their names.
+
+        Raises ValueError for a tensor that the checkpoint lacks, has in another shape, or has in a dtype whose values
+        the wanted dtype cannot hold. Raises DamageError for altered bytes. Raises OSError."""
+        read_spans([span for holding in holdings for span in self._spans(holding)])
+
+    def pieces(self, key: str) -> Iterator[Tensor]:
+        """Yield a logical tensor in row-major order, as flat tensors of at most 2²⁰ elements. Raises as `fill` does."""
+        stored = self.index.tensors[key]
+        slot, _, name = key.partition("/")
+        size = math.prod(stored.shape)
+        for start in range(0, size, _PIECE_ELEMENTS):
+            for part in rectangles(stored.shape, start=start, stop=min(size, start + _PIECE_ELEMENTS)):
+                piece = torch.empty(part.sizes, dtype=stored.dtype)
+                self.fill([StoredSlice(name, slot, stored.shape, part, piece)])
+                yield piece.reshape(-1)
+
+    def stored(self, holding: StoredSlice) -> StoredTensor:
+        """Return the stored tensor that `holding` is a slice of. Raises the ValueError of `fill`."""
+        tensors, first = self.index.tensors, self.index.aliases.get(holding.name, holding.name)
+        stored = tensors.get(holding.key) or tensors.get(f"{holding.slot}/{first}")
+        if stored is None:
+            raise ValueError(f"the checkpoint {self.index.folder} has no {holding.key}")
+        if stored.shape != holding.shape:
+            raise ValueError(f"{holding.key} has the shape {stored.shape} in the checkpoint, and {holding.shape} here")
+        if not _holds(stored.dtype, holding):
+            raise ValueError(
+                f"{holding.key} is {stored.dtype} in the checkpoint and {holding.tensor.dtype} here, which cannot hold "
+                "all its values; load it into a model of the same dtype"
+            )
+        return stored
+
+    def _spans(self, holding: StoredSlice) -> Iterator[ByteSpan]:
+        for part in self.stored(holding).parts:
+            if overlap := part.rectangle.overlap(holding.rectangle):
+                target = holding.tensor[overlap.seen_from(holding.rectangle.offsets).slices]
+                inside = overlap.seen_from(part.rectangle.offsets)
+                yield from spans(self._source(part), entry=part.entry, rectangle=inside, target=target)
+
+    def _source(self, part: StoredRectangle) -> SourceFile:
+        """Return the file of a part. Raises DamageError if its header contradicts the index."""
+        if part.file not in self._sources:
+            path = self.index.folder / part.file
+            self._sources[part.file] = SourceFile(path, self.index.files[part.file], read_header(path))
+        source = self._sources[part.file]
+        entry = source.entries.get(part.entry)
+        if entry is not None and (1, *entry.shape) == part.rectangle.sizes:  # a tensor of one of several fused experts
+            entry = source.entries[part.entry] = dataclasses.replace(entry, shape=part.rectangle.sizes)
+        if entry is None or entry.shape != part.rectangle.sizes:
+            found = "none" if entry is None else f"one of shape {entry.shape}"
+            wanted = f"an entry {part.entry!r} of shape {part.rectangle.sizes}"
+            raise DamageError([Damage(str(source.path), wanted, found, (part.entry,))])
+        return source
+
+
+def load(folder: Path, *, needed: Callable[[CheckpointIndex], Iterable[StoredSlice]], world: World) -> CheckpointIndex:
+    """Fill the slices that `needed(index)` returns for this rank, and return the index. Every rank calls it.
+
+    Raises ValueError on every rank if one rank has a slice that cannot be loaded; then no slice is filled. Raises
+    DamageError on every rank for damage or an OSError; some slices may then be filled."""
+    index = on_all_ranks(lambda: read_index(folder), world=world)
+    fill(index, needed=on_all_ranks(lambda: list(needed(index)), world=world), world=world)
+    return index
+
+
+def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World) -> None:
+    """Fill the slices that this rank needs from a checkpoint. Every rank calls it. Raises the errors of `load`."""
+    reader = CheckpointReader(index)
+    on_all_ranks(lambda: [reader.stored(holding) for holding in needed], world=world)
+    on_all_ranks(lambda: reader.fill(needed), world=world)
+
+
+def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
+    """Return the result of `act` on this rank. Every rank calls it. If `act` fails on one rank, every rank raises.
+
+    If `act` raises DamageError or OSError on any rank, raises DamageError with the damage of all ranks. Otherwise
+    raises the first rank's ValueError. Any other error is raised on its own rank alone."""
+    result: list[_T] = []
+    damages: tuple[Damage, ...] = ()
+    problem = ""
+    try:
+        result.append(act())
+    except DamageError as error:
+        damages = error.damages
+    except OSError as error:
+        damages = (Damage(str(error.filename or ""), "a file that can be read", error.strerror or str(error)),)
+    except ValueError as error:
+        problem = str(error)
+    outcomes = world.exchange((damages, problem))
+    if found := list(dict.fromkeys(damage for damages, _ in outcomes for damage in damages)):
+        raise DamageError(found)
+    if problems := [problem for _, problem in outcomes if problem]:
+        raise ValueError(problems[0])
+    return result[0]
+
+
+def _holds(stored: torch.dtype, holding: StoredSlice) -> bool:
+    """Return whether a slice can take a dtype's values: without rounding, or from fp32 into a narrower parameter."""
+    wanted = holding.tensor.dtype
+    rounded = holding.slot == "parameter" and stored == torch.float32 and wanted in (torch.bfloat16, torch.float16)
+    return stored == wanted or rounded or torch.promote_types(stored, wanted) == wanted
+
 
 LATEST = "latest"
 """File of a root that holds the name of the newest checkpoint."""
@@ -107,12 +364,6 @@ def remove(path: Path) -> None:
 def is_checkpoint(path: Path) -> bool:
     """Return whether the path is a folder with an index or with data files, and not a partial folder."""
     return path.is_dir() and _PARTIAL not in path.name and ((path / INDEX).exists() or any(path.glob(DATA)))
-
-
-def next_sequence(root: Path) -> int:
-    """Return a number larger than every sequence number of a checkpoint in the root."""
-    numbers = [index.sequence for _, index in checkpoints(root) if isinstance(index, CheckpointIndex)]
-    return max(numbers, default=0) + 1
 
 
 def prune(root: Path, *, keep_last: int) -> list[Path]:

@@ -259,7 +259,10 @@ def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
     """Return the index from parsed JSON. Raises ValueError, KeyError, TypeError or AttributeError if malformed."""
     if body["format"] != FORMAT:
         raise ValueError(f"the format is {body['format']!r}")
-    files = {plain_name(name): _data_file(name, row) for name, row in body["files"].items()}
+    files = {
+        plain_name(name): CheckpointFile(int(row["bytes"]), tuple(int(checksum, 16) for checksum in row["crc32"]))
+        for name, row in body["files"].items()
+    }
     tensors = {name: _stored(name, row, files) for name, row in body["tensors"].items()}
     return CheckpointIndex(folder, int(body["sequence"]), files, tensors, dict(body["aliases"]), dict(body["extra"]))
 
@@ -269,13 +272,6 @@ def plain_name(name: str) -> str:
     if not isinstance(name, str) or not _PLAIN.fullmatch(name):
         raise ValueError(f"{name!r} is not the plain name of a file in the folder")
     return name
-
-
-def _data_file(name: str, row: Mapping[str, Any]) -> CheckpointFile:
-    size, checksums = int(row["bytes"]), tuple(int(checksum, 16) for checksum in row["crc32"])
-    if size < 0 or len(checksums) != -(-size // BLOCK):
-        raise ValueError(f"{len(checksums)} checksums for {name}, a file of {size} bytes")
-    return CheckpointFile(size, checksums)
 
 
 def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFile]) -> StoredTensor:

@@ -23,7 +23,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwise.checkpoint.checkpoint_folder import CheckpointReader
 from meshwise.checkpoint.checkpoint_format import (
     DTYPES,
     INDEX,
@@ -49,7 +49,6 @@ from meshwise.checkpoint.checkpoint_format import (
     read_header,
     read_index,
 )
-from meshwise.checkpoint.load_state import CheckpointReader
 from meshwise.data_parallel.stored_slices import StoredSlice, buffers
 from meshwise.layout.layout import Rectangle
 
@@ -136,28 +135,25 @@ def _files(folder: Path) -> list[str]:
         raise DamageError([Damage(str(folder / PARTS), "a weight_map", str(error))]) from error
 
 
-def with_model_names(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> CheckpointIndex:
-    """Return the index in which each tensor of the model is also listed under its first name.
+def with_model_names(
+    index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = ""
+) -> tuple[CheckpointIndex, list[str]]:
+    """Return the index in which each tensor of the model is also listed under its first name, and sorted unused names.
+
+    An unused name is the name of a tensor in the files that the model lacks.
 
     | names   all names of each parameter or buffer of the model, by its first name
     | base    prefix of the base model, such as `transformer`; "" for none. A folder without the head has `h.0` for
     |         `transformer.h.0`, so a name that is not found is also looked up with and without this prefix"""
     tensors = dict(index.tensors)
+    unused = {part.entry for stored in index.tensors.values() for part in stored.parts}
     for first, all_of_them in names.items():
+        variants = [other for name in all_of_them for other in _variants(name, base)]
         for slot in ("parameter", "buffer"):
-            candidates = (f"{slot}/{other}" for name in all_of_them for other in _variants(name, base))
-            found = next((key for key in candidates if key in index.tensors), None)
-            if found is not None:
-                tensors[f"{slot}/{first}"] = index.tensors[found]
-    return CheckpointIndex(index.folder, index.sequence, index.files, tensors, index.aliases, index.extra)
-
-
-def unused_entries(index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = "") -> list[str]:
-    """Return the sorted names of tensors in the files that the model lacks. `names`, `base`: see `with_model_names`."""
-    known = {other for all_of_them in names.values() for name in all_of_them for other in _variants(name, base)}
-    entries = {part.entry for stored in index.tensors.values() for part in stored.parts}
-    own = [index.tensors[key] for name in known if (key := f"parameter/{name}") in index.tensors]
-    return sorted(entries - known - {part.entry for stored in own for part in stored.parts})
+            found = [stored for name in variants if (stored := index.tensors.get(f"{slot}/{name}")) is not None]
+            tensors |= {f"{slot}/{first}": stored for stored in found[:1]}
+            unused -= {*variants, *(part.entry for stored in found for part in stored.parts)}
+    return replace(index, tensors=tensors), sorted(unused)
 
 
 def is_pretrained(folder: Path) -> bool:
@@ -249,14 +245,12 @@ def _averaged(index: CheckpointIndex) -> CheckpointIndex:
 def _written_when_whole(folder: Path) -> Iterator[Path]:
     """Yield a new folder beside `folder`; move its files there after the block, or remove them after an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.partial-", dir=folder.parent))
-    try:
-        yield partial
+    prefix = f"{folder.name}.partial-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as partial:
+        yield Path(partial)
         folder.mkdir(exist_ok=True)
-        for path in sorted(partial.iterdir()):
+        for path in sorted(Path(partial).iterdir()):
             path.replace(folder / path.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_tensors(reader: CheckpointReader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -327,7 +321,7 @@ def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module], r
         return model.eval()
     module = build().eval()
     names = {name: (name,) for name, _ in module.named_parameters()}
-    _fill(module, CheckpointReader(with_model_names(read_pretrained(folder), names=names)))
+    _fill(module, CheckpointReader(with_model_names(read_pretrained(folder), names=names)[0]))
     return module
 
 

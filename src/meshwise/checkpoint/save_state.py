@@ -34,12 +34,13 @@ import torch
 from torch import Tensor
 
 from meshwise.base.atomic_file import write_whole
-from meshwise.checkpoint.checkpoint_folder import make_partial_folder, move_into_place, next_sequence, prune
+from meshwise.checkpoint.checkpoint_folder import checkpoints, make_partial_folder, move_into_place, prune
 from meshwise.checkpoint.checkpoint_format import (
     BLOCK,
     FORMAT,
     INDEX,
     CheckpointFile,
+    CheckpointIndex,
     SaveError,
     TensorSpec,
     dtype_name,
@@ -313,9 +314,10 @@ class PendingSave:
         if not self._all_written(rows):
             self._outcome = "a rank did not write its file"
             return
+        earlier = [i.sequence for _, i in checkpoints(self.folder.parent) if isinstance(i, CheckpointIndex)]
         body = {
             "format": FORMAT,
-            "sequence": next_sequence(self.folder.parent),
+            "sequence": max(earlier, default=0) + 1,
             **_merge(json.loads(row.read_text(encoding="utf-8")) for row in rows),
             **self._more,
         }

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.checkpoint.checkpoint_folder import newest_valid
+from meshwise.checkpoint.checkpoint_folder import fill, load, newest_valid, on_all_ranks
 from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, dtype_name
-from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, unused_entries, with_model_names
-from meshwise.checkpoint.load_state import fill, load, on_all_ranks
+from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, with_model_names
 from meshwise.checkpoint.save_state import PendingSave, save
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import (
     OPTIMIZER_KINDS,
     CheckpointRefill,
@@ -50,9 +49,9 @@ class RestoredState:
 class TrainingState:
     """Saves and loads the state of an engine and its optimizer (in `update`). One save at a time is in progress."""
 
-    def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan, replicas: Replicas | None = None) -> None:
-        """`replicas`: the replicas that differ between agreements, under a `sync` across steps."""
-        self.replicas = replicas
+    def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
+        self.replicas: Replicas | None = None
+        """The replicas that differ between agreements, under a `sync` across steps."""
         self._engine = engine
         self._update = update
         self._optimizer = update.optimizer
@@ -138,13 +137,15 @@ class TrainingState:
 
         Every rank calls it. If a checkpoint turns out to be damaged on loading, the next older one is loaded. Raises
         DamageError if there are checkpoints but no valid one. Raises ValueError as `load` does."""
+        world = self._engine.world
         passed: list[Damage] = []
         tried: set[Path] = set()
         while True:
-            path, damaged = self._newest_valid(root, tried)
+            found = on_all_ranks(lambda: newest_valid(root, without=tried) if world.rank == 0 else None, world=world)
+            path, damaged = world.exchange(found)[0]
             if path is None:
-                if found := list(dict.fromkeys([*passed, *damaged])):
-                    raise DamageError(found)
+                if passed or damaged:
+                    raise DamageError(list(dict.fromkeys([*passed, *damaged])))
                 return None
             try:
                 extra = self.load(path)
@@ -160,7 +161,7 @@ class TrainingState:
         names = {row.name: (row.name, *row.aliases) for row in engine.table.rows}
         names |= {buffer.name: (buffer.name,) for buffer in buffers(engine.modules)}
         base = str(getattr(engine.module, "base_model_prefix", ""))
-        index = on_all_ranks(
+        index, unused = on_all_ranks(
             lambda: with_model_names(read_pretrained(folder), names=names, base=base), world=engine.world
         )
 
@@ -177,15 +178,7 @@ class TrainingState:
         refill.finish()
         self._update.mark_loaded()
         engine.publish()
-        return unused_entries(index, names=names, base=base)
-
-    def _newest_valid(self, root: Path, tried: set[Path]) -> tuple[Path | None, list[Damage]]:
-        """Return the result of the first rank's search, on every rank. Folders in `tried` are skipped."""
-        world = self._engine.world
-        none: tuple[Path | None, list[Damage]] = (None, [])
-        found = on_all_ranks(lambda: newest_valid(root, without=tried) if world.rank == 0 else none, world=world)
-        first: tuple[Path | None, list[Damage]] = world.exchange(found)[0]
-        return first
+        return unused
 
     def close(self) -> None:
         """Remove the hook from the optimizer, and let an unfinished save end in its thread (`PendingSave.detach`)."""

@@ -10,6 +10,7 @@ The exit status is 0 on success, 1 for damage and failed exports, 2 if there is 
 import argparse
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.flags_and_toml import from_text, from_toml
 from meshwise.train.job import Job, JobError
 from meshwise.train.objects_by_name import model_function
+from meshwise.train.prepare_job import with_tokenizer
+from meshwise.train.pretrained_model import hub_folder
+from meshwise.train.tuning_rows import tokenizer_files
 
 _MOST_TEXT = 400
 _MOST_NAMES = 3
@@ -129,7 +133,9 @@ def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
         raise JobError(f"{error.filename} exists and is not replaced; name another folder") from error
     except ValueError as error:
         raise JobError(str(error)) from error
-    for path in done.files:
+    name = with_tokenizer(job).data.tokenizer
+    copied = [] if name is None else tokenizer_files(hub_folder(name, key="data.tokenizer"))
+    for path in (*done.files, *(Path(shutil.copy(path, flags.into)) for path in copied)):
         console.print(str(path), markup=False)
     console.print(f"read back, its logits on random tokens are the same (largest difference {done.difference:.3g})")
     return 0

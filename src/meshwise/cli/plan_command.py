@@ -16,6 +16,7 @@ from meshwise.base.tensor_tree import tensors
 from meshwise.cli.shared_flags import DrawingFiles, check_drawings, check_outputs, named_cluster, write_drawings
 from meshwise.comm.launch.launch import cores
 from meshwise.model.deferred_init import shapes_of
+from meshwise.model.find_mixtures import find_mixtures
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import plan_notation, read_size
 from meshwise.planner.plan_search import SearchEffort, SearchResult, best_table, lost_table, prediction_of, search
@@ -121,12 +122,14 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     prepared = prepare(dataclasses.replace(job, plan=base), ranks=1)
     subject = prepared.rehearsal_subject()
     first = next(tensors(subject.batch))
+    mixtures = find_mixtures(shapes_of(subject.model, seed=subject.options.seed).module)
     space = PlanSpace(
         dataclasses.replace(prepared.job.plan, dp=None),
         ranks=cluster.ranks,
         node=cluster.ranks_per_node,
         batch=job.train.batch,
         pieces=cluster.ranks,
+        experts=min((mixture.experts for mixture in mixtures.values()), default=1),
         stages=len(job.model.cut_at) + 1 if job.model.cut_at else None,
         tokens=sequence_length(first) if first.dim() == 3 - (not first.is_floating_point()) else 0,
         fixed=fixed,

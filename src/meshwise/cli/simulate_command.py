@@ -45,6 +45,8 @@ class SimulateJob(StudiedJob, DrawingFiles):
     on: str = ""
     """The cluster to predict times for, as in "64x8 h100": nodes, ranks per node, and the name of a shipped cluster or
     of a cluster file. Its number of ranks replaces dp=auto."""
+    imbalance: float = 1.0
+    """Tokens that the experts of the busiest rank get, as a multiple of the even share: with ep, 1 to ep."""
     compare: tuple[str, ...] = ()
     """Other plans to compare with the plan of the job: --compare "dp=8 zero=1" "tp=8"."""
     run: Path | None = None
@@ -69,9 +71,16 @@ def main(arguments: Sequence[str]) -> int:
     plans = [job.plan, *map(Plan.parse, job.compare)]
     jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
     shared = cluster.shared if cluster else device == "cpu"
+    if job.imbalance < 1:
+        raise JobError(f"imbalance = {job.imbalance} has to be at least 1, the load of a balanced router")
+    subjects = [one.rehearsal_subject() for one in jobs]
+    subjects = [
+        dataclasses.replace(one, options=dataclasses.replace(one.options, expert_imbalance=job.imbalance))
+        for one in subjects
+    ]
     rehearsals = [
-        rehearse(one.rehearsal_subject(), plan=one.job.plan, ranks=size, device=device, shared=shared)  # type: ignore[arg-type]
-        for one in jobs
+        rehearse(own, plan=one.job.plan, ranks=size, device=device, shared=shared)  # type: ignore[arg-type]
+        for own, one in zip(subjects, jobs, strict=True)
     ]
     console = drawing_console()
     subject = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"

@@ -12,13 +12,9 @@ Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
 The formula loses no digits if the mean is large. For C channels, a forward takes one all-gather of 2C+1 numbers per
 rank, and a backward one reduce-scatter of the same size. A rank without rows takes part with n = 0.
 
-An instance norm computes nothing over the batch, but its running statistics for eval mode are means over samples. Here
-they are means over the ranks, weighted by the samples of each rank.
-
 While the model runs, calls of `F.batch_norm` are intercepted, so every module that calls it works unchanged."""
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +53,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         joined: True if some stage of the model has such norms; then all ranks run their micro-batches together."""
         super().__init__()
         self._world, self._axes = world, axes
-        self._norms = list(running_norms(module).values())
+        self._norms = list(batch_norms(module).values())
         self.joined = joined
         self.active = joined and bool(self._norms)
         """True if this module has such norms; if False, `running` is not needed."""
@@ -79,8 +75,6 @@ class BatchStatistics(ForwardAndBackwardMode):
         """Return the result of `func`; for a batch norm in training, with statistics over all ranks."""
         if func is functional.batch_norm and (call := _Call(*args, **kwargs)).training:
             return self._normalised(call)
-        if func is functional.instance_norm:
-            return self._each_normalised(_INSTANCES.bind(*args, **kwargs))
         if func is Tensor.add_ and any(args[0] is norm.num_batches_tracked for norm in self._norms):
             self._counter = args[0]
         return func(*args, **kwargs)
@@ -100,26 +94,6 @@ class BatchStatistics(ForwardAndBackwardMode):
         shift = -mean * scale if call.bias is None else call.bias - mean * scale
         shape = (-1, *(1,) * (x.ndim - 2))
         return torch.addcmul(shift.view(shape), x, scale.view(shape)).to(call.input.dtype)
-
-    def _each_normalised(self, call: inspect.BoundArguments) -> Tensor:
-        """Return the result of an instance norm, and update its running statistics over all ranks."""
-        call.apply_defaults()
-        given = call.arguments
-        kept = [given[name] for name in ("running_mean", "running_var") if given[name] is not None]
-        if not kept or not given["use_input_stats"]:
-            return functional.instance_norm(*call.args, **call.kwargs)
-        before = [running.clone() for running in kept]
-        output = functional.instance_norm(*call.args, **call.kwargs)
-        with torch.no_grad():
-            if not self._again:
-                number = len(given["input"]) if self._counts else 0
-                total = torch.cat([*(running * number for running in kept), kept[0].new_full((1,), number)])
-                self._world.all_reduce(total, axes=self._axes).wait()
-                *sums, count = total.split([*(len(running) for running in kept), 1])
-                before = [torch.where(count > 0, sum_ / count, old) for sum_, old in zip(sums, before, strict=True)]
-            for running, value in zip(kept, before, strict=True):
-                running.copy_(value)
-        return output
 
     def _of_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean (C,), sum of squared deviations (C,) and number (1,) of all ranks' values x (B, C, …).
@@ -144,9 +118,6 @@ class BatchStatistics(ForwardAndBackwardMode):
         """Update a running statistic by `value`. Do nothing if `count` is 0, or if the forward is repeated."""
         if running is not None and not self._again:
             running.lerp_(value.to(running.dtype), momentum * (count > 0).to(running.dtype))
-
-
-_INSTANCES = inspect.signature(functional.instance_norm)
 
 
 class _OneOfMany(nn.SyncBatchNorm):

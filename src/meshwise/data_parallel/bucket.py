@@ -180,17 +180,12 @@ class Bucket:
             empty = self.shard_group.world.empty if sent else partial(torch.empty, device=self.device)
             self.reduced = empty(own.numel(), dtype=wide).zero_()
         self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.chunk_limit)]
-        reduction, wide_sum = (
-            self.storage.reduction,
-            self.storage.precision.accumulation_of(self.dtype),
-        )
-        for name in reduction.owned_state:
-            self.reduction_state[name] = torch.zeros(own.numel(), dtype=wide, device=self.device)
-        for name in reduction.summed_state:
-            self.reduction_state[name] = torch.zeros(self.place.size, dtype=wide_sum, device=self.device)
-        for name in reduction.owner_state:
-            size = self.shard[1] - self.shard[0]
-            self.reduction_state[f"{name}/owner"] = torch.zeros(size, dtype=wide_sum, device=self.device)
+        reduction, wide_sum = self.storage.reduction, self.storage.precision.accumulation_of(self.dtype)
+        kept = {name: (own.numel(), wide) for name in reduction.owned_state}
+        kept |= dict.fromkeys(reduction.summed_state, (self.place.size, wide_sum))
+        kept |= {f"{name}/owner": (self.shard[1] - self.shard[0], wide_sum) for name in reduction.owner_state}
+        for name, (size, dtype) in kept.items():
+            self.reduction_state[name] = torch.zeros(size, dtype=dtype, device=self.device)
 
     def _chunk(self, runs: Sequence[OptionRun]) -> UpdateChunk:
         """Return neighbouring runs as one chunk to update, and add their slices to `slices`."""
@@ -238,7 +233,8 @@ class Bucket:
 
     def publish(self) -> Work:
         """Start to send the updated parameters to the other ranks; does nothing if they gather before each use."""
-        if self.shared or self.storage.reduction.publishes:
+        reduction = self.storage.reduction
+        if self.shared or (reduction.shards_updates and not reduction.shards_parameters):
             return self.shard_group.world.all_gather(self.owned_parameters, into=self.whole, axes=self.shard_group.axes)
         return Work()
 
@@ -460,10 +456,11 @@ class Bucket:
 
     def gathered_from(self, owned: Tensor) -> Tensor:
         """Return values of all elements of the bucket, from the `owned` values of each rank (a collective)."""
-        if not self.storage.reduction.shards_updates:
-            return owned
-        whole = torch.empty(self.place.size, dtype=owned.dtype, device=owned.device)
-        self.shard_group.world.all_gather(owned.contiguous(), into=whole, axes=self.shard_group.axes).wait()
+        return self._gathered_shards(owned) if self.storage.reduction.shards_updates else owned
+
+    def _gathered_shards(self, shard: Tensor) -> Tensor:
+        whole = shard.new_empty(self.place.size)
+        self.shard_group.world.all_gather(shard.contiguous(), into=whole, axes=self.shard_group.axes).wait()
         return whole
 
     def summed_shard(self, name: str) -> Tensor:
@@ -477,11 +474,7 @@ class Bucket:
     def summed_state(self, name: str) -> Tensor:
         """Return the sum over the ranks of the `summed_state` called `name`, owned elements (a collective)."""
         shard = self.summed_shard(name)
-        if self.storage.reduction.shards_updates:
-            return shard
-        whole = shard.new_empty(self.place.size)
-        self.shard_group.world.all_gather(shard.contiguous(), into=whole, axes=self.shard_group.axes).wait()
-        return whole
+        return shard if self.storage.reduction.shards_updates else self._gathered_shards(shard)
 
     # ---- dtypes and bytes --------------------------------------------------------------------------------------
 

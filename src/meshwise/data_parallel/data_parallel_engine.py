@@ -40,10 +40,6 @@ from meshwise.memory.swap_file import TierError
 from meshwise.model.deferred_init import ParameterSource, install
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
-IN_FLIGHT = 1
-"""Most units that are reduced at once under ZeRO-2 and 3, and when updates run during the backward: one unit is
-reduced while the next one accumulates."""
-
 
 class DataParallel:
     """Runs backwards of one module, reduces the gradients over `world`, and publishes the updated parameters.
@@ -132,7 +128,7 @@ class DataParallel:
         loss: None if this rank has no rows in the micro-batch; it then only takes part in the reductions.
         last: no micro-batch follows in this step.
         keep: False discards the gradients; the backward then only runs for its collectives."""
-        reduces = last or self.reduction.each_microbatch
+        reduces = last or self.reduction.shards_gradients
         self._started, self._last = 0, last
         if loss is not None and loss.requires_grad:
             leaves = reached(loss) if self._incomplete else None
@@ -150,7 +146,7 @@ class DataParallel:
             self.gatherer.free_all()
         if reduces:
             self._start(all_of_them=True)
-            self._settle(0)
+            self._settle()
             self._settle_replicas(0)
         self._reducing = False
 
@@ -197,7 +193,7 @@ class DataParallel:
     def settle(self) -> None:
         """Wait for all reductions that have started, and stop accumulating gradients."""
         self._stop()
-        self._settle(0)
+        self._settle()
         self._settle_replicas(0)
 
     def inspect(self, loss: Tensor, *, on_gradient: GradientCallback) -> None:
@@ -284,18 +280,19 @@ class DataParallel:
             if not all_of_them and not gradients.complete:
                 return
             updated_early = any(bucket.on_reduced is not None for bucket in self.buckets)
-            if self.reduction.each_microbatch or updated_early or self.storage.outer:
-                self._settle(IN_FLIGHT - 1)
+            # One unit is reduced while the next one accumulates.
+            if self.reduction.shards_gradients or updated_early or self.storage.outer:
+                self._settle()
             if updated_early:
-                self._settle_replicas(IN_FLIGHT)
+                self._settle_replicas(1)
             self._started += 1
             self._in_flight.append(gradients.unit)
             for bucket in gradients.unit.buckets:
                 if bucket.trainable:
                     bucket.start_reduce()
 
-    def _settle(self, left: int) -> None:
-        while len(self._in_flight) > left:
+    def _settle(self) -> None:
+        while self._in_flight:
             for bucket in self._in_flight.pop(0).buckets:
                 bucket.settle()
                 if self._last and bucket.trainable and bucket.shard_group.has_replicas:
@@ -331,9 +328,8 @@ class DataParallel:
         return from_holders(rows, own=self.own_gradients(), world=self.world, dtype=lambda row: master(row.dtype))
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Yield the full reduced gradients of the trainable parameters whose parts this rank holds (collectives)."""
-        for _, gradient in self.full_tensors(lambda bucket: bucket.owned_gradient()):
-            yield gradient
+        """Return the full reduced gradients of the trainable parameters whose parts this rank holds (collectives)."""
+        return (gradient for _, gradient in self.full_tensors(Bucket.owned_gradient))
 
     def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
         """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).

@@ -26,7 +26,7 @@ from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPlace
 from meshwise.data_parallel.data_parallel_engine import DataParallel
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import slice_pieces
 from meshwise.model.full_parameter_access import Groups, SlicePart, WholeFunction
 from meshwise.model.parameter_table import ParameterRow

@@ -9,16 +9,47 @@ The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5) are four re
     | 3      shard             shard            its shard           reduce-scatter per micro-batch, all-gathers per pass
 
 A reduction may keep state between steps, such as a compression error or the momentum of an outer optimizer: one
-tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded."""
+tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.
 
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+Compressed reductions send few bytes: quantised, sparse or of low rank, with the error kept for the next step. A
+rank's message is its gradient plus the error of its last message. N ranks, a bucket of P elements in N shards:
+
+    | codec      1 encode N shards, all-to-all ─ 2 each owner adds up its shard ─ 3 encode, all-gather (zero=0 alone)
+    | powersgd   1 all-reduce M Q = P ─ 2 orthogonalise P ─ 3 all-reduce Mᵀ P = Q; the sum is P Qᵀ
+
+    | collectives of a bucket    1                 3
+    | codec, zero=0              all-to-all c(P)   all-gather c(P)     c: bytes of the codec, for each of the N shards
+    | codec, zero 1 to 3         all-to-all c(P)   none
+    | powersgd:r                 all-reduce r Σm   all-reduce r Σn     m, n: sizes of each matrix; vectors go along in 1
+
+What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and the errors of all ranks
+add up to the sums of the true gradients. The owner's error of step 3 is a part of it. PowerSGD (Vogels et al., arXiv
+1905.13727) takes Q of the last step for the next one; after a load it begins anew.
+
+A codec makes rows of bytes from rows of floating-point numbers, and approximate numbers again:
+
+    | wire        bytes for n elements, in b = n / 256 blocks    a value becomes
+    | 1bit        n / 8 + 4 b                                    its sign times the block's mean magnitude
+    | int8, int4  n + 4 b, n / 2 + 4 b                           the nearest of 255 (15) even levels
+    | qsgd:B      n B / 8 + 4 b                                  one of its two nearest levels, at random
+    | fp8         n + 4 b                                        its nearest float8_e4m3
+    | topk:F      k (element size + 4), k = max(1, F n)          itself if among the k largest of the row, else 0
+
+A block of 256 elements has its own fp32 scale: its largest magnitude, or its mean magnitude for `1bit` (Tang et al.,
+arXiv 2102.02888). `qsgd` rounds up with a probability that makes the expected value exact (Alistarh et al., arXiv
+1610.02132). Its random numbers are hashed from value, place and scale, so they need no state."""
+
+import zlib
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from meshwise.comm.api.world import Axes, Work, World
-from meshwise.data_parallel.bucket_place import BucketPlace
+from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace
 
 
 @dataclass(frozen=True)
@@ -38,21 +69,6 @@ class Reduction:
     different values, whose sum is the logical tensor."""
     owner_state: tuple[str, ...] = ()
     """Names of `summed_state` to which each rank adds a further tensor for its shard, `NAME/owner` in the state."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all state that is saved."""
-        return (*self.owned_state, *self.summed_state)
-
-    @property
-    def each_microbatch(self) -> bool:
-        """True if gradients are reduced after each micro-batch, False if once a step."""
-        return self.shards_gradients
-
-    @property
-    def publishes(self) -> bool:
-        """True if the ranks all-gather the updated shards at the end of a step."""
-        return self.shards_updates and not self.shards_parameters
 
     def start(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
         """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks. It may overwrite `gradients`.
@@ -111,3 +127,277 @@ ZERO: Mapping[int, Reduction] = MappingProxyType(
     }
 )
 """The reduction of each stage of ZeRO, by its number."""
+
+
+BLOCK = 256
+"""Elements that share a scale."""
+
+
+@dataclass(frozen=True)
+class LevelCodec:
+    """Even levels of `bits` bits (1, 4 or 8), rounded to the nearest, or up and down at random."""
+
+    bits: int
+    random: bool = False
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return scales and codes as bytes, (rows, bytes)."""
+        blocks, elements = _blocks(values), values.shape[-1]
+        if self.bits == 1:
+            counts = torch.full(blocks.shape[1:2], BLOCK, dtype=values.dtype, device=values.device)
+            counts[-1] = elements - (blocks.shape[1] - 1) * BLOCK
+            scales = (blocks.abs().sum(-1) / counts).float()
+            codes = (blocks >= 0).to(torch.uint8)
+        else:
+            scales, top = blocks.abs().amax(-1).float(), self._top
+            ratios = blocks / scales.clamp(min=_SMALLEST).unsqueeze(-1).to(values.dtype) * top
+            shift = _hashed(blocks, scales) if self.random else 0.5
+            codes = (ratios + shift).floor().clamp(-top, top).add(top).to(torch.uint8)
+        codes = codes.flatten(1)[:, :elements].reshape(len(values), -1, 8 // self.bits)
+        packed = (codes << self._shifts(codes)).sum(-1, dtype=torch.uint8)
+        return torch.cat([scales.view(torch.uint8), packed], dim=1)
+
+    def decode(self, packed: Tensor, *, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return codes times scales, (rows, elements)."""
+        scales, body = _scales(packed, elements)
+        codes = (body.unsqueeze(-1) >> self._shifts(body)) & (2**self.bits - 1)
+        levels = codes.flatten(1).to(dtype)
+        levels = levels * 2 - 1 if self.bits == 1 else (levels - self._top) / self._top
+        found: Tensor = levels * scales.to(dtype).repeat_interleave(BLOCK, 1)[:, :elements]
+        return found
+
+    @property
+    def _top(self) -> int:
+        return (1 << self.bits - 1) - 1
+
+    def _shifts(self, like: Tensor) -> Tensor:
+        return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=like.device)
+
+
+@dataclass(frozen=True)
+class Float8Codec:
+    """float8_e4m3 with a scale for each block."""
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return scales and values as bytes, (rows, bytes)."""
+        blocks = _blocks(values)
+        scales = blocks.abs().amax(-1).float() / torch.finfo(torch.float8_e4m3fn).max
+        scaled = blocks / scales.clamp(min=_SMALLEST).unsqueeze(-1).to(values.dtype)
+        body = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)[:, : values.shape[-1]]
+        return torch.cat([scales.view(torch.uint8), body], dim=1)
+
+    def decode(self, packed: Tensor, *, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return values times scales, (rows, elements)."""
+        scales, body = _scales(packed, elements)
+        values = body.contiguous().view(torch.float8_e4m3fn).to(dtype)
+        return values * scales.to(dtype).repeat_interleave(BLOCK, 1)[:, :elements]
+
+
+@dataclass(frozen=True)
+class TopCodec:
+    """The largest elements of a row by magnitude, a `fraction` of them, with their indices."""
+
+    fraction: float
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Return the values and int32 indices as bytes, (rows, bytes)."""
+        kept = max(1, round(self.fraction * values.shape[-1]))
+        index = values.abs().topk(kept, dim=-1, sorted=False).indices
+        found = values.gather(-1, index)
+        return torch.cat([found.view(torch.uint8), index.int().view(torch.uint8)], dim=1)
+
+    def decode(self, packed: Tensor, *, elements: int, dtype: torch.dtype) -> Tensor:
+        """Return the sent values at their places and 0 elsewhere, (rows, elements)."""
+        middle = packed.shape[1] // (dtype.itemsize + 4) * dtype.itemsize
+        found, index = packed[:, :middle].reshape(-1).view(dtype), packed[:, middle:].reshape(-1).view(torch.int32)
+        values = torch.zeros(len(packed), elements, dtype=dtype, device=packed.device)
+        return values.scatter_(-1, index.long().view(len(packed), -1), found.view(len(packed), -1))
+
+
+Codec: TypeAlias = LevelCodec | Float8Codec | TopCodec
+"""A way to write rows of numbers as rows of bytes. A value that is not finite is not finite after decoding.
+
+`encode` takes (rows, elements), elements a multiple of 16, and returns uint8 (rows, bytes); `decode` reverses it."""
+
+CODECS: Mapping[str, Callable[[float], Codec]] = {
+    "int8": lambda _: LevelCodec(8),
+    "int4": lambda _: LevelCodec(4),
+    "fp8": lambda _: Float8Codec(),
+    "1bit": lambda _: LevelCodec(1),
+    "qsgd": lambda bits: LevelCodec(int(bits), random=True),
+    "topk": TopCodec,
+}
+"""Codec for each name in the key `wire`, from its number."""
+
+_SMALLEST = 1e-30
+"""Least divisor of a block, so that a block of zeros stays zero."""
+
+
+def _blocks(values: Tensor) -> Tensor:
+    """Return rows as blocks, (rows, blocks, BLOCK), the last one filled up with zeros."""
+    blocks: Tensor = nn.functional.pad(values, (0, -values.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    return blocks
+
+
+def _scales(packed: Tensor, elements: int) -> tuple[Tensor, Tensor]:
+    """Return the scales, (rows, blocks), and the remaining bytes of encoded rows."""
+    size = -(-elements // BLOCK) * 4
+    return packed[:, :size].reshape(-1).view(torch.float32).view(len(packed), -1), packed[:, size:]
+
+
+def _hashed(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return a number in [0, 1) for each element, hashed from its bits, its place in the block, and the scale."""
+    place = torch.arange(BLOCK, device=blocks.device) * 0x85EBCA6B
+    mixed = blocks.float().view(torch.int32).long() * 0x9E3779B1 + place
+    mixed = mixed + scales.view(torch.int32).long().unsqueeze(-1) * 0xC2B2AE35
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    found: Tensor = ((mixed >> 15) & 0xFFFFFF).to(blocks.dtype) / 2**24
+    return found
+
+
+class StagedWork(Work):
+    """A collective, and the work that follows when it is complete; further collectives may be part of it."""
+
+    def __init__(self, first: Work, *, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._first = first
+        self._then: Callable[[], None] | None = then
+
+    def wait(self) -> None:
+        """Wait for the collective, and do what follows, once."""
+        then, self._then = self._then, None
+        if then is not None:
+            self._first.wait()
+            then()
+
+
+@dataclass(frozen=True)
+class CodecReduction(Reduction):
+    """Sum of encoded gradients, with the errors of `codec` in the state `error` if that is one of `summed_state`."""
+
+    codec: Codec = field(default_factory=lambda: CODECS["int8"](0))
+
+    def start(self, gradients: Tensor, *, into: Tensor | None, peers: ReducingRanks) -> ReducedPart:
+        """Start to sum encoded gradients, as in `Reduction.start`."""
+        if peers.size == 1 or not gradients.is_floating_point():
+            return super().start(gradients, into=into, peers=peers)
+        if not self.shards_updates:
+            return ReducedPart(
+                self._send(gradients, peers, lambda sums: self._share(sums, gradients, peers)), gradients
+            )
+        target = gradients[peers.shard] if into is None else into
+        return ReducedPart(self._send(gradients, peers, target.copy_), target)
+
+    def _send(self, gradients: Tensor, peers: ReducingRanks, done: Callable[[Tensor], Any]) -> Work:
+        """Start to send each rank its encoded shard; at the end call `done` with the sum of this rank's shard."""
+        packed, elements = self._encoded(gradients, peers, name="error", start=0), len(gradients) // peers.size
+        received = torch.empty_like(packed)
+        sent = peers.world.all_to_all(packed, into=received, axes=peers.axes)
+
+        def add_up() -> None:
+            sums = self.codec.decode(received, elements=elements, dtype=gradients.dtype).sum(0)
+            done(peers.clear_padding(sums, start=peers.shard.start))
+
+        return StagedWork(sent, then=add_up)
+
+    def _share(self, sums: Tensor, gradients: Tensor, peers: ReducingRanks) -> None:
+        """Send the sum of this rank's shard, encoded, to every rank; put what all ranks send into `gradients`."""
+        packed = self._encoded(sums, peers, name="error/owner", start=peers.shard.start)
+        received = packed.new_empty(peers.size, packed.shape[1])
+        peers.world.all_gather(packed, into=received, axes=peers.axes).wait()
+        gradients.copy_(self.codec.decode(received, elements=len(sums), dtype=sums.dtype).view(-1))
+        peers.clear_padding(gradients, start=0)
+
+    def _encoded(self, values: Tensor, peers: ReducingRanks, *, name: str, start: int) -> Tensor:
+        """Return `values` plus the state `name`, if that is kept, as an encoded row for each shard.
+
+        What is lost becomes the state. `values` are the elements of the bucket from `start` on."""
+        error = peers.state.get(name)
+        parts = (values if error is None else values.add_(error)).view(-1, peers.place.size // peers.size)
+        packed = self.codec.encode(parts)
+        if error is not None:
+            found = self.codec.decode(packed, elements=parts.shape[1], dtype=parts.dtype)
+            error.copy_(_finite(parts - found).view(-1))
+            peers.clear_padding(error, start=start)
+        return packed
+
+
+@dataclass(frozen=True)
+class LowRankReduction(Reduction):
+    """Sum of gradients, with each matrix approximated by factors of `rank` (PowerSGD); vectors are summed exactly."""
+
+    rank: int = 4
+
+    def start(self, gradients: Tensor, *, into: Tensor | None, peers: ReducingRanks) -> ReducedPart:
+        """Start to sum the products of matrices with the factors of the last step, and the vectors."""
+        if peers.size == 1 or not gradients.is_floating_point():
+            return super().start(gradients, into=into, peers=peers)
+        error = peers.state.get("error")
+        if error is not None:
+            gradients.add_(error)
+        pieces = [piece for piece in peers.place.pieces if self._is_split(piece)]
+        matrices = [gradients[piece.start : piece.stop].view(piece.shape[0], -1) for piece in pieces]
+        ends = [0, *(end for piece in pieces for end in (piece.start, piece.stop)), peers.place.size]
+        rest = [gradients[low:high] for low, high in zip(ends[::2], ends[1::2], strict=True)]
+        if "factors" not in peers.state:
+            peers.state["factors"] = torch.cat([gradients[:0], *(self._begin(piece, gradients) for piece in pieces)])
+        widths = [matrix.shape[1] * self.rank for matrix in matrices]
+        right = [flat.view(-1, self.rank) for flat in peers.state["factors"].split(widths)]
+        first = torch.cat([*((m @ q).view(-1) for m, q in zip(matrices, right, strict=True)), *rest])
+        work = peers.world.all_reduce(first, axes=peers.axes)
+
+        def project() -> None:
+            *products, sums = first.split([*(len(m) * self.rank for m in matrices), sum(map(len, rest))])
+            left = [torch.linalg.qr(flat.view(-1, self.rank)).Q for flat in products]
+            second = torch.cat([gradients[:0], *((m.T @ p).reshape(-1) for m, p in zip(matrices, left, strict=True))])
+            own = second.clone() if error is not None else second
+            again = peers.world.all_reduce(second, axes=peers.axes)
+            if error is not None:
+                error.zero_()
+                for piece, m, p, q in zip(pieces, matrices, left, own.split(widths), strict=True):
+                    error[piece.start : piece.stop] = _finite(m - p @ q.view(-1, self.rank).T).view(-1)
+            again.wait()
+            peers.state["factors"] = second
+            for m, p, q in zip(matrices, left, second.split(widths), strict=True):
+                torch.mm(p, q.view(-1, self.rank).T, out=m)
+            for part, found in zip(rest, sums.split([len(part) for part in rest]), strict=True):
+                part.copy_(found)
+            if into is not None:
+                into.copy_(gradients[peers.shard])
+
+        mine = gradients if not self.shards_updates else gradients[peers.shard] if into is None else into
+        return ReducedPart(StagedWork(work, then=project), mine)
+
+    def _is_split(self, piece: BucketPiece) -> bool:
+        """Return whether two factors are smaller than the matrix."""
+        if len(piece.shape) < 2 or piece.start == piece.stop:
+            return False
+        height, elements = piece.shape[0], piece.stop - piece.start
+        return self.rank * (height + elements // height) < elements
+
+    def _begin(self, piece: BucketPiece, like: Tensor) -> Tensor:
+        """Return the first factor of a matrix, (width · rank,): normal numbers seeded by the parameter's name."""
+        generator = torch.Generator().manual_seed(zlib.crc32(piece.row.name.encode()))
+        width = (piece.stop - piece.start) // piece.shape[0]
+        return torch.randn(width * self.rank, generator=generator, dtype=torch.float64).to(like)
+
+
+def compressed(plain: Reduction, *, codec: tuple[str, float], feedback: bool) -> Reduction:
+    """Return the reduction of a ZeRO stage, `plain`, with encoded gradients.
+
+    codec: a name of `wire` and its number. feedback: keep the errors for the next step."""
+    name, number = codec
+    kept = {one.name: getattr(plain, one.name) for one in fields(Reduction)}
+    if feedback:
+        kept["summed_state"] = ("error",)
+    if name == "powersgd":
+        return LowRankReduction(**kept, rank=int(number))
+    if feedback and not plain.shards_updates:
+        kept["owner_state"] = ("error",)
+    return CodecReduction(**kept, codec=CODECS[name](number))
+
+
+def _finite(error: Tensor) -> Tensor:
+    """Return the error with 0 where it is not finite: such a step is not applied, and must not spoil later ones."""
+    return error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

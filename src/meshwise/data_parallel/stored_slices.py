@@ -33,10 +33,9 @@ from torch import Tensor, nn
 
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece, Options
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.layout.layout import Rectangle, rectangles
 from meshwise.memory.chunked_update import ChunkedUpdate
-from meshwise.model.parameter_table import ParameterRow
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,10 @@ class CheckpointRefill:
         if missing := [row.name for row in engine.table.rows if "parameter" not in slots.get(row.name, {})]:
             raise ValueError(f"the checkpoint lacks parameters that the model has: {_some(missing)}")
         for row in engine.table.rows:
-            _check_shape(row, slots[row.name]["parameter"])
+            found = slots[row.name]["parameter"].shape
+            wanted = (*row.shape, *((2,) if row.dtype.is_complex else ()))
+            if found != wanted:
+                raise ValueError(f"{row.name} has the shape {found} in the checkpoint and {wanted} in the model")
         self._trained: dict[Options, list[str]] = {}
         for row in engine.table.rows:
             if row.trainable and row.numel:
@@ -333,7 +335,8 @@ class CheckpointRefill:
         A saved `summed_state` is a sum over ranks. So each rank loads only its shard, and has zeros elsewhere. State
         that is not saved is removed."""
         reduction = bucket.shard_group.storage.reduction
-        for name in [name for name in bucket.reduction_state if name.partition("/")[0] not in reduction.names]:
+        names = (*reduction.owned_state, *reduction.summed_state)
+        for name in [name for name in bucket.reduction_state if name.partition("/")[0] not in names]:
             del bucket.reduction_state[name]
         for name, values in bucket.reduction_state.items():
             values.zero_()
@@ -347,7 +350,7 @@ class CheckpointRefill:
         """Create the optimizer's state of one slice, and yield the slices to fill."""
         old = self._optimizer.state.get(parameter, {})
         new: dict[str, Any] = {}
-        pieces = _inside(part)
+        pieces = [one for one in part.bucket.place.pieces if max(one.start, part.start) < min(one.stop, part.stop)]
         # A slice of padding alone has the state of any parameter with its options.
         names = [piece.row.name for piece in pieces] or self._trained.get(options, [])[:1]
         for slot in self._keys.get(options, ()):
@@ -381,19 +384,6 @@ class CheckpointRefill:
             if any(parameter is member for member in group["params"]):
                 return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         raise AssertionError("the optimizer does not have the slice")
-
-
-def _inside(part: BucketSlice) -> list[BucketPiece]:
-    """Return the pieces that have elements in a slice; none if it is padding."""
-    pieces = part.bucket.place.pieces
-    return [piece for piece in pieces if max(piece.start, part.start) < min(piece.stop, part.stop)]
-
-
-def _check_shape(row: ParameterRow, found: RefillSlot) -> None:
-    """Raise ValueError if the saved parameter has another shape than the model's."""
-    wanted = (*row.shape, *((2,) if row.dtype.is_complex else ()))
-    if found.shape != wanted:
-        raise ValueError(f"{row.name} has the shape {found.shape} in the checkpoint and {wanted} in the model")
 
 
 def _some(names: list[str]) -> str:

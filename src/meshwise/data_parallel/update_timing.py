@@ -11,38 +11,21 @@ cannot clip, and when the norm turns out not to be finite, some units may be upd
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
 
 
-class UpdateTiming(Protocol):
-    """Strategy of a step that decides when the parameters are updated."""
-
-    def begin(self) -> None:
-        """Begin a step. Raises TierError if an earlier update failed half way."""
-
-    def receive_count(self, count: Tensor) -> None:
-        """Receive the loss count of this rank after the last forward of a step; every rank calls it.
-
-        count: number of samples or tokens in the loss, a scalar on the device; 0 if another rank counts the same rows.
-        """
-
-    def apply(self, factor: float) -> None:
-        """Update the parameters with the gradients times `factor`, unless done in the backward; publish them."""
-
-    def skip_update(self) -> bool:
-        """Skip the update of a step whose gradient is not finite; return True if a rank has updated some parameters."""
-
-
 class StepAfterBackward:
-    """Updates all parameters after the backward, when loss and norm are known."""
+    """Updates all parameters after the backward, when loss and norm are known.
+
+    A step calls the same four methods of both classes; every rank calls `receive_count` after the last forward."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate) -> None:
         self._engine = engine
@@ -53,7 +36,7 @@ class StepAfterBackward:
         self._update.check()
 
     def receive_count(self, count: Tensor) -> None:
-        """Do nothing: the count enters the `factor` of `apply`."""
+        """Do nothing: the count of this rank enters the `factor` of `apply`."""
 
     def apply(self, factor: float) -> None:
         """Update all buckets; each is published as soon as it is updated, while the next is updated."""
@@ -98,7 +81,10 @@ class StepInBackward:
                 bucket.clear_padding()
 
     def receive_count(self, count: Tensor) -> None:
-        """Start the all-reduce of the count; buckets that are reduced from now on are updated at once."""
+        """Start the all-reduce of the count; buckets that are reduced from now on are updated at once.
+
+        count: number of samples or tokens in the loss, a scalar on the device; 0 if another rank counts the same rows.
+        """
         self._count = count.to(torch.float64, copy=True)
         self._counting = self._world.all_reduce(self._count, axes=self._world.mesh.names)
         self._left = dict.fromkeys(self._buckets)
@@ -142,6 +128,10 @@ class StepInBackward:
                 gradient.mul_(factor)
 
         self._update.submit(bucket.chunks, ready=ready)
+
+
+UpdateTiming: TypeAlias = StepAfterBackward | StepInBackward
+"""Decides when the parameters are updated in a step."""
 
 
 def build_update(

@@ -1,7 +1,6 @@
 """Run the micro-batches of a rank that holds the whole model: forward and backward of each, or forward alone.
 
-`MicrobatchRunner` is the interface that the trainer uses. It has two implementations: `WholeModelRunner` in this file,
-without pipeline stages, and `StagedRunner` (`staged_runner.py`) with stages.
+`WholeModelRunner` in this file runs without pipeline stages, `StagedRunner` (`staged_runner.py`) with stages.
 
 `BatchSharder` splits a global batch into the rows of each rank, and a rank's rows into micro-batches. A rank may have
 no rows, because the last batch of an epoch is short. Where the forward contains collectives (ZeRO-3), this rank must
@@ -15,7 +14,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -96,48 +95,39 @@ class BatchSharder:
     def split(self, batch: Any, *, local: bool, total: int | None, count: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
 
+        With `runs_empty`, a micro-batch without rows gets the first row of `batch`, else a row of another rank, else
+        the empty batch; without `runs_empty` it has `rows=None` and is not run.
+
         `total`, used with `local`: rows of the global batch; None: every rank has as many rows as this one. Raises
         ValueError when a local batch does not have the number of rows that an even split of `total` gives this rank."""
-        rows = tree.row_count(batch)
-        if not local:
-            return micro_batches(batch, shards=self.shards(rows), count=count, runs_empty=self.runs_empty)
-        shards = self.shards(rows * self.ranks if total is None else total)
-        start, stop = shards.shares[shards.index]
-        if stop - start != rows:
-            raise ValueError(f"this rank's batch has {rows} rows; of {total} in total, share() gives it {stop - start}")
-        spare = spare_row(batch, world=self.world) if self.runs_empty and (total or 0) < self.ranks else None
-        return micro_batches(batch, shards=shards, count=count, runs_empty=self.runs_empty, offset=start, spare=spare)
+        rows, offset, spare = tree.row_count(batch), 0, batch
+        shards = self.shards(rows if not local else rows * self.ranks if total is None else total)
+        if local:
+            offset, end = shards.shares[shards.index]
+            if end - offset != rows:
+                raise ValueError(
+                    f"this rank's batch has {rows} rows; of {total} in total, share() gives it {end - offset}"
+                )
+            if self.runs_empty and (total or 0) < self.ranks:
+                spare = spare_row(batch, world=self.world)
+        if rows:
+            spare = tree.take_rows(batch, start=0, stop=1)
+        samples = [shards.samples(number, count=count) for number in range(count)]
+        return [
+            MicroBatch(tree.take_rows(batch, start=start - offset, stop=stop - offset), counts=True, samples=own)
+            if start < stop
+            else MicroBatch(spare if self.runs_empty else None, counts=False, samples=own)
+            for (start, stop), own in zip(shards.row_ranges(count), samples, strict=True)
+        ]
 
 
 def spare_row(batch: Any, *, world: World) -> Any:
-    """Return one row of a rank with rows, for ranks without; None if all or none have rows. Every rank calls it."""
+    """Return one row of a rank with rows, for ranks without; `batch` if all or none have rows. Every rank calls it."""
     rows = world.exchange(tree.row_count(batch))
     if min(rows) or not max(rows):
-        return None
+        return batch
     found = world.exchange(tree.take_rows(batch, start=0, stop=1) if tree.row_count(batch) else None)
     return next(row for row in found if row is not None)
-
-
-def micro_batches(
-    batch: Any, *, shards: BatchShards, count: int, runs_empty: bool, offset: int = 0, spare: Any = None
-) -> list[MicroBatch]:
-    """Return this rank's rows as exactly `count` micro-batches; `batch` starts at row `offset` of the global batch.
-
-    Without `runs_empty`, a micro-batch without rows has `rows=None` and is not run. With it, the micro-batch gets the
-    first row of `batch`, else `spare`, else the empty batch."""
-    if not runs_empty:
-        spare = None
-    elif tree.row_count(batch):
-        spare = tree.take_rows(batch, start=0, stop=1)
-    elif spare is None:
-        spare = batch
-    samples = [shards.samples(number, count=count) for number in range(count)]
-    return [
-        MicroBatch(tree.take_rows(batch, start=start - offset, stop=stop - offset), counts=True, samples=own)
-        if start < stop
-        else MicroBatch(spare, counts=False, samples=own)
-        for (start, stop), own in zip(shards.row_ranges(count), samples, strict=True)
-    ]
 
 
 def gather_rows(x: Tensor, *, world: World, axes: tuple[str, ...], counts: bool) -> tuple[Tensor, int]:
@@ -184,46 +174,17 @@ class MicrobatchTask:
     call: Forward
 
 
-class MicrobatchRunner(Protocol):
-    """Interface of an object that runs this rank's micro-batches."""
-
-    runs_empty: bool
-    """True if a micro-batch without rows is run too, on a spare row, because other ranks wait in its collectives."""
-    schedule: Schedule
-    """Actions of each rank along `pp` in a step, in order."""
-    cut: ModelCut | None
-    """Division of the model into pipeline stages; None without pp."""
-    lines: AbstractSet[tuple[int, int]]
-    """(source, target) of all messages between stages, as indices along `pp`; empty without pp."""
-    evaluation_micro_batches: int
-    """Number of micro-batches into which each batch of an evaluation is split."""
-    counts: bool
-    """False while a spare row runs, whose loss does not count; see `MicroBatch`."""
-
-    def begin(self, step: int) -> None:
-        """Begin step number `step`. Random draws depend on this number, so every step has its own."""
-
-    def finish(self) -> None:
-        """Finish the step after its forwards and backwards."""
-
-    def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
-        """Run forward, backward of the loss times `scale`, and reduction; return the unscaled loss and count."""
-
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Sums:
-        """Run the forward of every micro-batch, and return the loss and count of this rank's rows."""
-
-    def inspect(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient) -> None:
-        """Run forward and backward again, and pass each gradient to `on_gradient`; no gradient is kept or reduced."""
-
-    def predict(self, batch: Any) -> Any:
-        """Return the output of the model for `batch`, a tree of tensors, without a loss."""
-
-    def close(self) -> None:
-        """Remove the hooks of the random draws from the model."""
-
-
 class WholeModelRunner:
-    """Runner for a rank that holds the whole model: runs micro-batch after micro-batch."""
+    """Runner for a rank that holds the whole model: runs micro-batch after micro-batch.
+
+    | runs_empty   True if a micro-batch without rows is run too, on a spare row, as other ranks wait in its collectives
+    | schedule     actions of each rank along `pp` in a step, in order
+    | cut          division of the model into pipeline stages; None without pp
+    | lines        (source, target) of all messages between stages, as indices along `pp`; empty without pp
+    | evaluation_micro_batches   number of micro-batches into which each batch of an evaluation is split
+    | counts       False while a spare row runs, whose loss does not count; see `MicroBatch`
+    | begin        `begin(step)` begins step number `step`, on which random draws depend; `finish()` ends it
+    | close        `close()` removes the hooks of the random draws from the model"""
 
     cut: ModelCut | None = None
     lines: AbstractSet[tuple[int, int]] = frozenset()
@@ -251,7 +212,7 @@ class WholeModelRunner:
         self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
 
     def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
-        """Train on the micro-batches, as in `MicrobatchRunner.train`."""
+        """Run forward, backward of the loss times `scale`, and reduction; return the unscaled loss and count."""
         total, tokens = zeros(self._engine.world)
         self._engine.begin_step()
         flight_recorder = self._engine.world.flight_recorder

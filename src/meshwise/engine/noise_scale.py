@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.plan import Plan, PlanError
 
 

@@ -218,7 +218,7 @@ class OpenStep:
 
     def _reduce(self) -> None:
         """Sum the gradients over the ranks, unless the backwards have done so."""
-        if not self._reduced and not (self._backwards and self._engine.reduction.each_microbatch):
+        if not self._reduced and not (self._backwards and self._engine.reduction.shards_gradients):
             self._engine.reduce()
             self._engine.settle()
         elif not self._reduced:

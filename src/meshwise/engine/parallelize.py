@@ -19,20 +19,25 @@ from meshwise.comm.api.streams import use_deterministic_kernels
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_world import ThreadWorld
 from meshwise.comm.launch.connect import connect
-from meshwise.data_parallel.batch_norm_statistics import BatchStatistics, disable_sync_batch_norm, running_norms
+from meshwise.data_parallel.batch_norm_statistics import (
+    BatchStatistics,
+    batch_norms,
+    disable_sync_batch_norm,
+    running_norms,
+)
 from meshwise.data_parallel.bucket import StorageConfig
-from meshwise.data_parallel.compressed_reduction import compressed
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.embedding_renorm import refuse_renormed
-from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.logical_slices import LogicalSlices
-from meshwise.data_parallel.reduction import ZERO
+from meshwise.data_parallel.reduction import ZERO, compressed
+from meshwise.data_parallel.staged_engine import Engine, StagedEngine
 from meshwise.engine.cut_agreement import CutInputs, agreed_schedule, cut_on_first_rank, cut_source, matrix_pairs
-from meshwise.engine.microbatch_runner import MicrobatchRunner, MicrobatchTask, WholeModelRunner
-from meshwise.engine.staged_runner import LiveStage, StagedEngine, StagedRunner
+from meshwise.engine.microbatch_runner import MicrobatchTask, WholeModelRunner
+from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_parallel import expert_parallel
+from meshwise.expert.router_updates import RouterUpdates
 from meshwise.memory.activation_offload import ActivationTransfers, activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.allocator import memory_errors_explained
@@ -45,18 +50,18 @@ from meshwise.model.forward import Forward, ForwardReplay, Loss, call_with, defa
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
-from meshwise.optim.flat_optimizer import OptimizerClass, default_options, flat_optimizer, needs_whole
+from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, default_options, needs_whole
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.run.pipeline_stage import FeatureWidth, PieceForward, make_stage, model_without_values
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import (
-    CastHooks,
     LossScale,
     Precision,
     autocast_context,
     convert,
+    hook_casts,
     place_buffer,
     precision_of,
     widen_for_loss,
@@ -90,6 +95,11 @@ class Options:
     `skip:n` skips at most n such steps in a row. `end` raises, but some units may be updated already; load a checkpoint
     to continue. In return, without clipping and loss scale, state on the CPU or a disk is updated unit by unit during
     the backward."""
+    expert_bias_rate: float = 0.0
+    """Rate at which each step moves the biases of routers (buffers `e_score_correction_bias`) towards an even load, as
+    in DeepSeek-V3, which took 0.001. 0: they keep their values."""
+    expert_imbalance: float = 1.0
+    """In a rehearsal without values with `ep`, tokens of the busiest rank's experts as a multiple of the even share."""
     noise: bool = False
     """Measure the gradient noise scale in each step, as `StepResult.noise`. The plan must give a step two or more
     micro-batches, over all replicas; see `meshwise.engine.noise_scale`."""
@@ -182,7 +192,8 @@ def parallelize(
         _connect(engine, runner, setting.context)
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
         scale = options.loss_scale if precision.needs_loss_scale else None
-        recipe = UpdateRecipe(options.clip_norm, nonfinite, precision, scale, options.noise)
+        setting.routers.counting = lambda: runner.counts
+        recipe = UpdateRecipe(options.clip_norm, nonfinite, precision, scale, options.noise, setting.routers)
         trainer = Trainer(
             engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy, scheme=setting.scheme
         )
@@ -193,13 +204,15 @@ def parallelize(
 def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, loss: Loss | None) -> "ParallelSetting":
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
     precision, scheme = options.precision or precision_of(plan), _scheme(plan, options=options, module=module)
+    routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device)
+    routers.check(module)
     tiers = Tiers(plan.tiers, streams=world.streams, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
     compiled = CompiledBlocks(backend=options.compiler if plan.compile == "blocks" else None)
     policy = ActivationPolicy(recomputed, tier, compiled)
     forward, call = (
-        policy.with_offload(_computed(_explained(called, plan=plan), precision, world.device))
+        policy.with_offload(_computed(called, plan=plan, precision=precision, device=world.device))
         for called in (options.forward or default_forward, call_with)
     )
     context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
@@ -214,7 +227,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
     storage = StorageConfig(reduction, precision, tiers, plan.replica_axes, plan.outer_axes, plan.sync_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
-    return ParallelSetting(plan, world, options, task, storage, policy, context, scheme)
+    return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
 
 
 def _scheme(plan: Plan, *, options: Options, module: nn.Module) -> SyncScheme | None:
@@ -229,20 +242,19 @@ def _scheme(plan: Plan, *, options: Options, module: nn.Module) -> SyncScheme | 
         raise PlanError(
             f"the noise of gradients is measured in each step over all replicas, and sync={plan.sync} differs"
         )
+    for name, _, (key, *_) in RouterUpdates(rate=options.expert_bias_rate, device=torch.device("cpu")).routers(module):
+        raise PlanError(
+            f"{key} of the router beside {name} is updated in each step from the tokens of all replicas, and "
+            f"sync={plan.sync} differs; use sync=step"
+        )
     for norm in running_norms(module):
         raise PlanError(
             f"{norm} has running statistics, which replicas do not exchange under sync={plan.sync}; use GroupNorm or "
             "LayerNorm, or sync=step"
         )
-    try:
-        return sync_scheme(
-            plan.sync,
-            every=plan.every,
-            replicas=math.prod(map(plan.mesh().degree, plan.sync_axes)),
-            settings=options.sync,
-        )
-    except ValueError as error:
-        raise PlanError(str(error)) from None
+    replicas = math.prod(map(plan.mesh().degree, plan.sync_axes))
+    with _as_plan_error():
+        return sync_scheme(plan.sync, every=plan.every, replicas=replicas, settings=options.sync)
 
 
 def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel | None) -> None:
@@ -280,9 +292,11 @@ def _optimizer(
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"
         )
-    groups, rows = engine.slices(), engine.table.rows
-    names = {options: [row.name for row in rows if row.trainable and row.options == options] for options in groups}
-    return flat_optimizer(optimizer, groups=groups, logical=LogicalSlices(engine), names=names, **arguments)
+    groups = []
+    for options, owned in engine.slices().items():
+        names = [row.name for row in engine.table.rows if row.trainable and row.options == options]
+        groups.append({"params": owned, **dict(options), **({"names": names} if needs_whole(optimizer) else {})})
+    return build_optimizer(optimizer, groups=groups, logical=LogicalSlices(engine), **arguments)
 
 
 @dataclass(frozen=True)
@@ -299,6 +313,8 @@ class ParallelSetting:
     """Tokens of this rank under cp; None where no plan or rule concerns the attention."""
     scheme: SyncScheme | None
     """How replicas agree across steps; None under `sync=step`."""
+    routers: RouterUpdates
+    """Updates of the routers' buffers after a step."""
 
     @property
     def token_task(self) -> MicrobatchTask:
@@ -325,14 +341,6 @@ class ParallelSetting:
                 self.policy.undo.callback(delattr, block, "forward")
 
 
-@dataclass(frozen=True)
-class StagePlace:
-    """A stage's rank, as index along `pp`, and the names of its parameters that an earlier stage also holds."""
-
-    rank: int
-    counted_earlier: frozenset[str]
-
-
 _OF_A_PART = (
     "under tp a rank has a part of the heads and of the features between two matrices: let -1, x.size(…) or an "
     'attribute such as self.num_heads count what is there, not a constant; a rule, {"blocks.*.attention": "whole"}, '
@@ -340,29 +348,22 @@ _OF_A_PART = (
 )
 
 
-def _explained(forward: Forward, *, plan: Plan) -> Forward:
-    """Return the forward; under tp, a RuntimeError or ValueError of it gets a note on what to change in the model."""
+def _computed(forward: Forward, *, plan: Plan, precision: Precision, device: torch.device) -> Forward:
+    """Return the forward in the compute dtype, with its output converted to a dtype that is exact enough for a loss.
+
+    Under tp, a RuntimeError or ValueError of it gets a note on what to change in the model."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         try:
-            return forward(model, batch)
+            with autocast_context(precision, device=device):
+                output = forward(model, batch)
         except (RuntimeError, ValueError) as error:
-            if type(error) in (RuntimeError, ValueError):
+            if plan.tp > 1 and type(error) in (RuntimeError, ValueError):
                 error.add_note(_OF_A_PART)
             raise
+        return output if precision.computes is None else widen_for_loss(output)
 
-    return forward if plan.tp == 1 else run
-
-
-def _computed(forward: Forward, precision: Precision, device: torch.device) -> Forward:
-    """Return the forward in the compute dtype, with its output converted to a dtype that is exact enough for a loss."""
-
-    def run(model: nn.Module, batch: Any) -> Any:
-        with autocast_context(precision, device=device):
-            output = forward(model, batch)
-        return widen_for_loss(output)
-
-    return forward if precision.computes is None else run
+    return forward if plan.tp == 1 and precision.computes is None else run
 
 
 @dataclass(frozen=True)
@@ -391,10 +392,11 @@ class _Shared:
             parts = setting.options.parts
             if parts is None:
                 parts = find_parts(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
-        setting.policy.undo.callback(CastHooks(module, precision=setting.storage.precision).close)
+        setting.policy.undo.push(hook_casts(module, precision=setting.storage.precision))
         world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
         refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
-        mixtures = planned_mixtures(module, plan=plan)
+        with _as_plan_error():
+            mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
         if parts:  # a rule may keep experts whole
             mixtures = {
                 name: each for name, each in mixtures.items() if name in parts and parts[name].role == "experts"
@@ -419,15 +421,18 @@ def _as_plan_error() -> Iterator[None]:
 
 
 def _build_engine(
-    source: ParameterSource, shared: _Shared, *, recall: ForwardReplay, stage: StagePlace | None = None
+    source: ParameterSource, shared: _Shared, *, recall: ForwardReplay, earlier: frozenset[str] | None = None
 ) -> tuple[DataParallel, RandomDraws, BatchStatistics]:
-    """Build the engine, random draws and batch statistics of the model or, with `stage`, of a stage on this rank."""
+    """Build the engine, random draws and batch statistics of the model or of a stage on this rank.
+
+    earlier: names of a stage's parameters that an earlier stage also holds; None for the whole model."""
     setting, world, module = shared.setting, shared.world, source.module
     plan, options = setting.plan, setting.options
     convert(module, precision=setting.storage.precision)
+    setting.routers.follow(module)
     table = parameter_table(module, options=options.parameter_options, replicas=setting.plan.replica_axes)
-    if stage is not None:
-        table = table.held_at(("pp", stage.rank), counted_elsewhere=stage.counted_earlier)
+    if earlier is not None:
+        table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)
     outside = SplitContext(world, scheme, shared.extents, streaming=options.streaming, recall=recall)
     if shared.parts:
@@ -435,8 +440,16 @@ def _build_engine(
             split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
         table = table.placed(split)
     if shared.mixtures:
-        table = table.placed(expert_parallel(module, mixtures=shared.mixtures, world=world, plan=plan, recall=recall))
-    engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=stage is None)
+        placed = expert_parallel(
+            module,
+            mixtures=shared.mixtures,
+            world=world,
+            plan=plan,
+            recall=recall,
+            imbalance=options.expert_imbalance,
+        )
+        table = table.placed(placed)
+    engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=earlier is None)
     draws = _draws(module, shared, outside)
     recall.remember(draws)
     setting.compile(module, draws=draws)
@@ -491,13 +504,12 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
             blocks=[name for name, part in parts.items() if part.role == "block"],
         )
         earlier = frozenset(name for name, holders in cut.holders.items() if holders[0] < index)
-        place = StagePlace(world.group("pp").index, earlier)
         here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
         contents = cut.contents(index)
         absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
         own = dataclasses.replace(shared, parts=here, absent=absent, extents=extents)
         own_source = source.for_module(stage.module)
-        stages[index] = LiveStage(stage, *_build_engine(own_source, own, recall=recall, stage=place))
+        stages[index] = LiveStage(stage, *_build_engine(own_source, own, recall=recall, earlier=earlier))
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in contents.split_blocks}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
@@ -564,9 +576,15 @@ def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World)
     """Return whether batch norms take statistics over several ranks. Raises PlanError if the plan does not allow it."""
     norms = list(running_norms(module))
     setting.policy.undo.push(disable_sync_batch_norm(module))
+    is_split = world.group(setting.plan.loss_axes).size > 1
+    if is_split and (without := [name for name in norms if name not in batch_norms(module)]):
+        raise PlanError(
+            f"{without[0]} is an instance norm with running statistics over samples, which replicas do not exchange; "
+            "build it with track_running_stats=False, use GroupNorm, or train without replicas (dp=1)"
+        )
     if norms and _splits_rows(setting.plan, world):
         raise PlanError(
             f"{norms[0]} takes statistics over the batch for each feature, and tp_mode={setting.plan.tp_mode} splits "
             "features and rows; use tp_mode=1d, or GroupNorm or LayerNorm"
         )
-    return bool(norms) and world.group(setting.plan.loss_axes).size > 1
+    return bool(norms) and is_split

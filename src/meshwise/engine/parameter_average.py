@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn, optim
 
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 
 AVERAGE = "average"
 """Key of the average in the optimizer's state, and last word of its slot in a checkpoint."""

@@ -7,7 +7,7 @@ differ, no rank updates."""
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase
 from meshwise.comm.in_process.thread_world import ThreadWorld
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
-from meshwise.engine.microbatch_runner import BatchSharder, MicrobatchRunner, OnGradient, zeros
+from meshwise.engine.microbatch_runner import BatchSharder, OnGradient, zeros
 from meshwise.engine.noise_scale import NoiseMeter, NoiseScale
+from meshwise.engine.staged_runner import MicrobatchRunner
 from meshwise.engine.step_result import (
     NonFiniteError,
     StateBeforeUpdate,
@@ -114,8 +115,12 @@ class TrainingSteps:
     def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
         """Run one step; arguments, result and errors as in `Trainer.step`."""
         micro_batches = self.sharder.split(batch, local=local, total=total, count=self._plan.microbatches)
-        if self._replicas is not None:
-            self._check_rows(tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total)
+        rows = tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total
+        if self._replicas is not None and rows < self.sharder.ranks:
+            raise ValueError(
+                f"the batch has {rows} rows for {self.sharder.ranks} replicas under sync={self._plan.sync}, which all "
+                "step by their own rows; leave short batches out, as in DataLoader(…, drop_last=True)"
+            )
         if only is not None:
             micro_batches = [one if index in only else one.skipped() for index, one in enumerate(micro_batches)]
         with self.attempt() as attempt:
@@ -137,19 +142,10 @@ class TrainingSteps:
                 inspect=lambda arrival: self._runner.inspect(micro_batches, on_gradient=arrival),
             )
             if self._noise is not None and attempt.applied:
-                rows = tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total
                 attempt.noise = self._noise.scale(noise, count=count, rows=rows)
         if self._replicas is not None:
             self._replicas.after_step(count if attempt.applied else 0.0)
         return attempt.result()
-
-    def _check_rows(self, rows: int) -> None:
-        """Raise ValueError if a replica has no rows in a batch of `rows`: it could not step, as the others do."""
-        if rows < self.sharder.ranks:
-            raise ValueError(
-                f"the batch has {rows} rows for {self.sharder.ranks} replicas under sync={self._plan.sync}, which all "
-                "step by their own rows; leave short batches out, as in DataLoader(…, drop_last=True)"
-            )
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[StepAttempt]:
@@ -163,6 +159,8 @@ class TrainingSteps:
         self._before.keep()
         if self._noise is not None:
             self._noise.begin()
+        if self._recipe.routers is not None:
+            self._recipe.routers.begin()
         self.applied = False
         with first_step_of(self._world) if self._takes_shape else contextlib.nullcontext():
             try:
@@ -214,6 +212,8 @@ class TrainingSteps:
         if self._scale is not None:
             self._scale = self._scale.updated().expecting(totals.count)
         self._updating.apply(factor)
+        if self._recipe.routers is not None:
+            self._recipe.routers.update(self._world)
 
     @property
     def factor(self) -> float:
@@ -275,11 +275,11 @@ class TrainingSteps:
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state for a resumed run: `steps` (updates so far), `skips` (in a row), `scale` (or None)."""
-        scale = self._scale and self._scale.state()
+        scale = self._scale and asdict(self._scale)
         return {"steps": self._steps, "skips": self._skips, "scale": scale}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned."""
         self._steps, self._skips = int(saved["steps"]), int(saved["skips"])
         if self._scale is not None and saved.get("scale") is not None:
-            self._scale = LossScale.restored(saved["scale"])
+            self._scale = LossScale(**saved["scale"])

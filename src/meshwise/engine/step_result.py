@@ -15,8 +15,9 @@ from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, disagreement, ranks_text
 from meshwise.comm.api.streams import generator_states, restore_generators
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.noise_scale import NoiseScale
+from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.forward import LossError
 from meshwise.model.parameter_table import ParameterRow
 from meshwise.precision.dtype_policy import LossScale, Precision
@@ -287,6 +288,8 @@ class UpdateRecipe:
     """Loss scale of the first step; None for a precision without one."""
     noise: bool = False
     """True if each step measures its gradient noise."""
+    routers: RouterUpdates | None = None
+    """Updates of routers after a step; None without a mixture that has them."""
 
     @property
     def early(self) -> bool:

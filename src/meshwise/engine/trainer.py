@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, row_count
-from meshwise.checkpoint.load_state import on_all_ranks
+from meshwise.checkpoint.checkpoint_folder import on_all_ranks
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.checkpoint.training_state import RestoredState, TrainingState
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.engine_protocol import Engine
 from meshwise.data_parallel.live_unit import LiveUnit
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import buffers
 from meshwise.data_parallel.update_timing import build_update
-from meshwise.engine.microbatch_runner import BatchSharder, MicrobatchRunner, WholeModelRunner, gather_rows, zeros
+from meshwise.engine.microbatch_runner import BatchSharder, WholeModelRunner, gather_rows, zeros
 from meshwise.engine.open_step import OpenStep
 from meshwise.engine.parameter_average import ParameterAverage, drop_average
+from meshwise.engine.staged_runner import MicrobatchRunner
 from meshwise.engine.step import TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
 from meshwise.expert.expert_parallel import imbalances

@@ -16,7 +16,8 @@ The bias of the first, (experts, n · inner), is split as the first. The bias of
 
 Both matrices may be stored the other way round, (experts, inputs, outputs)."""
 
-import itertools
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.base.mesh import even_split
+from meshwise.base.tensor_tree import all_tensors, map_tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
@@ -58,7 +60,7 @@ def inner_split(experts: nn.Module, *, mixture: Mixture, name: str) -> InnerSpli
     Raises PlanError for experts with other parts, and where the sizes do not show which dim is the inner one."""
     own = dict(experts.named_parameters(recurse=False))
     matrices = {key: each for key, each in own.items() if each.dim() == 3}
-    if mixture.form == "modules" or len(own) < sum(1 for _ in experts.parameters()) or len(matrices) != 2:
+    if mixture.of_modules or len(own) < sum(1 for _ in experts.parameters()) or len(matrices) != 2:
         raise PlanError(
             f"{name} ({type(experts).__name__}) has other parameters than two matrices for each expert, so etp cannot "
             "split it. Nearest that works: 'etp=1'"
@@ -134,8 +136,13 @@ class _Routing:
 class ExpertExchange:
     """Exchange of one mixture on this rank; deep copies of its module share it."""
 
-    def __init__(self, world: World, *, axes: ExpertAxes, experts: int, recall: ForwardReplay) -> None:
-        """`experts`: number of experts over all ranks. `recall`: results that a repeated forward takes again."""
+    def __init__(
+        self, world: World, *, axes: ExpertAxes, experts: int, recall: ForwardReplay, imbalance: float = 1.0
+    ) -> None:
+        """`experts`: number of experts over all ranks. `recall`: results that a repeated forward takes again.
+
+        `imbalance`: without values, load of this rank's experts as a multiple of the even share."""
+        self._imbalance = imbalance
         self._world = world
         self._axes = axes
         self._experts = experts
@@ -243,11 +250,15 @@ class ExpertExchange:
         return order, counts, self._exchange_counts(counts)
 
     def _balanced(self, index: Tensor) -> _Routing:
-        """Return a routing without values, as of a router that gives every expert equally many pairs."""
-        numbers = [stop - start for start, stop in even_split(index.numel(), self._experts)]
-        starts = [0, *itertools.accumulate(self.shares)]
-        sent = [sum(numbers[start:stop]) for start, stop in itertools.pairwise(starts)]
-        received = [sent[self._world.group(self._axes.experts).index]] * len(sent)
+        """Return a routing without values, as of a router that gives equally many pairs to the experts of each rank.
+
+        This rank receives `imbalance` times as many, at most all."""
+        group, pairs = self._world.group(self._axes.experts), index.numel()
+        share = (self.span[1] - self.span[0]) / self._experts if group.size > 1 else 1.0
+        mine = min(pairs, math.ceil(pairs * share * self._imbalance))
+        sent = [stop - start for start, stop in even_split(pairs - mine, max(1, group.size - 1))][: group.size - 1]
+        sent.insert(group.index, mine)
+        received = [mine] * group.size
         self._exchange_counts(index.new_empty(self._experts))
         order = torch.arange(index.numel(), device=index.device)
         return _Routing(order, sent, received, index.new_empty(sum(received)))
@@ -298,7 +309,7 @@ class SplitExperts(nn.Module):
             swap = lambda each: chosen if each is index else ones if each is weights else each  # noqa: E731
             return own(rows, *map(swap, rest), **{key: swap(each) for key, each in named.items()})
 
-        return self.sharding.exchange.run(hidden, index=numbers, weights=weights, compute=self._for_any(compute))
+        return self.sharding.exchange.run(hidden, index=numbers, weights=weights, compute=self.for_any_rows(compute))
 
     def _rows(self, hidden: Tensor, *, own: Callable[..., Tensor]) -> Tensor:
         """Return the results of rows (experts · n, features), all rows for the first expert, then for the second.
@@ -318,16 +329,16 @@ class SplitExperts(nn.Module):
 
         ones = hidden.new_ones(len(hidden), 1)
         return self.sharding.exchange.run(
-            hidden, index=index.unsqueeze(-1), weights=ones, compute=self._for_any(compute)
+            hidden, index=index.unsqueeze(-1), weights=ones, compute=self.for_any_rows(compute)
         )
 
-    def _for_any(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def for_any_rows(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `compute` for any number of rows; each parameter of a local expert gets a gradient, maybe of zeros.
 
         So the reductions of gradients start at the same place of the backward on every rank."""
 
         def computed(rows: Tensor, local: Tensor) -> Tensor:
-            used = set(local.tolist()) if self.sharding.mixture.form == "modules" else set(range(len(rows)))
+            used = set(local.tolist()) if self.sharding.mixture.of_modules else set(range(len(rows)))
             left = [part for number, part in enumerate(_local(self, self.sharding)) if number not in used]
             idle = [each.flatten()[:0].sum() for part in left for each in part]
             results = compute(rows, local) if len(rows) else rows
@@ -340,9 +351,117 @@ class SplitExperts(nn.Module):
         return computed
 
 
+class ExpertCalls:
+    """Calls of the experts of one mixture by the module around them; deep copies of the modules share it."""
+
+    def __init__(self, experts: SplitExperts, *, recall: ForwardReplay) -> None:
+        self.recall = recall
+        self._experts = experts
+        self._recorded: list[tuple[int, Tensor]] | None = None
+        self._results: list[Tensor] | None = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
+        return self
+
+    def record(self, run: Callable[[], Any]) -> list[tuple[int, Tensor]]:
+        """Call `run`, and return the number of the expert and the rows (…, features) of each call in it."""
+        self._recorded = []
+        try:
+            run()
+            return self._recorded
+        finally:
+            self._recorded = None
+
+    def results(self, recorded: Sequence[tuple[int, Tensor]], *, like: Tensor) -> Tensor:
+        """Return the results (n, features) of the rows of all calls, in order, after one exchange over the ranks.
+
+        `like` (…, features): a tensor with the dtype of rows, for a rank without calls."""
+        rows = torch.cat([x.reshape(-1, x.size(-1)) for _, x in recorded] or [like.reshape(-1, like.size(-1))[:0]])
+        sizes = [x.numel() // x.size(-1) for _, x in recorded]
+        numbers = torch.tensor([number for number, _ in recorded], dtype=torch.int64, device=rows.device)
+        index = numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=rows.device))
+        own = list(self._experts.children())[slice(*self._experts.sharding.exchange.span)]
+
+        def compute(rows: Tensor, local: Tensor) -> Tensor:
+            order, counts = local.argsort(stable=True), torch.bincount(local, minlength=len(own)).tolist()
+            parts = zip(own, rows[order].split(counts), strict=True)
+            return torch.cat([expert(part) for expert, part in parts if len(part)])[order.argsort()]
+
+        ones = rows.new_ones(len(rows), 1)
+        exchange, compute_any = self._experts.sharding.exchange, self._experts.for_any_rows(compute)
+        return exchange.run(rows, index=index.unsqueeze(-1), weights=ones, compute=compute_any)
+
+    def answer(self, results: Tensor, *, recorded: Sequence[tuple[int, Tensor]], run: Callable[[], Any]) -> Any:
+        """Return what `run` returns if its calls return the results of the `recorded` ones, in their order."""
+        parts = results.split([x.numel() // x.size(-1) for _, x in recorded]) if recorded else ()
+        self._results = [part.view(x.shape) for part, (_, x) in zip(parts, recorded, strict=True)][::-1]
+        try:
+            return run()
+        finally:
+            self._results = None
+
+    def call(self, rows: Tensor, *, number: int, own: Callable[[Tensor], Tensor]) -> Tensor:
+        """Record a call of expert `number`, or return its result; outside of both, call the expert's forward `own`.
+
+        Raises ValueError if the second run of the module around calls the experts with other rows."""
+        if self._recorded is not None:
+            self._recorded.append((number, rows))
+            return torch.full_like(rows, math.nan)  # so rows that depend on results are not finite
+        if self._results is None:
+            return own(rows)
+        result = self._results.pop() if self._results else None
+        if result is None or result.shape != rows.shape:
+            raise ValueError(
+                f"expert {number} got rows {tuple(rows.shape)} in the second run of the module that calls it, and "
+                f"{None if result is None else tuple(result.shape)} in the first. Let the module give the same rows "
+                "whatever its experts return, or leave out the rule 'experts' and use ep=1"
+            )
+        return result
+
+
+class CalledExpert(nn.Module):
+    """Base class that precedes the class of an expert in a list, which the module around the list calls."""
+
+    sharding: tuple[ExpertCalls, int]
+
+    def forward(self, *rows: Tensor, **named: Any) -> Tensor:
+        """Return the results of this rank's rows (…, features), wherever they are computed."""
+        calls, number = self.sharding
+        if len(rows) != 1 or named:
+            raise ValueError(
+                f"expert {number} is called with {len(rows)} positional arguments and {list(named)}, and the rule "
+                "'experts' divides experts of one tensor (…, features). Leave out the rule and use ep=1"
+            )
+        return calls.call(*rows, number=number, own=super().forward)
+
+
+class CallingModule(nn.Module):
+    """Base class that precedes the class of a module that calls experts of a list.
+
+    | first run     each call of an expert records its rows, and returns NaN
+    | exchange      the rows of all calls go to the ranks of their experts, and the results come back
+    | second run    each call returns its results; random draws are those of the first run
+
+    Gradients of the rows flow through the first run, all others through the second."""
+
+    sharding: ExpertCalls
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        """Return the output of the module's own forward."""
+        run, calls = functools.partial(super().forward, *given, **named), self.sharding
+        place = calls.recall.snapshot()
+        recorded = calls.record(run)
+        results = calls.results(recorded, like=next(each for each in all_tensors((given, named))))
+        with calls.recall.restored(place):
+            output = calls.answer(results, recorded=recorded, run=run)
+        # Every rank takes part in the backward of the exchange, also a rank that called no expert.
+        none = results.flatten()[:0].sum()
+        return map_tensors(lambda x: x + none.to(x.dtype) if x.is_floating_point() else x, output)
+
+
 def _local(experts: nn.Module, split: SplitMixture) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of each local expert of the form `modules`; of another form, all parameters together."""
-    if split.mixture.form != "modules":
+    """Yield the parameters of each local expert that is a module; of another form, all parameters together."""
+    if not split.mixture.of_modules:
         yield list(experts.parameters())
         return
     for child in list(_children(experts))[slice(*split.exchange.span)]:
@@ -361,6 +480,7 @@ def expert_parallel(
     world: World,
     plan: Plan,
     recall: ForwardReplay,
+    imbalance: float = 1.0,
 ) -> Mapping[str, Placement]:
     """Split the mixtures of a model in place, and return the placements of their parameters, by name.
 
@@ -373,11 +493,16 @@ def expert_parallel(
         experts = modules[name]
         if not any(True for _ in experts.parameters()):
             continue
-        exchange = ExpertExchange(world, axes=axes, experts=mixture.experts, recall=recall)
+        exchange = ExpertExchange(world, axes=axes, experts=mixture.experts, recall=recall, imbalance=imbalance)
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
         split = SplitMixture(mixture, exchange, inner)
         set_sharded_class(experts, front=SplitExperts, sharding=split)
-        if mixture.form == "modules":
+        if mixture.form == "called":
+            calls = ExpertCalls(experts, recall=recall)
+            set_sharded_class(modules[name.rpartition(".")[0]], front=CallingModule, sharding=calls)
+            for number, expert in enumerate(experts.children()):
+                set_sharded_class(expert, front=CalledExpert, sharding=(calls, number))
+        if mixture.of_modules:
             placed |= _modules_placed(experts, name, exchange=exchange, axes=axes)
             continue
         placed |= _stacked_placed(experts, name, inner=inner, axes=axes)

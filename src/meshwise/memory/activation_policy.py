@@ -61,7 +61,7 @@ class RecomputedBlocks:
         if self._plan.recompute == "none" and not self._plan.budget:
             return []
         if self._patterns:
-            return list(select(module, units=self._patterns))
+            return select(module, units=self._patterns)
         found = [piece.module for unit in partition(module) for piece in unit if piece.block]
         if not found:
             raise PlanError(

@@ -196,7 +196,7 @@ class _Call:
         keeps = self._selective or clock is not None
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(recall.keeping(self._tape) if keeps else recall.suspended())
+                stack.enter_context(recall.using(self._tape if keeps else None))
                 if keeps:
                     stack.enter_context(SavedOperations(recall, clock=clock))
                 yield
@@ -234,7 +234,7 @@ class _Call:
         args, kwargs = self._inputs.leaves()
         recall = self._block.recall
         fill = functools.partial(self._fill, deque(self._slots))
-        play = recall.playing(self._tape) if self._selective else recall.suspended()
+        play = recall.using(self._tape if self._selective else None, repeated=True)
         restored = (self._block.repeated(self._statistics), self._containers.as_before())
         with contextlib.ExitStack() as stack:
             for context in (torch.enable_grad(), self._torch_state(), recall.restored(self._state), play, *restored):

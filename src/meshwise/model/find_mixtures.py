@@ -4,7 +4,9 @@
     | stacked   experts are the first dim of each      tokens (n, features), experts (n, k), weights (n, k)
     | rows      as above, without biases               rows (experts · n, features): all tokens for each
     | modules   a child module for each expert         as stacked; the experts may be one-hot (n, k, experts)
+    | called    a ModuleList of the experts            none: the module around calls each expert with its rows
 
+The form `called` is found by a rule alone: {"blocks.*.moe": "experts"}.
 In transformers 5, Llama 4 has the form `rows`, Switch Transformers and NLLB have `modules`, all others `stacked`."""
 
 import copy
@@ -16,6 +18,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from meshwise.model.parameter_units import matches
 from meshwise.plan import Plan, PlanError
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts", "experts")
@@ -32,7 +35,12 @@ class Mixture:
 
     experts: int
     counts: tuple[str, ...]
-    form: Literal["stacked", "rows", "modules"] = "stacked"
+    form: Literal["stacked", "rows", "modules", "called"] = "stacked"
+
+    @property
+    def of_modules(self) -> bool:
+        """True if each expert is a module of its own."""
+        return self.form in ("modules", "called")
 
 
 def find_mixtures(module: nn.Module) -> Mapping[str, Mixture]:
@@ -41,17 +49,46 @@ def find_mixtures(module: nn.Module) -> Mapping[str, Mixture]:
     return {name: mixture for name, mixture in found.items() if mixture is not None}
 
 
-def planned_mixtures(module: nn.Module, *, plan: Plan) -> Mapping[str, Mixture]:
+def ruled_mixtures(module: nn.Module, *, rules: Mapping[str, str] | None) -> Mapping[str, Mixture]:
+    """Return the lists of experts that rules name, by name of the ModuleList.
+
+    A rule names the list, or the module around it if that has no other list. Raises ValueError for another module."""
+    found = {}
+    modules = dict(module.named_modules())
+    for pattern in (pattern for pattern, role in (rules or {}).items() if role == "experts"):
+        for name in (name for name in modules if matches(name, pattern=pattern)):
+            inside = [key for key, each in modules[name].named_children() if isinstance(each, nn.ModuleList)]
+            lists = (
+                [name] if isinstance(modules[name], nn.ModuleList) else [f"{name}.{key}".lstrip(".") for key in inside]
+            )
+            if len(lists) != 1:
+                near = f"Name one of its lists: {{'{lists[0]}': 'experts'}}" if lists else "Name a module with one list"
+                raise ValueError(
+                    f"rule {pattern!r}: {name} ({type(modules[name]).__name__}) has {len(lists)} ModuleLists, and "
+                    f"'experts' divides one. {near}"
+                )
+            experts = list(modules[lists[0]].children())
+            if not all(any(True for _ in each.parameters()) for each in experts):
+                raise ValueError(
+                    f"rule {pattern!r}: an expert of {lists[0]} has no parameters, so no rank can own it. Move it out "
+                    "of the list, or leave the rule out and use ep=1"
+                )
+            found[lists[0]] = Mixture(len(experts), (), "called")
+    return found
+
+
+def planned_mixtures(module: nn.Module, *, plan: Plan, rules: Mapping[str, str] | None = None) -> Mapping[str, Mixture]:
     """Return the mixtures of a model by name; none if the plan has neither `ep`, `etp` nor `tp`.
 
     Raises PlanError if `ep` or `etp` is above 1 and the model has no mixture, or one with fewer experts than `ep`."""
     if plan.ep == plan.etp == plan.tp == 1:
         return {}
-    found = find_mixtures(module)
+    found = {**find_mixtures(module), **ruled_mixtures(module, rules=rules)}
     if not found and max(plan.ep, plan.etp) > 1:
         raise PlanError(
             f"the plan '{plan}' divides experts, but no module of {type(module).__name__} was found that holds the "
-            f"parameters of all experts. Nearest that works: '{dataclasses.replace(plan, ep=1, etp=1)}'"
+            "parameters of all experts. If a block calls experts of a ModuleList, name it in Options(tensor_rules=…): "
+            f'{{"blocks.*.moe": "experts"}}. Nearest that works as it is: \'{dataclasses.replace(plan, ep=1, etp=1)}\''
         )
     for name, mixture in found.items():
         if plan.ep > mixture.experts:

@@ -148,13 +148,6 @@ class ReplayTape:
         self.played = 0
         """Number of results that the repeated forward has taken."""
 
-    def protect(self, tensor: Tensor) -> None:
-        """Copy those kept results that share memory with `tensor`, because it will be written to in place."""
-        written = tensor.untyped_storage()._cdata
-        for index, result in enumerate(self.results):
-            if any(one.untyped_storage()._cdata == written for one in tensors(result)):
-                self.results[index] = map_tensors(Tensor.clone, result)
-
     def bytes(self) -> int:
         """Return the bytes of the kept results' storages."""
         sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors(self.results)}
@@ -166,7 +159,7 @@ class ForwardReplay:
 
     def __init__(self) -> None:
         self._tape: ReplayTape | None = None
-        self._plays = False
+        self._repeats = False
         self._remembered: list[RememberedState] = []
 
     def remember(self, state: RememberedState) -> None:
@@ -185,46 +178,40 @@ class ForwardReplay:
                 stack.enter_context(state.restored(place))
             yield
 
-    def keeping(self, tape: ReplayTape) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a first forward, in which `once` appends results to `tape`."""
-        return self._using(tape, plays=False)
-
-    def playing(self, tape: ReplayTape) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a repeated forward, in which `once` returns the results of `tape` in order."""
-        tape.played = 0
-        return self._using(tape, plays=True)
-
-    def suspended(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which `once` only computes."""
-        return self._using(None, plays=False)
-
     @contextlib.contextmanager
-    def _using(self, tape: ReplayTape | None, *, plays: bool) -> Iterator[None]:
-        before = self._tape, self._plays
-        self._tape, self._plays = tape, plays
+    def using(self, tape: ReplayTape | None, *, repeated: bool = False) -> Iterator[None]:
+        """Run a forward inside the block. `once` appends results to `tape`, or returns its results if `repeated`.
+
+        Without a tape, `once` only computes."""
+        before = self._tape, self._repeats
+        self._tape, self._repeats = tape, repeated
+        if tape is not None:
+            tape.played = 0
         try:
             yield
         finally:
-            self._tape, self._plays = before
+            self._tape, self._repeats = before
 
     def once(self, compute: Callable[[], Any]) -> Any:
         """Return the result of `compute`, a tensor or tuple of tensors; in a repeated forward, the kept result."""
         tape = self._tape
         if tape is None:
             return compute()
-        if self._plays and tape.played < len(tape.results):
+        if self._repeats and tape.played < len(tape.results):
             tape.played += 1
             return map_tensors(same_memory, tape.results[tape.played - 1])
-        with self.suspended():
+        with self.using(None):
             result = compute()
-        if not self._plays:
+        if not self._repeats:
             tape.results.append(map_tensors(same_memory, result))
         return result
 
     def protect(self, tensor: Tensor) -> None:
         """Copy those kept results that share memory with `tensor`, because it will be written to in place."""
-        if self._tape is not None:
-            self._tape.protect(tensor)
+        written, results = tensor.untyped_storage()._cdata, [] if self._tape is None else self._tape.results
+        for index, result in enumerate(results):
+            if any(one.untyped_storage()._cdata == written for one in tensors(result)):
+                results[index] = map_tensors(Tensor.clone, result)
 
 
 def same_memory(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from meshwise.base.mesh import Mesh
 from meshwise.layout import Layout
-from meshwise.model.parameter_units import GatheredModule, Patterns, partition
+from meshwise.model.parameter_units import GatheredModule, partition
 from meshwise.plan.degrees import REPLICAS
 
 ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
@@ -158,18 +158,16 @@ def parameter_table(
     module: nn.Module,
     *,
     options: ParameterOptions | None = None,
-    units: Patterns = (),
     replicas: Sequence[str] = REPLICAS,
 ) -> ParameterTable:
     """Return the parameter table of a model on any device, the meta device included.
 
     | options    returns the optimizer options of a parameter, from its name and value; by default `matrices_decay`
-    | units      patterns that override how the model is divided; see `model.parameter_units.partition`
     | replicas   axes over which the gradients of every parameter are summed
 
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
-    Raises ValueError as `check_trains` and `check_readable` do. Raises it also for options that are no mapping, two
-    parameters that share memory, and a pattern in `units` that matches nothing."""
+    Raises ValueError as `check_trains` and `check_readable` do. Raises it also for options that are no mapping, and
+    two parameters that share memory."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -178,7 +176,7 @@ def parameter_table(
     _check(names)
     rule = options or matrices_decay
     owner: dict[str, str] = {}
-    divided = partition(module, units=units)
+    divided = partition(module)
     for pieces in divided:
         for piece in pieces:
             for name in piece.parameters:
@@ -236,16 +234,10 @@ def check_trains(module: nn.Module) -> None:
 
 
 def check_readable(module: nn.Module) -> None:
-    """Raise ValueError for parameters without a shape (lazy modules) and for modules compiled by TorchScript."""
+    """Raise ValueError for parameters without a shape (lazy modules)."""
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet; call the model once on an example before handing it over")
-    for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ValueError(  # noqa: TRY004
-                f"{name or 'the model'} is compiled by TorchScript, which hides its parameters; give the module that "
-                "it was made of"
-            )
 
 
 def _check(names: Mapping[nn.Parameter, list[str]]) -> None:

@@ -19,8 +19,7 @@ follow from the structure of the model:
    entries that have parameters in their own children.
 2. A *block* is an entry of a container, and has children with parameters. A block is not opened, because the data
    choose the experts of a mixture, so only the whole block runs at a known time. An entry that is itself a container
-   with a stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture. If
-   it is a stage of a vision network, name its blocks in `units`.
+   with a stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture.
 3. Every other module with parameters is a *piece* as a whole.
 4. An opened module's own parameters are a unit, in use during its whole forward. So are parameters of children without
    a forward (`ParameterList`), and parameters that its forward reads without calling the child (`parameter_reads`).
@@ -29,7 +28,7 @@ follow from the structure of the model:
 6. A tied parameter belongs to the first piece that uses it. All pieces that use it are merged into one unit.
 
 Modules are taken in the order of registration, which is the running order of nearly all models. If a model runs its
-modules in another order, only prefetching is slower. `units` overrides rules 1 to 3 for the modules it names.
+modules in another order, only prefetching is slower. The patterns of `partition` override rules 1 to 3.
 
 A module's forward may read parameters of a child without calling it. A unit is gathered when one of its modules is
 called. But a forward can also read the weight of a child directly:
@@ -39,15 +38,14 @@ called. But a forward can also read the weight of a child directly:
 Then the child is never called, and its weight would not be gathered. torch's own MultiheadAttention reads `out_proj`
 like this. No hook sees the read of an attribute, and parameters must stay plain parameters. So the source code of
 `forward`, and of the methods that it calls on `self`, is searched for dotted names that lead from `self` to a
-child's parameter. The search misses a child under another name, and a function without source code. For these the user
-names the module in `units`."""
+child's parameter. The search misses a child under another name, and a function without source code."""
 
 import ast
 import difflib
 import fnmatch
 import inspect
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -133,8 +131,8 @@ def source_of(function: Any) -> ast.Module:
                 raise
 
 
-Patterns: TypeAlias = Sequence[str | Sequence[str]]
-"""Patterns over module names; `*` matches one part of a dotted name. An inner sequence makes one unit together."""
+Patterns: TypeAlias = Sequence[str]
+"""Patterns over module names; `*` matches one part of a dotted name."""
 
 MERGE_LIMIT = 1.25
 """Largest size of a merged unit, as a multiple of the largest piece or block."""
@@ -156,32 +154,25 @@ class GatheredModule:
 def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredModule]]:
     """Return the model's units in forward order, each as a list of pieces. Every parameter is in a piece.
 
-    Each module that a pattern of `units` matches is a unit; all modules that an inner sequence of patterns matches are
-    one unit together. Raises ValueError as `select` does."""
+    Each module that a pattern of `units` matches is a unit. Raises ValueError as `select` does."""
     walk = _Walk(module, select(module, units=units))
     walk.visit("", module, entry=False)
     pieces = [piece for piece in walk.pieces() if piece.parameters]
-    return _merge(pieces, walk.chosen, {name: p.numel() for name, p in module.named_parameters()})
+    return _merge(pieces, {name: p.numel() for name, p in module.named_parameters()})
 
 
-def select(module: nn.Module, *, units: Patterns) -> dict[str, int]:
-    """Return the names of the modules that `units` match, each with the number of its unit.
+def select(module: nn.Module, *, units: Patterns) -> list[str]:
+    """Return the names of the modules that `units` match.
 
     Raises ValueError for a pattern that matches no module with parameters, and for a match inside another match."""
     names = [n for n, m in module.named_modules(remove_duplicate=False) if any(True for _ in m.parameters())]
-    chosen: dict[str, int] = {}
-    number = 0
-    for entry in units:
-        together = not isinstance(entry, str)
-        for pattern in [entry] if isinstance(entry, str) else entry:
-            matched = [name for name in names if matches(name, pattern=pattern)]
-            if not matched:
-                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[1:4]
-                raise ValueError(f"units: {pattern!r} matches no module with parameters; did you mean {near}?")
-            for name in matched:
-                chosen.setdefault(name, number)
-                number += not together
-        number += together
+    chosen: list[str] = []
+    for pattern in units:
+        matched = [name for name in names if matches(name, pattern=pattern)]
+        if not matched:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[1:4]
+            raise ValueError(f"units: {pattern!r} matches no module with parameters; did you mean {near}?")
+        chosen += [name for name in matched if name not in chosen]
     for name in chosen:
         for outer in chosen:
             if name != outer and (outer == "" or name.startswith(f"{outer}.")):
@@ -198,8 +189,8 @@ def matches(name: str, *, pattern: str) -> bool:
 class _Walk:
     """Walk over the tree of modules that collects the pieces."""
 
-    def __init__(self, root: nn.Module, chosen: dict[str, int]) -> None:
-        self.chosen = chosen
+    def __init__(self, root: nn.Module, chosen: Collection[str]) -> None:
+        self._chosen = chosen
         self._first = {id(p): name for name, p in root.named_parameters()}
         self._found: dict[str, GatheredModule] = {}
         self._direct: dict[str, list[str]] = {}
@@ -215,8 +206,8 @@ class _Walk:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        if name in self.chosen or not self._opens(name, module, entry=entry):
-            block = name in self.chosen or (entry and _is_composite(module))
+        if name in self._chosen or not self._opens(name, module, entry=entry):
+            block = name in self._chosen or (entry and _is_composite(module))
             self._found[name] = GatheredModule(name, self._names(module.parameters()), block=block)
             return
         if name == "" or _has_forward(module):
@@ -231,7 +222,7 @@ class _Walk:
 
     def _opens(self, name: str, module: nn.Module, *, entry: bool) -> bool:
         below = f"{name}." if name else ""
-        if any(chosen.startswith(below) for chosen in self.chosen):
+        if any(chosen.startswith(below) for chosen in self._chosen):
             return True
         if name == "" or not _has_forward(module):
             return name != "" or _is_composite(module)
@@ -265,8 +256,8 @@ def _holds_stack(module: nn.Module) -> bool:
     )
 
 
-def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str, int]) -> list[list[GatheredModule]]:
-    """Return the units: pieces that are joined by `units`, by rule 6 (ties) or by rule 5 (small neighbours)."""
+def _merge(pieces: list[GatheredModule], numel: dict[str, int]) -> list[list[GatheredModule]]:
+    """Return the units: pieces that are joined by rule 6 (ties) or by rule 5 (small neighbours)."""
     owner: dict[str, int] = {}
     for index, piece in enumerate(pieces):
         for name in piece.parameters:
@@ -275,20 +266,14 @@ def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str
     limit = MERGE_LIMIT * max(sizes)
     groups = [[index] for index in range(len(pieces))]
 
-    def join(a: int, b: int) -> None:
+    def join_small(a: int, b: int) -> None:
         into, other = groups[min(a, b)], groups[max(a, b)]
-        if into is not other:
+        mergeable = into is not other and not any(pieces[i].block or pieces[i].spans for i in (a, b))
+        if mergeable and sum(sizes[i] for i in (*into, *other)) <= limit:
             into += other
             for index in other:
                 groups[index] = into
 
-    def join_small(a: int, b: int) -> None:
-        mergeable = not any(pieces[i].block or pieces[i].spans for i in (a, b))
-        if mergeable and sum(sizes[i] for i in {*groups[a], *groups[b]}) <= limit:
-            join(a, b)
-
-    for a, b in _pairs(pieces, chosen):
-        join(a, b)
     for index, piece in enumerate(pieces):
         for name in piece.parameters:
             join_small(owner[name], index)
@@ -296,11 +281,3 @@ def _merge(pieces: list[GatheredModule], chosen: dict[str, int], numel: dict[str
         join_small(index, index + 1)
     first = sorted({min(group) for group in groups})
     return [[pieces[index] for index in sorted(groups[start])] for start in first]
-
-
-def _pairs(pieces: list[GatheredModule], chosen: dict[str, int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of indices of pieces that one inner sequence of patterns puts into one unit."""
-    first: dict[int, int] = {}
-    for index, piece in enumerate(pieces):
-        if piece.module in chosen:
-            yield first.setdefault(chosen[piece.module], index), index

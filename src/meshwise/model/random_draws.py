@@ -240,15 +240,11 @@ class RandomDraws:
         self._random_state: list[Tensor] = []
         self._callers: dict[str, set[str]] = {}
         self._drawing: set[str] = set()
-        self._everywhere = True
+        self.everywhere = True
+        """True until the end of the first step: it is not known yet which modules draw."""
         self._kept: frozenset[str] = frozenset()
         self._masks = MasksAhead()
         self._watch(None)
-
-    @property
-    def everywhere(self) -> bool:
-        """True until the end of the first step: it is not known yet which modules draw."""
-        return self._everywhere
 
     def within(self, name: str) -> bool:
         """Return whether module `name` or a module inside it draws, or may draw."""
@@ -262,7 +258,7 @@ class RandomDraws:
         self._visits = {}
         self._ran = self.drew = False
         self._masks.masks = {}
-        if self._everywhere:
+        if self.everywhere:
             self._callers, self._drawing = {}, set()
         else:
             self._random_state = generator_states()
@@ -271,11 +267,11 @@ class RandomDraws:
 
     def finish(self) -> None:
         """Finish the step; remove the hooks that did not serve a draw, or warn and add all if draws were missed."""
-        if self._everywhere:
+        if self.everywhere:
             if self._ran:
                 self._settle()
         elif not self.unknown and not all(map(torch.equal, self._random_state, generator_states())):
-            self._everywhere = True
+            self.everywhere = True
             self._watch(None)
             warnings.warn(
                 f"the model drew random numbers in step {self._step} for the first time. They came from torch's own "
@@ -285,7 +281,7 @@ class RandomDraws:
 
     def _settle(self) -> None:
         """Keep the hooks of the modules that drew in this step or did not run, and of their callers."""
-        self._everywhere = False
+        self.everywhere = False
         if not self.drew:
             self.close()
             return
@@ -316,7 +312,7 @@ class RandomDraws:
         kept = generator_states() if self.local else []
         try:
             # The mode of split tokens is the inner one: it replaces an attention before its draws are.
-            wanted = self._everywhere or self._tokens is not None or ("" in self._drawing and not again)
+            wanted = self.everywhere or self._tokens is not None or ("" in self._drawing and not again)
             with self._intercepting(wanted=wanted), split:
                 yield
         finally:
@@ -398,7 +394,7 @@ class RandomDraws:
                 f"{frame.name or 'the model'} draws in a repeated forward, and the step has several to repeat. Use "
                 "recompute=full in place of torch.utils.checkpoint, or call step.backward after each forward"
             )
-        if self._everywhere:
+        if self.everywhere:
             self._drawing.add(frame.name)
         if frame.visit is None:
             repeated = self._stack[1].name if len(self._stack) > 1 else ""
@@ -499,7 +495,7 @@ class RandomDraws:
             self._region = visit.region
             self._visits.setdefault(name, set()).add(visit)
         self._stack.append(_Frame(name, visit))
-        if self._everywhere:
+        if self.everywhere:
             self._callers.setdefault(name, set()).add(caller.name)
         elif name in self._drawing:
             self._start(self._stack[-1])

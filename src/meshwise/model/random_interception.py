@@ -40,7 +40,6 @@ MAY_DRAW = frozenset(_NAMES.split())
 """Names of the functions and methods that may draw."""
 
 _BACKWARDS = (Tensor.backward, torch.autograd.backward)
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 

@@ -8,20 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-__all__ = [
-    "LightDispatchMode",
-    "TorchDispatchMode",
-    "attention_with_lse",
-    "attention_with_lse_backward",
-    "compiler_backend",
-    "dispatch_modes",
-    "in_backward",
-    "needed_gradients",
-    "without_function_modes",
-    "without_modes",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 - other files import it
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class LightDispatchMode(TorchDispatchMode):

@@ -96,27 +96,6 @@ NEED_WHOLE_TENSORS: Mapping[str, str] = {
 """Why torch's optimizers of these names cannot update slices; classes derived from them are refused too."""
 
 
-def flat_optimizer(
-    optimizer: OptimizerClass,
-    *,
-    groups: Mapping[tuple[tuple[str, Any], ...], Sequence[nn.Parameter]],
-    logical: LogicalTensors | None = None,
-    names: Mapping[tuple[tuple[str, Any], ...], Sequence[str]] | None = None,
-    **arguments: Any,
-) -> torch.optim.Optimizer:
-    """Build `optimizer` with one parameter group for each key of `groups`, in order; a group may be empty on a rank.
-
-    groups: flat slices by their optimizer options.
-    logical: access to whole parameters; passed only to a class that declares `needs`.
-    names: names of the parameters of each group on all ranks, the key `names` of the groups of such a class.
-
-    Raises ValueError as `build_optimizer` does."""
-    split = [{"params": list(owned), **dict(options)} for options, owned in groups.items()]
-    if needs_whole(optimizer):
-        split = [group | {"names": (names or {}).get(key, ())} for group, key in zip(split, groups, strict=True)]
-    return build_optimizer(optimizer, groups=split, logical=logical, **arguments)
-
-
 def build_optimizer(
     optimizer: OptimizerClass,
     *,
@@ -124,7 +103,10 @@ def build_optimizer(
     logical: LogicalTensors | None = None,
     **arguments: Any,
 ) -> torch.optim.Optimizer:
-    """Build `optimizer` over parameter groups of slices.
+    """Build `optimizer` over parameter groups of slices; a group may be empty on a rank.
+
+    logical: access to whole parameters; passed only to a class that declares `needs`. The groups of such a class have
+    the key `names`: the names of their parameters on all ranks.
 
     Uses torch's fused implementation, which reads and writes every buffer once, if the class has one, no parameter is
     complex, and `arguments` do not name an implementation.
@@ -152,7 +134,7 @@ def build_optimizer(
         raise ValueError(
             f"{optimizer.__name__} takes no {', '.join(unknown)}; it takes {', '.join(list(accepted)[1:])}"
         )
-    if not needs_whole(optimizer) and (how := slice_difference(optimizer, arguments=arguments)):
+    if not own and (how := slice_difference(optimizer, arguments=arguments)):
         raise ValueError(
             f"{optimizer.__name__} needs whole parameters, but ranks update flat slices of them: {how}. Add the line "
             f'`needs = "norms"` (or "matrices") to the class, and take whole tensors from its argument `logical`, as '

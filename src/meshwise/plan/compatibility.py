@@ -22,9 +22,9 @@ class Refusal:
     reason: str
     instead: str
 
-    def applies(self, plan: object) -> bool:
+    def applies(self, plan: Any) -> bool:
         """Return whether `plan` meets every condition. A degree of None (`auto`) meets no condition."""
-        keys = keys_of(plan)
+        keys = keys_of(plan.__class__)
         for key, part, holds, bound in _conditions(self.when):
             value = getattr(plan, key)
             value = keys[key].part(value, name=part) if part else value
@@ -32,10 +32,10 @@ class Refusal:
                 return False
         return True
 
-    def changes(self, plan: object) -> dict[str, int | str]:
+    def changes(self, plan: Any) -> dict[str, int | str]:
         """Return the key that `instead` changes, with its new value."""
         key, value = self.instead.split("=")
-        return {key: value if keys_of(plan)[key].words else int(value)}
+        return {key: value if keys_of(plan.__class__)[key].words else int(value)}
 
 
 @cache

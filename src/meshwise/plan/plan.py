@@ -16,18 +16,19 @@ from meshwise.plan.compatibility import COMPATIBILITY
 from meshwise.plan.degrees import AXES, GRIDS, OUTER_REPLICAS, REPLICAS, factorisations, folded, hybrid
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
+    NO_OFFLOAD,
+    Key,
     Offload,
+    OffloadKey,
     PlanError,
-    byte_count,
+    WireKey,
     check_keys,
     keys_of,
-    offload,
     one_of,
     plan_notation,
     read_codec,
     read_words,
     whole_number,
-    wire,
 )
 
 
@@ -88,9 +89,10 @@ class Plan:
         "none selective full",
         means="operations of a block that the backward computes again: none, all except matrix products, or all",
     )
-    budget: int = byte_count(
-        "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit"
-    )
+    budget: int = Key(
+        "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit",
+        size=True,
+    ).field(0)
     compile: str = one_of("off blocks", means="blocks: the forward of each block is compiled by torch.compile")
     deterministic: int = whole_number(
         0, means="1: kernels of torch that give equal bits in every run; slower on GPUs", least=0, most=1
@@ -98,9 +100,9 @@ class Plan:
     precision: str = one_of(
         "fp32 bf16 fp16", means="dtype of the computation, with fp32 masters; fp32: the model's own dtype"
     )
-    wire: str = wire(
+    wire: str = WireKey(
         "dtype in which gradients are reduced, or the codec that compresses them; auto: the dtype of the computation"
-    )
+    ).field("auto")
     feedback: int = whole_number(
         1,
         means="with a codec as `wire`, 1: what it loses is added to the next gradient; 0: it is lost",
@@ -113,13 +115,13 @@ class Plan:
         "(`local`), an outer momentum (`slowmo`, `diloco`) or with neighbours (`gossip`)",
     )
     every: int = whole_number(1, means="with `sync` other than `step`, steps between two agreements")
-    offload: str = offload(
+    offload: str = OffloadKey(
         "memory in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`"
-    )
+    ).field(NO_OFFLOAD)
 
     def __post_init__(self) -> None:
         for key, value in self._items():
-            object.__setattr__(self, key, keys_of(self)[key].read(value))
+            object.__setattr__(self, key, keys_of(Plan)[key].read(value))
         self.check()
 
     @classmethod
@@ -142,12 +144,12 @@ class Plan:
     @classmethod
     def from_toml(cls, table: Mapping[str, Any]) -> "Plan":
         """Return the plan with the keys of a TOML table, as in `{"dp": "auto", "zero": 1}`. Raises PlanError."""
-        check_keys(table, known=keys_of(cls))
+        check_keys(table, known=keys_of(Plan))
         return cls(**table)
 
     def to_toml(self) -> dict[str, int | str]:
         """Return every key with its value, as a TOML table that `from_toml` reads back."""
-        keys = keys_of(self)
+        keys = keys_of(Plan)
         return {key: keys[key].show(value) for key, value in self._items()}
 
     def __str__(self) -> str:
@@ -161,7 +163,7 @@ class Plan:
 
     def check(self) -> None:
         """Raise PlanError when a value is out of range or the compatibility table refuses the combination."""
-        keys = keys_of(self)
+        keys = keys_of(Plan)
         for key, value in self._items():
             keys[key].check(value, name=key)
         if math.prod(self._degrees().values()) > LARGEST_COUNT:
@@ -294,7 +296,7 @@ class Plan:
         return min((plan for plan in plans if plan._folded() is not None), key=ratio)
 
     def _items(self) -> Iterator[tuple[str, Any]]:
-        return ((key, getattr(self, key)) for key in keys_of(self))
+        return ((key, getattr(self, key)) for key in keys_of(Plan))
 
     def _degrees(self) -> dict[str, int]:
         """Return the degree of each axis; 1 for `auto`."""

@@ -14,7 +14,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +53,10 @@ class Key:
     auto: bool = False
     size: bool = False
     file: bool = False
+
+    def field(self, default: int | str) -> Any:
+        """Return a dataclass field with this key."""
+        return dataclasses.field(default=default, metadata={"key": self})
 
     def part(self, value: Any, *, name: str) -> str:
         """Return the part `name` of a value, for keys whose values have parts."""
@@ -112,18 +116,13 @@ class Key:
 
 def whole_number(default: int, *, means: str, least: int = 1, most: int | None = None, auto: bool = False) -> Any:
     """Return a dataclass field for a key with whole numbers as values. Arguments are as in `Key`."""
-    return field(default=default, metadata={"key": Key(means, least, most, auto=auto)})
-
-
-def byte_count(means: str) -> Any:
-    """Return a dataclass field for a key with a number of bytes as value, 0 by default. `means`: its meaning."""
-    return field(default=0, metadata={"key": Key(means, size=True)})
+    return Key(means, least, most, auto=auto).field(default)
 
 
 def one_of(words: str, *, means: str, file: bool = False) -> Any:
     """Return a dataclass field for a key with one of `words` as value, by default the first; with `file`, or a path."""
     choices = tuple(words.split())
-    return field(default=choices[0], metadata={"key": Key(means, words=choices, file=file)})
+    return Key(means, words=choices, file=file).field(choices[0])
 
 
 def is_path(value: object) -> bool:
@@ -140,13 +139,9 @@ def plan_notation(value: int | str) -> str:
     return f'"{value}"' if isinstance(value, str) and _APART.search(value) else str(value)
 
 
-def keys_of(plan: Any) -> Mapping[str, Key]:
-    """Return the keys of a plan (or of the class `Plan`) by name, in the order of declaration."""
-    return _keys_of(plan if isinstance(plan, type) else type(plan))
-
-
 @functools.cache
-def _keys_of(kind: type) -> Mapping[str, Key]:
+def keys_of(kind: type) -> Mapping[str, Key]:
+    """Return the keys of the class `Plan` by name, in the order of declaration."""
     return MappingProxyType({item.name: item.metadata["key"] for item in dataclasses.fields(kind)})
 
 
@@ -216,7 +211,7 @@ class Offload:
     @property
     def uses_disk(self) -> bool:
         """True if any state is stored on disk; activations are not counted."""
-        return "disk" in (self.optimizer, self.masters, self.gradients, self.params)
+        return "disk" in self.state_tiers
 
 
 OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))
@@ -226,6 +221,8 @@ OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))
 @dataclass(frozen=True)
 class OffloadKey(Key):
     """The key `offload`, whose values are texts of `Offload`."""
+
+    words: tuple[str, ...] = (NO_OFFLOAD,)
 
     def part(self, value: Any, *, name: str) -> str:
         """Return the tier of the state `name`."""
@@ -247,11 +244,6 @@ class OffloadKey(Key):
         if not isinstance(value, str):
             raise PlanError(f"{name}={value!r}: {name} is a text; write it as in '{name}=optimizer:cpu'")
         Offload.parse(value)
-
-
-def offload(means: str) -> Any:
-    """Return a dataclass field for the key `offload`, by default `none`. `means`: its meaning."""
-    return field(default=NO_OFFLOAD, metadata={"key": OffloadKey(means, words=(NO_OFFLOAD,))})
 
 
 WIRE_DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -289,6 +281,8 @@ def read_codec(wire: str) -> tuple[str, float] | None:
 class WireKey(Key):
     """The key `wire`: a dtype, or a codec of gradients with its number."""
 
+    words: tuple[str, ...] = WIRE_DTYPES
+
     def part(self, value: Any, *, name: str) -> str:  # noqa: ARG002 - its only part is `codec`
         """Return the name of the codec in a value, or `none`."""
         found = read_codec(value)
@@ -304,11 +298,6 @@ class WireKey(Key):
         if not isinstance(value, str):
             raise PlanError(f"{name}={value!r}: {name} is a text; write it as in '{name}=int8'")
         read_codec(value)
-
-
-def wire(means: str) -> Any:
-    """Return a dataclass field for the key `wire`, by default `auto`. `means`: its meaning."""
-    return field(default=WIRE_DTYPES[0], metadata={"key": WireKey(means, words=WIRE_DTYPES)})
 
 
 def _followed(given: dict[str, str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ class ProfileKey:
     """Key of a layer profile: all settings that change the costs of a piece."""
 
     plan: Plan
-    """Plan with one piece per stage, one micro-batch and dp=1."""
+    """Plan with one piece per stage, one micro-batch, and the smallest dp that leaves `ep` as it is."""
     rows: int
     """Rows of a micro-batch, summed over all ranks that divide the rows under `plan`."""
 
@@ -101,7 +102,7 @@ class ProfileKey:
         """Return the profile key of a plan; `batch`: rows of the global batch, `pieces`: pieces of the model."""
         mine = -(-batch // (rows_shared(plan) * plan.microbatches))
         alone: dict[str, Any] = {
-            "dp": 1,
+            "dp": plan.ep // math.gcd(plan.ep, plan.tp * plan.cp // plan.etp),
             "shards": 0,
             "pp": pieces,
             "zero": 0,
@@ -233,8 +234,9 @@ class LayerProfile:
 
     def scaled(self, key: ProfileKey) -> "LayerProfile":
         """Return lower bounds for `key`: at most as many rows, at least as much cp, tp and recomputation."""
-        rows = key.rows * self.key.plan.cp / (self.key.rows * key.plan.cp)
-        split = self.key.plan.tp / key.plan.tp
+        own, other = self.key.plan, key.plan  # ep divides the experts alone: for other modules a lower bound
+        rows = key.rows * own.cp / (self.key.rows * other.cp)
+        split = own.tp * own.ep / (other.tp * other.ep)
         pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
         if key.plan.recompute != self.key.plan.recompute:
             bare = partial(dataclasses.replace, keeps=0, top=0)

@@ -156,7 +156,7 @@ def bound(
     seconds = along + max(update) + cluster.device.step
     busy = plan.microbatches * sum(stage.whole for stage in stages) / plan.pp
     waits = plan.microbatches * sum(stage.waits for stage in stages) / plan.pp
-    exposed = {"·".join(plan.tensor_axes): waits} if waits else {}
+    exposed = {"·".join(plan.tensor_axes) or "ep": waits} if waits else {}
     bubble = max(0.0, computed - busy) if plan.pp > 1 else 0.0
     reduced = along - (computed if plan.pp > 1 else busy)
     if reduced > 0:
@@ -255,15 +255,15 @@ class _Shard:
         return total
 
     def gathered(self, stage: _Stage) -> float:
-        """Return the bytes that gathered parameters of a stage add to the rank's shard; 0 without zero=3."""
+        """Return the bytes that gathered parameters of a stage add to the rank's shard; 0 with ep or zero < 3."""
         used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
         resting = 0.0 if self.plan.tiers.params == "disk" else used / self._shares
-        return used - resting if self.plan.zero == 3 and not self.cluster.shared else 0.0
+        return used - resting if self.plan.zero == 3 and self.plan.ep == 1 and not self.cluster.shared else 0.0
 
     def accumulated(self, stage: _Stage) -> float:
-        """Return the bytes that a stage's unreduced gradients add to the rank's shard; 0 for zero < 2."""
+        """Return the bytes that a stage's unreduced gradients add to the rank's shard; 0 with ep or zero < 2."""
         whole = sum(piece.states.get(Category.GRADIENTS, 0) for piece in stage.pieces)
-        return whole * (1 - 1 / self._shares) if self.plan.zero >= 2 else 0.0
+        return whole * (1 - 1 / self._shares) if self.plan.zero >= 2 and self.plan.ep == 1 else 0.0
 
     def update(self, stages: Sequence[_Stage]) -> float:
         """Return the seconds in which the device updates the rank's parameters; 0 if the CPU updates."""
@@ -307,9 +307,10 @@ class _Shard:
     def _collective(self, kind: str, stage: _Stage, width: float, *, outer: bool = False) -> float:
         """Return the seconds of a collective of `width` times the bytes of a stage's used parameters.
 
-        It joins the ranks that share the state or, with `outer`, replicas of one shard."""
+        It joins the ranks that share the state or, with `outer`, replicas of one shard. With ep return 0, a lower
+        bound: fewer ranks share the experts, and it is not known which bytes are experts."""
         ranks = self._replicas[:: self._shares] if outer else self._replicas[: self._shares]
-        if len(ranks) == 1:
+        if len(ranks) == 1 or self.plan.ep > 1:
             return 0.0
         size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
         return self._cost_model.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", int(size), ""), ranks))

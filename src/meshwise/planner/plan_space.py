@@ -6,6 +6,7 @@
 | `pp`, `virtual_stages` | divisors of the ranks, with at most as many stages as the model has pieces |
 | `cp` | 1, or the least that leaves a row to each rank; more, in place of dp, if the plan without does not fit |
 | `dp` | the remaining ranks |
+| `ep` | for a mixture: 1, and the most ranks of `dp` and `tp` that divide its experts, within a node and at all |
 | `microbatches` | numbers that leave 1, 2, 4 or 8 rows to a micro-batch; for pp=1 also one micro-batch |
 | `schedule` | 1f1b, interleaved, and schedules that split the backward; if tables are equal, one of them |
 | `partition` (cut) | even in predicted time; if that does not fit, even in memory |
@@ -30,7 +31,7 @@ from meshwise.plan.plan_keys import is_path, keys_of, read_words
 
 SEARCHED = (
     "dp", "tp", "pp", "cp", "context", "cp_heads", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel",
-    "schedule", "virtual_stages", "partition", "recompute", "offload",
+    "schedule", "virtual_stages", "partition", "recompute", "offload", "ep",
 )  # fmt: skip
 """Keys of a plan that a search chooses; other keys keep the job's values."""
 
@@ -80,6 +81,8 @@ class PlanSpace:
     """Rows of a global batch."""
     pieces: int
     """Largest number of stages: the number of pieces of the model."""
+    experts: int = 1
+    """Experts of the model's smallest mixture; 1: the model has none."""
     stages: int | None = None
     """Number of stages if the job fixes the cut; None if the search chooses it."""
     tokens: int = 0
@@ -134,7 +137,9 @@ class PlanSpace:
         piped = chosen["pp"] > 1
         cuts = ("time",) if piped and self.stages is None else (self.base.partition,)
         zeros = (0, 1, 3) if chosen["dp"] * chosen["cp"] > 1 else (0,)
-        tried = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",)}
+        parts = math.gcd(chosen["dp"] * chosen["tp"], self.experts)
+        expert_ranks = sorted({1, math.gcd(parts, self.node), parts})
+        tried = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",), "ep": expert_ranks}
         values = [(self.fixed[key],) if key in self.fixed else each for key, each in tried.items()]
         for microbatches in self._microbatches(chosen):
             if self._repeats(chosen, microbatches=microbatches):

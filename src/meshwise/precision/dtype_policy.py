@@ -23,14 +23,13 @@ norms and softmax compute statistics in fp32 for any input, and so do the split 
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.hooks import RemovableHandle
 
 from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.tensor_tree import map_tensors, tensors
@@ -123,7 +122,9 @@ class LossScale:
     | updates    updates that were applied since the scale last changed
     | overflows  overflows in a row, up to the last step
     | patience   updates until the scale doubles
-    | count      approximate number of loss terms in a batch, a power of two; 0 before the first step"""
+    | count      approximate number of loss terms in a batch, a power of two; 0 before the first step
+
+    A checkpoint keeps the fields."""
 
     value: float = 2.0**13
     updates: int = 0
@@ -164,15 +165,6 @@ class LossScale:
             return replace(self, updates=self.updates + 1, overflows=0)
         return replace(self, value=self.value * 2, updates=0, overflows=0)
 
-    def state(self) -> dict[str, float]:
-        """Return the fields by name for a checkpoint, as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def restored(cls, state: Mapping[str, float] | None) -> "LossScale":
-        """Return the scale that `state()` described, or a new scale if `state` is None."""
-        return cls() if state is None else cls(**state)  # type: ignore[arg-type] # as `state` has made them
-
 
 def likely_count(batch: Any) -> int:
     """Return the size of a batch's smallest tensor (scalars aside), usually its labels; 0 without such a tensor."""
@@ -196,24 +188,16 @@ def place_buffer(buffer: Tensor, *, precision: Precision, device: torch.device) 
     return buffer.to(device, dtype).contiguous()
 
 
-class CastHooks:
-    """Hooks that convert the inputs of a model's modules to the dtype of their parameters.
+def hook_casts(module: nn.Module, *, precision: Precision) -> contextlib.ExitStack:
+    """Convert the inputs of a model's modules to the dtype of their parameters, until the returned stack is closed.
 
     Modules without floating parameters of their own, and norms with running statistics, get no hook. If
     `precision.parameters` is None, no module gets a hook."""
-
-    def __init__(self, module: nn.Module, *, precision: Precision) -> None:
-        self._handles: list[RemovableHandle] = []
-        if precision.parameters is None:
-            return
-        for part in module.modules():
-            if any(True for _ in _floating(part)) and not _has_statistics(part):
-                self._handles.append(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True))
-
-    def close(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
+    undo = contextlib.ExitStack()
+    for part in () if precision.parameters is None else module.modules():
+        if any(True for _ in _floating(part)) and not _has_statistics(part):
+            undo.callback(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True).remove)
+    return undo
 
 
 def autocast_context(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:

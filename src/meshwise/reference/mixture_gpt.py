@@ -11,6 +11,12 @@ The router scores every expert for every token, and chooses in one of four ways:
     | expert-choice  each expert takes its best tokens of a sequence (Zhou et al., arXiv 2202.09368)
     | biased         top-k of scores plus a bias per expert, for the choice alone (Wang et al., arXiv 2408.15664)
 
+Losses keep the load even and the scores small. They have one value for each token, so that no plan changes their sum:
+
+    | balance, over each sequence     DeepSeek-V3, arXiv 2412.19437, equations 17 to 20
+    | balance, over the global batch  Qiu et al., arXiv 2501.11873, with the shares of experts in the step before
+    | z                               square of the log-sum-exp of the scores (ST-MoE, arXiv 2202.08906, equation 5)
+
 An index past the last expert means no expert. With a capacity, the tokens of one sequence that come to an expert
 after it is full get this index. So no other sequence decides which tokens an expert drops."""
 
@@ -38,7 +44,11 @@ class MixtureConfig(GPTConfig):
     capacity: float = 0.0
     """Most tokens of a sequence that one expert takes, as a multiple of the even share; 0: no limit."""
     balance: float = 0.0
-    """Weight of the balance loss of each sequence; above 0 the model returns (logits, these losses)."""
+    """Weight of the balance loss; with it or `z_loss` the model returns (logits, weighted losses of each token)."""
+    balance_over: Literal["sequence", "batch"] = "sequence"
+    """Tokens over which the load of the experts is to be even: each sequence's, or those of the global batch."""
+    z_loss: float = 0.0
+    """Weight of the z-loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,6 +56,8 @@ class MixtureConfig(GPTConfig):
             raise ValueError(f"choices={self.choices} must be 1 to experts={self.experts}")
         if self.routing not in ("top-k", "noisy", "expert-choice", "biased"):
             raise ValueError(f"routing={self.routing!r} must be 'top-k', 'noisy', 'expert-choice' or 'biased'")
+        if self.balance_over not in ("sequence", "batch"):
+            raise ValueError(f"balance_over={self.balance_over!r} must be 'sequence' or 'batch'")
 
     def slots(self, tokens: int) -> int:
         """Return the most tokens of a sequence of `tokens` tokens that one expert takes."""
@@ -58,17 +70,20 @@ class MixtureConfig(GPTConfig):
 class Router(nn.Module):
     """Router of a mixture: scores, and the chosen experts with their weights."""
 
-    bias: Tensor
+    e_score_correction_bias: Tensor
+    expert_shares: Tensor
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
         self.scores = nn.Linear(config.width, config.experts, bias=False)
         self.noise = nn.Linear(config.width, config.experts, bias=False) if config.routing == "noisy" else None
-        self.register_buffer("bias", torch.zeros(config.experts))
+        self.register_buffer("e_score_correction_bias", torch.zeros(config.experts))
+        if config.balance and config.balance_over == "batch":
+            self.register_buffer("expert_shares", torch.full((config.experts,), 1 / config.experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map (B, T, width) to indices (B, T, k), their weights (B, T, k), and probabilities (B, T, experts)."""
+        """Map (B, T, width) to indices (B, T, k), their weights (B, T, k), and scores (B, T, experts)."""
         scores = self.scores(x)
         if self.noise is not None and self.training:
             scores = scores + torch.randn_like(scores) * functional.softplus(self.noise(x))
@@ -78,8 +93,8 @@ class Router(nn.Module):
             index = torch.arange(config.experts, device=x.device).expand_as(scores)
             taken = probabilities.transpose(1, 2).topk(config.slots(tokens), dim=-1).indices
             chosen = torch.zeros_like(scores).scatter(1, taken.transpose(1, 2), 1.0).bool()
-            return index.masked_fill(~chosen, config.experts), probabilities, probabilities
-        choice = probabilities + self.bias if config.routing == "biased" else probabilities
+            return index.masked_fill(~chosen, config.experts), probabilities, scores
+        choice = probabilities + self.e_score_correction_bias if config.routing == "biased" else probabilities
         index = choice.topk(config.choices, dim=-1).indices
         weights = probabilities.gather(-1, index)
         if config.choices > 1:
@@ -88,16 +103,24 @@ class Router(nn.Module):
             place = functional.one_hot(index, config.experts).flatten(1, 2).cumsum(1)
             place = place.unflatten(1, index.shape[1:]).gather(-1, index.unsqueeze(-1)).squeeze(-1)
             index = index.masked_fill(place > config.slots(tokens), config.experts)
-        return index, weights, probabilities
+        return index, weights, scores
 
-    def balance(self, index: Tensor, *, probabilities: Tensor) -> Tensor:
-        """Return the balance loss of each sequence (B,): experts · Σ share of choices · mean probability of an expert.
+    def losses(self, index: Tensor, *, scores: Tensor) -> Tensor:
+        """Return the weighted losses of each token (B, T).
 
-        It is 1 if all experts get equally many tokens (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20)."""
-        experts = self.config.experts
-        share = functional.one_hot(index, experts + 1)[..., :experts].sum((1, 2)).to(probabilities.dtype)
-        share = share / share.sum(-1, keepdim=True).clamp_min(1)
-        return experts * (share * probabilities.mean(1)).sum(-1)
+        The balance loss is experts · Σ share of choices · mean probability of an expert. It is 1 if all experts get
+        equally many tokens. Over the batch, the mean over tokens is left to the sum of all tokens' losses."""
+        config, probabilities = self.config, scores.softmax(-1)
+        losses = config.z_loss * scores.logsumexp(-1).square()
+        if not config.balance:
+            return losses
+        if config.balance_over == "batch":
+            balance = (self.expert_shares * probabilities).sum(-1)
+        else:
+            share = functional.one_hot(index, config.experts + 1)[..., :-1].sum((1, 2)).to(scores.dtype)
+            share = share / share.sum(-1, keepdim=True).clamp_min(1)
+            balance = (share * probabilities.mean(1)).sum(-1, keepdim=True)
+        return losses + config.balance * config.experts * balance
 
 
 class Experts(nn.Module):
@@ -124,13 +147,19 @@ class Experts(nn.Module):
 
 
 def balanced_loss(output: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy plus, for each target, the balance loss of its sequence; and the number of targets.
+    """Return the cross-entropy plus the router's losses of each token with a target; and the number of targets.
 
     Both are sums over samples. So micro-batches and ranks do not change the balance loss, as they would a mean over the
-    tokens of a micro-batch. `output`: (logits, balance losses (B,)) of a model with `balance` above 0."""
-    logits, balance = output
+    tokens of a micro-batch. `output`: (logits, losses (B, T)) of a model with `balance` or `z_loss` above 0. Raises
+    ValueError for losses of some of the tokens."""
+    logits, losses = output
     total, count = next_token_loss(logits, batch)
-    return total + (balance * (batch[1] != IGNORED).sum(1)).sum(), count
+    if losses.shape != batch[1].shape:
+        raise ValueError(
+            f"the routers returned losses of {tuple(losses.shape)} for targets of {tuple(batch[1].shape)}: they had a "
+            "part of the tokens. Use sequence_parallel=0"
+        )
+    return total + (losses * (batch[1] != IGNORED)).sum(), count
 
 
 def _products(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
@@ -152,10 +181,10 @@ class ExpertsMLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Map (B, T, width) to (B, T, width), and the balance loss of each sequence (B,)."""
-        index, weights, probabilities = self.router(x)
+        """Map (B, T, width) to (B, T, width), and the losses of each token (B, T)."""
+        index, weights, scores = self.router(x)
         mixed = self.experts(x.flatten(0, 1), index.flatten(0, 1), weights.flatten(0, 1))
-        return self.dropout(mixed.view_as(x)), self.router.balance(index, probabilities=probabilities)
+        return self.dropout(mixed.view_as(x)), self.router.losses(index, scores=scores)
 
 
 class MixtureBlock(Block):
@@ -164,10 +193,10 @@ class MixtureBlock(Block):
     mlp_class = ExpertsMLP
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Map (B, T, width) to (B, T, width), and the balance loss of each sequence (B,)."""
+        """Map (B, T, width) to (B, T, width), and the losses of each token (B, T)."""
         x = x + self.attention(self.attention_norm(x))
-        mixed, balance = self.mlp(self.mlp_norm(x))
-        return x + mixed, balance
+        mixed, losses = self.mlp(self.mlp_norm(x))
+        return x + mixed, losses
 
 
 class MixtureGPT(GPT):
@@ -177,16 +206,16 @@ class MixtureGPT(GPT):
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__(config)
-        self.balance = config.balance
+        self.with_losses = bool(config.balance or config.z_loss)
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return the logits (B, T, vocabulary); with a balance loss also its weighted sum over the blocks (B,)."""
+        """Return the logits (B, T, vocabulary); with losses also their sum over the blocks (B, T)."""
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(tokens.size(1), device=tokens.device))
         x, losses = self.dropout(x), []
         for block in self.blocks:
-            x, balance = block(x)
-            losses.append(balance)
+            x, added = block(x)
+            losses.append(added)
         logits: Tensor = self.head(self.norm(x))
-        return (logits, self.balance * torch.stack(losses).sum(0)) if self.balance else logits
+        return (logits, torch.stack(losses).sum(0)) if self.with_losses else logits

@@ -26,7 +26,7 @@ from torch import Tensor, nn, optim
 
 from meshwise.comm.api.world import Work
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.engine_protocol import Engine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 
@@ -271,7 +271,10 @@ class Replicas:
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. A round
         of a scheme with other outer state begins anew."""
-        self._restart_exchanges()
+        for _, work, sent in self._in_flight.values():
+            for pending in (work, *(one.work for one in sent)):
+                pending.wait()
+        self._in_flight.clear()
         fits = saved is not None and saved["state"] == list(self.scheme.state_names)
         if saved is None or not fits or len(saved["counts"][0]) != self.scheme.fragments:
             self._restart()
@@ -287,13 +290,6 @@ class Replicas:
             ]
             total = torch.tensor([weight], dtype=torch.float64, device=self._world.device)
             self._in_flight[int(fragment)] = total, Work(), sent
-
-    def _restart_exchanges(self) -> None:
-        for _, work, sent in self._in_flight.values():
-            work.wait()
-            for one in sent:
-                one.work.wait()
-        self._in_flight.clear()
 
 
 def _master(bucket: Bucket) -> Tensor:

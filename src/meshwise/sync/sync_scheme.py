@@ -136,14 +136,8 @@ class SyncScheme:
     """Share of a replica's own parameters that it keeps when the agreed parameters are applied: 0 to below 1."""
 
     def __post_init__(self) -> None:
-        for key, least in (
-            ("every", 1),
-            ("after", 0),
-            ("group", 0),
-            ("group_every", 1),
-            ("fragments", 1),
-            ("delay", 0),
-        ):
+        smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0}
+        for key, least in smallest.items():
             if type(value := getattr(self, key)) is not int or value < least:
                 raise ValueError(
                     f"sync: {key}={value!r} is not a whole number of at least {least}; write {key}={least}"

@@ -26,6 +26,7 @@ byte (0 … 255). A zero byte precedes every text file, so that a model learns w
 share the memory of the mapped file. The file's name is a hash of the paths, sizes and modification times of the texts.
 The file is built under a lock, and appears when it is complete. `digest` hashes parts of it."""
 
+import contextlib
 import fcntl
 import functools
 import glob
@@ -49,6 +50,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import take_rows
 from meshwise.comm.api.streams import gpu_count
+from meshwise.model.forward import Forward
 from meshwise.train.console_output import counted
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.objects_by_name import bind, locate
@@ -67,23 +69,27 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
 
     names: text files, folders (with all files in them that are not hidden), globs, or `python-stdlib`. Raises JobError
     for a name without files, an unreadable file, empty texts, or a cache that cannot be written."""
-    try:
-        files = [path for name in names for path in _files(name)]
+    with cache_errors(cache):
+        files = [path for name in names for path in text_files(name, key="data.files")]
         stats = [(path, path.stat()) for path in files]
         if not any(stat.st_size for _, stat in stats):
             raise JobError(f"data.files = {list(names)}: all {len(files)} files are empty")
         inputs = "\n".join(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
         target = cache / f"bytes-{hashlib.sha256(inputs.encode()).hexdigest()[:32]}.bin"
-        if not target.exists():
-            cache.mkdir(parents=True, exist_ok=True)
-            _build(files, target)
+        return build_once(target, write=functools.partial(_join, files))
+
+
+@contextlib.contextmanager
+def cache_errors(cache: Path) -> Iterator[None]:
+    """Turn an OSError inside into a JobError: of the folder `cache`, or else of the data that are read."""
+    try:
+        yield
     except OSError as error:
         at = Path(error.filename or cache)
         if at.is_relative_to(cache) or cache.is_relative_to(at):
             hint = "name a folder that is writable and has room, as in --data.cache /tmp/meshwise-data"
             raise JobError(f"data: cannot keep the text in {cache}: {error.strerror}; {hint}") from error
         raise JobError(f"data: cannot read the text: {error.strerror}: {at}") from error
-    return target
 
 
 def open_tokens(path: Path) -> NDArray[np.uint8]:
@@ -110,13 +116,16 @@ def default_cache() -> Path:
         ) from error
 
 
-def _build(files: Sequence[Path], target: Path) -> None:
-    """Write the token file, unless another process has written it during the wait for the lock."""
+def build_once(target: Path, *, write: Callable[[Path], None]) -> Path:
+    """Return the path of a cached file; `write` it if it is missing, unless another process does so meanwhile."""
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
-            return
-        write_whole(target, write=functools.partial(_join, files), aside=target.with_suffix(".partial"))
+        if not target.exists():
+            write_whole(target, write=write, aside=target.with_suffix(".partial"))
+    return target
 
 
 def _join(files: Sequence[Path], into: Path) -> None:
@@ -127,8 +136,8 @@ def _join(files: Sequence[Path], into: Path) -> None:
                 shutil.copyfileobj(text, out)
 
 
-def _files(name: str) -> Iterator[Path]:
-    """Yield the text files that a name in `data.files` means, sorted. Raises JobError when there are none."""
+def text_files(name: str, *, key: str) -> Iterator[Path]:
+    """Yield the files that a name in the job's `key` means, sorted. Raises JobError when there are none."""
     if name == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         found = [path for path in folder.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(folder).parts)]
@@ -141,7 +150,7 @@ def _files(name: str) -> Iterator[Path]:
         matches = glob.glob(name, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         found = [path for path in map(Path, matches) if path.is_file()]
     if not found:
-        raise JobError(f"data.files: {name!r} is neither a file, a folder with files nor a glob that matches files")
+        raise JobError(f"{key}: {name!r} is neither a file, a folder with files nor a glob that matches files")
     yield from sorted(found)
 
 
@@ -203,13 +212,17 @@ class RunData:
     | validation   map-style dataset for the validation; None without one
     | summary      one line about the data, for the user
     | text         True if the samples are `TextDataset`'s pairs of byte windows
-    | content      text that a resumed run compares: size and digest of a text, or a dataset's number of samples"""
+    | content      text that a resumed run compares: size and digest of a text, or a dataset's number of samples
+    | forward      function of a model and a batch that calls the model; None: `default_forward`
+    | largest      largest token of rows of tokens; None for other data"""
 
     train: Dataset[Any]
     validation: Dataset[Any] | None
     summary: str
     text: bool
     content: str
+    forward: Forward | None = None
+    largest: int | None = None
 
 
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -253,9 +266,15 @@ class DatasetPart(Dataset[Any]):
         return self._dataset[self._order.indices(number, stop=number + 1)[0]]
 
 
-def load_data(job: DataJob) -> RunData:
-    """Return the datasets of a job. Writes text into the cache, as a token file. Raises JobError for too few data."""
-    return _load_text(job) if job.dataset is None else _load_dataset(job)
+def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:
+    """Return the datasets of a job. Writes text into the cache, as a token file. Raises JobError for too few data.
+
+    `made`: the dataset of the job, if it has been loaded already."""
+    if made is None and (job.pack or job.tokenizer):
+        raise JobError(
+            'data.pack and data.tokenizer are for records; add data.dataset = "json:FILES", or leave them out'
+        )
+    return _load_text(job) if job.dataset is None else _load_dataset(job, made)
 
 
 def length(dataset: Dataset[Any]) -> int:
@@ -330,9 +349,9 @@ def _load_text(job: DataJob) -> RunData:
     return RunData(train, validation, f"{summary} of {counted(job.context, of='byte')}", text=True, content=content)
 
 
-def _load_dataset(job: DataJob) -> RunData:
+def _load_dataset(job: DataJob, made: Dataset[Any] | None) -> RunData:
     assert job.dataset is not None
-    made = bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
+    made = made or bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
     train, validation = made if isinstance(made, tuple) else (made, None)
     for part in (train, *([] if validation is None else [validation])):
         if not isinstance(part, Dataset) or isinstance(part, IterableDataset):

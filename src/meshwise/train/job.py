@@ -57,6 +57,10 @@ Arguments: TypeAlias = Annotated[
 ]
 """Keyword arguments by name, for a function that the job names; as a flag `name=value name=value …`."""
 
+HUB = "hf:"
+"""Begin of a name that means a folder of Hugging Face, or a name of its hub."""
+ROW_KINDS = ("json:", "parquet:", "datasets:")
+"""Begins of `data.dataset` for records that a tokenizer turns into rows of tokens."""
 DTYPES = ("float32", "float64")
 """Values of `train.dtype`: element types of the parameters."""
 
@@ -79,10 +83,13 @@ class ModelJob:
 
     name: str = "gpt"
     """`gpt`, `mixture`, `mlp`, or your own function (or nn.Module class) that builds the model:
-    `package.module:function` or `path/to/file.py:function`."""
+    `package.module:function` or `path/to/file.py:function`. `hf:FOLDER_OR_NAME`: a causal language model of
+    transformers, with its weights."""
     arguments: Arguments = field(default_factory=dict)
     """Keyword arguments of the model's function, as in `layers=4 heads=4`. Defaults for `gpt` and `mixture`: a
-    vocabulary of 256 and a context of `data.context`."""
+    vocabulary of 256 and a context of `data.context`. With `hf:` keys of its configuration; `dtype` is float32."""
+    lora: Arguments = field(default_factory=dict)
+    """With `hf:`, settings of peft.LoraConfig, as in `r=8 lora_alpha=16`: only these adapters are trained."""
     tensor_rules: Arguments = field(default_factory=dict)
     """With tp: the role in tensor parallelism of modules whose names match a pattern, where it is not detected:
     `blocks.*.up=colwise blocks.*.down=rowwise`. See docs/tensor.md."""
@@ -112,9 +119,17 @@ class DataJob:
     of Python's standard library, which every machine with Python has."""
     dataset: str | None = None
     """In place of `files`: a function `package.module:function` or `path/to/file.py:function`. It returns a map-style
-    torch Dataset, or a pair of Datasets (training, validation)."""
+    torch Dataset, or a pair of Datasets (training, validation). `json:FILES`, `parquet:FILES` (with globs) or
+    `datasets:FOLDER`: records with `text`, `prompt` and `completion`, or `messages`. See docs/fine_tuning.md."""
     arguments: Arguments = field(default_factory=dict)
-    """Keyword arguments of the `dataset` function."""
+    """Keyword arguments of the `dataset` function. With records, other names of their fields: `text=content`."""
+    tokenizer: str | None = None
+    """With records: the folder or hub name of a tokenizer, `hf:FOLDER_OR_NAME`. Default: of the `hf:` model."""
+    pack: bool = False
+    """With records: fill rows of `context` tokens with several records, which do not attend to each other; otherwise
+    each record is a row, padded to `context` tokens."""
+    overlong: Literal["truncate", "drop", "split"] = "truncate"
+    """What happens to a record of more than `context` tokens; `split` makes several parts of it."""
     context: int = 256
     """Tokens of text in one sample."""
     validation: float = 0.05
@@ -123,6 +138,11 @@ class DataJob:
     """Processes per rank that read ahead; 0: the rank itself reads, which is fast enough for text."""
     cache: str | None = None
     """Folder for the file of tokens, made from the text. Default: `meshwise` in $XDG_CACHE_HOME or in ~/.cache."""
+
+    @property
+    def has_records(self) -> bool:
+        """True if `dataset` names records that a tokenizer turns into rows of tokens."""
+        return (self.dataset or "").startswith(ROW_KINDS)
 
     def __post_init__(self) -> None:
         _least("data.context", self.context, 1)
@@ -219,6 +239,8 @@ class TrainJob:
     """Seed of the initial parameters and of the order of samples."""
     clip_norm: float | None = None
     """Gradients with a larger norm over all parameters are scaled down to this norm. Default: no clipping."""
+    expert_bias_rate: float = 0.0
+    """Rate at which each step moves the biases of routers towards an even load of the experts (docs/experts.md)."""
     nonfinite: str = "raise"
     """What a gradient that is not finite does. `raise`: it ends the run. `skip:N`: the step is skipped, at most N steps
     in a row. `end`: as `raise`, but a faster update of parameters on CPU or disk tiers is allowed, during the backward

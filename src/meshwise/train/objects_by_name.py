@@ -20,13 +20,14 @@ from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
 from meshwise.model.full_parameter_access import WholeParameters
 from meshwise.model.parameter_table import ParameterOptions
-from meshwise.optim.flat_optimizer import flat_optimizer, needs_whole
+from meshwise.optim.flat_optimizer import build_optimizer, needs_whole
 from meshwise.optim.large_batch_optimizers import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags_and_toml import flags_of, parse_flags
-from meshwise.train.job import Job, JobError, OptimizerJob
+from meshwise.train.job import HUB, Job, JobError, OptimizerJob
+from meshwise.train.pretrained_model import pretrained_model
 
 BYTE_VALUES = 256
 """Number of values of a byte: the smallest vocabulary of a text model."""
@@ -42,6 +43,14 @@ def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor,
     return torch.square(output - target).sum(), target.numel()
 
 
+def answer_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy in nats, summed over the tokens with a target, and their number: two scalar tensors.
+
+    `output`: logits (batch, tokens, vocabulary), or an output of transformers that has them."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    return next_token_loss(logits, (batch["input_ids"], batch["targets"]))
+
+
 LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "balanced": balanced_loss, "mse": mean_squared_error}
 """Losses that a job can name without a module."""
 
@@ -55,37 +64,38 @@ _MODELS: Mapping[str, tuple[Callable[[Any], nn.Module], type]] = {
 
 def model_function(job: Job) -> Callable[[], nn.Module]:
     """Return a function without arguments that builds the model of a job. Raises JobError for a wrong model name."""
+    if job.model.lora and not job.model.name.startswith(HUB):
+        raise JobError(f'model.lora needs model.name = "hf:FOLDER", not {job.model.name!r}; call peft in your function')
     if job.model.name in _MODELS:
         build: Callable[[], nn.Module] = partial(_MODELS[job.model.name][0], _configuration(job))
+    elif job.model.name.startswith(HUB):
+        build = pretrained_model(job.model)
     elif ":" in job.model.name:
         build = bind(locate(job.model.name, key="model.name"), arguments=job.model.arguments, key="model.arguments")
     else:
         raise JobError(
-            f"model.name = {job.model.name!r} is neither 'gpt', 'mixture', 'mlp' nor a 'module:function' of your own"
+            f"model.name = {job.model.name!r} is neither 'gpt', 'mixture', 'mlp' nor a 'module:function' nor hf:FOLDER"
         )
     dtype = job.train.dtype
     return build if dtype is None else lambda: build().to(getattr(torch, dtype))
 
 
 def check_text(job: Job) -> None:
-    """Raise JobError when the model is a reference GPT with too small a vocabulary or context for the text."""
+    """Raise JobError when the model needs tokens, or is a GPT with too small a vocabulary or context for the text."""
+    if job.model.name.startswith(HUB):
+        raise JobError(f'model.name = {job.model.name!r} cannot read bytes of text; data.dataset = "json:train.jsonl"')
     if job.model.name not in ("gpt", "mixture"):
         return
-    shape = _configuration(job)
-    if shape.vocabulary < BYTE_VALUES:
-        raise JobError(
-            f"model.arguments of {job.model.name}: vocabulary={shape.vocabulary} is less than {BYTE_VALUES}, the "
-            "number of tokens of text; leave it out"
-        )
-    if shape.context < job.data.context:
-        raise JobError(
-            f"model.arguments of {job.model.name}: context={shape.context} is less than data.context = "
-            f"{job.data.context}, the bytes of a sample; leave it out"
-        )
+    shape, name = _configuration(job), job.model.name
+    for key, least, what in (("vocabulary", BYTE_VALUES, ""), ("context", job.data.context, "data.context = ")):
+        if (value := getattr(shape, key)) < least:
+            raise JobError(f"model.arguments of {name}: {key}={value} is less than {what}{least}; leave it out")
 
 
 def loss_function(job: Job) -> Loss:
     """Return the loss function of a job. Raises JobError for an unknown name."""
+    if job.loss == "cross-entropy" and job.data.has_records:
+        return answer_loss
     if job.loss in LOSSES:
         return LOSSES[job.loss]
     if ":" not in job.loss:
@@ -163,7 +173,7 @@ def _tried_optimizer(
 def _trial(kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return an optimizer over one small matrix."""
     small = nn.Parameter(torch.zeros(1, 1))
-    return flat_optimizer(kind, groups={(): [small]}, logical=WholeParameters({"weight": small}), **arguments)
+    return build_optimizer(kind, groups=[{"params": [small]}], logical=WholeParameters({"weight": small}), **arguments)
 
 
 def locate(name: str, *, key: str) -> Callable[..., Any]:

@@ -26,9 +26,11 @@ from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.batch_and_lr import BatchSizes
 from meshwise.train.console_output import counted
 from meshwise.train.dataset import STDLIB, RunData, SampleOrder, length, load_data, read_batches
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import HUB, ROW_KINDS, Job, JobError
 from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer, optimizer_options
+from meshwise.train.pretrained_model import check_rows_fit
 from meshwise.train.run_events import logger_maker
+from meshwise.train.tuning_rows import load_rows
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Prepared:
         return Options(
             clip_norm=job.train.clip_norm,
             seed=job.train.seed,
+            expert_bias_rate=job.train.expert_bias_rate,
             nonfinite=job.train.nonfinite,
             noise=job.train.noise or job.train.auto_batch is not None,
             parameter_options=self.parameter_options,
@@ -66,6 +69,7 @@ class Prepared:
             cut=job.model.cut_options,
             sync=job.train.sync,
             example=example,
+            forward=self.data.forward,
         )
 
     def batches(self, count: int) -> Iterator[Any]:
@@ -106,9 +110,14 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
     if job.train.noise or job.train.auto_batch:
         sizes.check_parts(replicas * plan.microbatches, plan=plan)
     kind, arguments = optimizer(job.optimizer)
-    model, loss, data = model_function(job), loss_function(job), load_data(job.data)
+    job = with_tokenizer(job)
+    model, loss = model_function(job), loss_function(job)
+    data = load_rows(job.data) if job.data.has_records else load_data(job.data)
     if data.text:
         check_text(job)
+    if data.largest is not None:
+        module = shapes_of(model, seed=0).module
+        check_rows_fit(module, largest=data.largest, context=job.data.context, packed=job.data.pack)
     if sizes.most > (size := length(data.train)):
         raise JobError(
             f"{sizes.key} = {counted(sizes.most, of='sample')}, but the training data has only {size:,}: a step would "
@@ -133,10 +142,16 @@ def check_plan(prepared: Prepared) -> None:
     try:
         source = shapes_of(prepared.model, seed=job.train.seed)
         parallelize(source, job.plan, loss=prepared.loss, world=world, options=options).close()
-    except PlanError:
+    except (PlanError, JobError):
         raise
     except Exception:  # noqa: BLE001 - see above
         return
+
+
+def with_tokenizer(job: Job) -> Job:
+    """Return the job with the tokenizer of its `hf:` model, if it has records and names no tokenizer."""
+    known = job.data.tokenizer or not job.model.name.startswith(HUB) or not job.data.has_records
+    return job if known else dataclasses.replace(job, data=dataclasses.replace(job.data, tokenizer=job.model.name))
 
 
 def _absolute(job: Job) -> Job:
@@ -151,6 +166,7 @@ def _absolute(job: Job) -> Job:
         files=tuple(name if name == STDLIB else absolute(name) for name in job.data.files),
         dataset=job.data.dataset and _absolute_name(job.data.dataset),
         cache=job.data.cache and absolute(job.data.cache),
+        tokenizer=job.data.tokenizer and _absolute_name(job.data.tokenizer),
     )
     return dataclasses.replace(
         job,
@@ -167,6 +183,9 @@ def _absolute(job: Job) -> Job:
 
 
 def _absolute_name(name: str) -> str:
-    """Return `path/to/file.py:function` with an absolute path; any other name unchanged."""
+    """Return `path/to/file.py:function`, `json:FILES` or `hf:FOLDER` with an absolute path; other names unchanged."""
+    kind, colon, place = name.partition(":")
+    if f"{kind}:" in ROW_KINDS or (f"{kind}:" == HUB and Path(place).is_dir()):
+        return f"{kind}{colon}{Path(place).absolute()}"
     where, _, what = name.rpartition(":")
     return f"{Path(where).absolute()}:{what}" if where.endswith(".py") else name

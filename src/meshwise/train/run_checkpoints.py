@@ -135,8 +135,8 @@ def _resume_start(job: Job) -> RunStart:
         return RunStart(chosen=place)
     if is_pretrained(place):
         raise JobError(
-            f"train.resume = {resume!r} is a model in the layout of Hugging Face, without the state of a run; let the "
-            "function of model.name return AutoModelForCausalLM.from_pretrained(folder)"
+            f"train.resume = {resume!r} is a model in the layout of Hugging Face, without the state of a run; "
+            f'train from it with model.name = "hf:{resume}"'
         )
     root = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
     if not any(root.glob(f"*/{INDEX}")):

@@ -54,7 +54,7 @@ class OutputMeanSquares:
     @property
     def order(self) -> list[str]:
         """Names of the modules that ran, in the order in which they first finished: inner modules before outer ones."""
-        return list(self._elements)
+        return [name for name, count in self._elements.items() if count]
 
     def mean_squares(self, world: World | None = None) -> dict[str, float]:
         """Return the mean square of each module by name. With `world`, over all its ranks; every rank then calls it."""

@@ -33,7 +33,7 @@ from meshwise.model.forward import Loss, default_forward
 from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.torch_private import TorchDispatchMode
 from meshwise.precision.dtype_policy import LossScale, Precision
-from meshwise.testing.reference_run import ReferenceRun, difference, largest_magnitude, rounding_floor, whole
+from meshwise.testing import ReferenceRun, difference, largest_magnitude, rounding_floor, whole
 from meshwise.verify.output_mean_squares import OutputMeanSquares
 
 FLOAT64_BOUND = 1e-9
@@ -59,19 +59,6 @@ class TrialForward:
     drew: bool
     unknown: tuple[str, ...]
     pooled: str = ""
-
-
-def try_out(single: ReferenceRun, *, batch: Any) -> TrialForward:
-    """Run a batch forward twice, restore the buffers, and return the facts. Raises any error of model and loss."""
-    kept = {name: buffer.detach().clone() for name, buffer in single.model.named_buffers()}
-    with _Narrowest(single.model) as seen:
-        first = single.evaluate(batch)
-    second = single.evaluate(batch)
-    for name, buffer in single.model.named_buffers():
-        buffer.data.copy_(kept[name])
-    apart = abs(first - second) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
-    unknown = tuple(sorted(single.draws.unknown))
-    return TrialForward(seen.dtype, seen.where, apart or bool(unknown), single.draws.drew, unknown)
 
 
 class _Narrowest(TorchDispatchMode):
@@ -250,15 +237,19 @@ class VerificationInputs:
         pooled = [name for name, norm in batch_norms(single.model).items() if norm.training]
         if pooled and self.microbatches > 1:
             return dataclasses.replace(quietly.try_out(device), pooled=pooled[0])
-        trial = try_out(single, batch=next(self.converted()))
-        if not trial.random and not (self.local and trial.drew):
-            return trial
+        batch = next(self.converted())
+        with _Narrowest(single.model) as seen:
+            first = single.evaluate(batch)
+        apart = abs(first - single.evaluate(batch)) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
+        unknown, drew = tuple(sorted(single.draws.unknown)), single.draws.drew
+        if not (apart or unknown or (self.local and drew)):
+            return TrialForward(seen.dtype, seen.where, random=False, drew=drew, unknown=unknown)
         if self.evaluating:
             raise ValueError(
                 "the same batch gives two different losses, in eval mode too. To be compared, forward and loss must be "
                 "functions of the parameters and the batch: remove random numbers, or seed them from the batch"
             )
-        return dataclasses.replace(quietly.try_out(device), random=True, unknown=trial.unknown)
+        return dataclasses.replace(quietly.try_out(device), random=True, unknown=unknown)
 
     def coarsest(self, trial: TrialForward) -> torch.dtype:
         """Return the dtype with the largest rounding error: of the forward, or of summing or accumulating gradients."""

@@ -19,9 +19,8 @@ from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import precision_of
-from meshwise.verify.replayed_replicas import ReplayedSide
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, TrialForward, VerificationInputs
-from meshwise.verify.step_comparison import ReferenceSide, StepComparison, on_first_rank
+from meshwise.verify.step_comparison import ReferenceSide, ReplayedSide, StepComparison, on_first_rank
 from meshwise.verify.verification_report import SAME_MODEL, Divergence, Report
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from meshwise.base.text_format import align_columns
 from meshwise.verify.rounding_bounds import BoundedDifference
 
-Row = tuple[str, ...]
-"""Texts of the cells of a table's row."""
 SAME_MODEL = "the same model as one process"
 _LOOSE = 0.05
 """Relative bound above which errors that matter may be hidden."""
@@ -32,14 +30,14 @@ class ParameterFigures:
     value: BoundedDifference
 
     @property
-    def over(self) -> bool:
-        """True if the gradient or the value is over its bound."""
-        return self.value.over or (self.gradient is not None and self.gradient.over)
+    def figures(self) -> list[BoundedDifference]:
+        """The gradient, if there is one, and the value."""
+        return [self.value] if self.gradient is None else [self.gradient, self.value]
 
     @property
     def excess(self) -> float:
         """The larger excess of gradient and value, as a multiple of the bound."""
-        return max(self.value.excess, 0.0 if self.gradient is None else self.gradient.excess)
+        return max(figure.excess for figure in self.figures)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Report:
             advice = "this proves little: verify with precision=fp32, or in float64"
             warning = "" if loosest <= _LOOSE else f"; with so wide a bound {advice}"
             return f"{self.plan} is {self.same_as} ({found}{warning})"
-        over = sum(line.over for line in self.parameters)
+        over = sum(any(figure.over for figure in line.figures) for line in self.parameters)
         if self.undecided:
             return (
                 f"{self.plan} is undecided ({over} of {len(self.parameters)} parameters differ, and a router had a tie "
@@ -116,33 +114,20 @@ class Report:
             )
         return f"{self.plan} is NOT {self.same_as} ({over} of {len(self.parameters)} parameters differ)"
 
-    def step_rows(self) -> list[Row]:
+    def step_rows(self) -> list[tuple[str, ...]]:
         """Return the table of steps, header first: loss and gradient norm, each with its difference."""
-        header = ("step", "loss", "difference", "gradient norm", "difference")
-        return [
-            header,
-            *(
-                (str(i), f"{s.loss:.8g}", _cell(s.loss_apart), f"{s.grad_norm:.8g}", _cell(s.norm_apart))
-                for i, s in enumerate(self.steps, start=1)
-            ),
-        ]
+        rows: list[tuple[str, ...]] = [("step", "loss", "difference", "gradient norm", "difference")]
+        for i, s in enumerate(self.steps, start=1):
+            rows.append((str(i), f"{s.loss:.8g}", _cell(s.loss_apart), f"{s.grad_norm:.8g}", _cell(s.norm_apart)))
+        return rows
 
-    def parameter_rows(self, lines: Iterable[ParameterFigures] | None = None) -> list[Row]:
+    def parameter_rows(self, lines: Iterable[ParameterFigures] | None = None) -> list[tuple[str, ...]]:
         """Return the table of `lines`, by default all parameters, header first: largest differences and their steps."""
-        header = ("parameter", "gradient", "step", "value", "step")
-        return [
-            header,
-            *(
-                (
-                    line.name,
-                    "none" if line.gradient is None else _cell(line.gradient),
-                    "" if line.gradient is None else str(line.gradient.step),
-                    _cell(line.value),
-                    str(line.value.step),
-                )
-                for line in (self.parameters if lines is None else lines)
-            ),
-        ]
+        rows: list[tuple[str, ...]] = [("parameter", "gradient", "step", "value", "step")]
+        for line in self.parameters if lines is None else lines:
+            gradient = ("none", "") if line.gradient is None else (_cell(line.gradient), str(line.gradient.step))
+            rows.append((line.name, *gradient, _cell(line.value), str(line.value.step)))
+        return rows
 
     def __str__(self) -> str:
         parts = [self.verdict, self.setting, *self.notes]
@@ -152,9 +137,7 @@ class Report:
 
     def _figures(self) -> list[BoundedDifference]:
         figures = [figure for step in self.steps for figure in (step.loss_apart, step.norm_apart)]
-        for line in self.parameters:
-            figures += [line.value] if line.gradient is None else [line.gradient, line.value]
-        return figures
+        return figures + [figure for line in self.parameters for figure in line.figures]
 
 
 def _cell(figure: BoundedDifference) -> str:

@@ -31,7 +31,7 @@ from typing import TypeAlias
 from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
-from meshwise.model.find_mixtures import find_mixtures
+from meshwise.model.find_mixtures import find_mixtures, ruled_mixtures
 from meshwise.model.parameter_units import matches
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
@@ -49,6 +49,7 @@ Rules: TypeAlias = Mapping[str, str]
      "blocks.*.attention.scale": "inner grain=2",                split, but two neighbouring heads stay together
      "blocks.*.mlp.up": "colwise",
      "blocks.*.mlp.down": "rowwise",
+     "blocks.*.moe": "experts",                                  its ModuleList of experts, each called by the module
      "classifier": "whole"}"""
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -60,7 +61,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 """Names of the options that a rule may give with a role."""
 
 _BY_HAND = ("colwise", "rowwise", "single", "head", "embedding", "positions", "patches", "vector", "inner", "each_head")
-_ALLOWED = (*_BY_HAND, "norm", "attention", "whole")
+_ALLOWED = (*_BY_HAND, "norm", "attention", "experts", "whole")
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class _Found:
 
 
 def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
-    matched, mixtures, latents = _matched(module, rules), find_mixtures(module), latent_attentions(module)
+    matched, latents = _matched(module, rules), latent_attentions(module)
+    mixtures = {**find_mixtures(module), **ruled_mixtures(module, rules=rules)}
     given = {**{name: Rule("whole", {}) for name in (*mixtures, *latents)}, **matched}
     stated = {name: rule.role for name, rule in given.items()}
     declared = _declared(module, stated=stated)
@@ -182,7 +184,8 @@ def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
         names = [name for name in (*modules, *parameters) if matches(name, pattern=pattern)]
         if not names:
             raise ValueError(f"rule {pattern!r} matches no module and no parameter; {_near(pattern, modules[1:])}")
-        matched |= dict.fromkeys(names, rule)
+        if rule.role != "experts":  # see `ruled_mixtures`
+            matched |= dict.fromkeys(names, rule)
     return matched
 
 

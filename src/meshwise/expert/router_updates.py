@@ -1,0 +1,99 @@
+"""Update buffers of routers once a step, from the tokens that each expert got in the whole global batch.
+
+    | buffer (experts,)           after a step
+    | e_score_correction_bias     += rate · sign(mean count - count)     DeepSeek-V3, arXiv 2412.19437, section 2.1.2
+    | expert_shares               = count / sum of the counts            for a balance loss over the batch
+
+The counts of all micro-batches and ranks are summed by one all-reduce a step, for all layers of a rank together. Under
+tp all ranks count the same tokens. This factor is common to all experts, so it changes neither sign nor share."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.comm.api.world import World
+from meshwise.model.find_mixtures import find_mixtures
+from meshwise.model.torch_private import in_backward
+
+BIAS, SHARES = "e_score_correction_bias", "expert_shares"
+
+
+@dataclass(frozen=True)
+class _CountedMixture:
+    """Buffers of one router, and the pairs of a token and a choice that each expert got since the step began.
+
+    | counts   (experts + 1,), int64; the last one counts dropped pairs"""
+
+    router: nn.Module
+    keys: tuple[str, ...]
+    counts: Tensor
+
+
+class RouterUpdates:
+    """Updates of the routers of all mixtures in the modules that it follows."""
+
+    def __init__(self, *, rate: float, device: torch.device) -> None:
+        """`rate`: step of the bias; 0 leaves it as it is."""
+        self._rate = rate
+        self._device = device
+        self._mixtures: list[_CountedMixture] = []
+        self.counting: Callable[[], bool] = lambda: True
+        """Function that returns False while a forward runs whose rows do not count."""
+
+    def routers(self, module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+        """Yield the name of each module of experts, its router, and the names of the router's buffers to update.
+
+        A router is the module beside the experts, or the module around both, that has such a buffer."""
+        for name in find_mixtures(module):
+            for router in module.get_submodule(name.rpartition(".")[0]).modules():
+                keys = tuple(key for key in (SHARES, *[BIAS] * bool(self._rate)) if key in router._buffers)
+                if keys:
+                    yield name, router, keys
+
+    def check(self, module: nn.Module) -> None:
+        """Raise ValueError if the rate is below 0, or if there is a rate and no router of the model has a bias."""
+        if self._rate < 0:
+            raise ValueError(f"expert_bias_rate={self._rate} would move tokens to the busiest experts; give 0 or more")
+        if self._rate and not any(BIAS in keys for _, _, keys in self.routers(module)):
+            raise ValueError(
+                f"expert_bias_rate={self._rate}: no router of {type(module).__name__} has a buffer {BIAS}. Leave the "
+                "rate out, or register the buffer, of one element for each expert, in the router beside the experts"
+            )
+
+    def follow(self, module: nn.Module) -> None:
+        """Count the tokens of the module's mixtures, by hooks. Call it before the experts are divided."""
+        for name, router, keys in self.routers(module):
+            counts = torch.zeros(router.get_buffer(keys[0]).numel() + 1, dtype=torch.int64, device=self._device)
+            self._mixtures.append(_CountedMixture(router, keys, counts))
+
+            def count(experts: nn.Module, given: Any, named: Any, *, counts: Tensor = counts) -> None:
+                if experts.training and self.counting() and not in_backward():
+                    tensors = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
+                    index = next(each for each in tensors if not each.is_floating_point()).flatten()
+                    counts.index_add_(0, index, torch.ones_like(index))
+
+            module.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True)
+
+    def begin(self) -> None:
+        """Forget all counts, because a step begins."""
+        for each in self._mixtures:
+            each.counts.zero_()
+
+    @torch.no_grad()
+    def update(self, world: World | None = None) -> None:
+        """Update the buffers. `world`: the ranks of the step, which all call it."""
+        if not self._mixtures:
+            return
+        total = torch.cat([each.counts for each in self._mixtures])
+        if world is not None:
+            world.all_reduce(total, axes=world.mesh.others(["pp"])).wait()
+        for each, counted in zip(self._mixtures, total.split([len(one.counts) for one in self._mixtures]), strict=True):
+            counts = counted[:-1].double()
+            for key in each.keys:
+                buffer = each.router.get_buffer(key)
+                shares = torch.where(counts.sum() > 0, counts / counts.sum(), buffer.double().flatten())
+                moved = buffer.double().flatten() + self._rate * (counts.mean() - counts).sign()
+                buffer.copy_((shares if key == SHARES else moved).view_as(buffer))

@@ -1,0 +1,461 @@
+"""Test split models: run ranks, train under a plan and on one process, compare the figures, count the collectives.
+
+- `run` calls a function on N ranks, as threads or as processes
+- `outcome` trains under a plan, `alone` trains on one process in plain torch (`ReferenceRun`); both return all figures
+- `agree` raises `Disagreement` unless two such outcomes are equal up to a bound; `difference` compares two tensors
+- `count` counts the collectives of a block of code, to compare with a formula
+- `SavedForBackward` measures the bytes that a forward saves for its backward
+
+A whole test:
+
+    def main(world):
+        trainer = parallelize(build, "dp=4 zero=3", loss=loss, world=world, lr=1e-3)
+        return outcome(trainer, batches=batches)
+
+    agree(run(4, main)[0], alone(build, loss=loss, batches=batches, lr=1e-3), bound=1e-9)
+
+An outcome holds the figures to compare, by name: tensors and numbers in nested mappings and sequences.
+
+    {"loss": 2.31, "grad_norm": 0.8, "gradients": {"embed.weight": Tensor, …}, "parameters": {…}}
+
+Two outcomes agree when they hold the same names, and the relative difference of every pair of tensors is at most the
+bound.
+
+The project's own engine on one rank could make the same mistakes as on many ranks. So the reference (`ReferenceRun`) is
+the usual loop of plain torch:
+
+    | output = model(batch)
+    | total, count = loss(output, batch)          # over the whole global batch
+    | (total / count).backward()
+    | norm = clip_grad_norm_(parameters, …)       # torch's own
+    | optimizer.step()                            # torch's own, over the full tensors
+
+Three rules are the same as in the engine. A parameter that the loss did not reach has the gradient zero (torch's
+optimizers would skip it, and its weight decay). A parameter with a wider master is updated in the master, then rounded.
+Dropout is the same function of seed, step, sample and place.
+
+`difference` is the relative difference of two tensors, as `agree` and `verify` define it:
+
+    relative difference of a and b  =  max |a − b|  /  max(max |b|, floor)
+
+b is the trusted side. The full tensor has one scale. An element that is small by cancellation has the rounding error of
+its large terms, and an element-wise ratio would report this error as a difference.
+
+The floor is for tensors in which every element is small. An example is the bias of an attention's keys: softmax does
+not depend on it, so its gradient is zero. The computed gradient is only rounding, under any plan: about 1e-18 where
+other gradients are 1e-2. The tensors of one mapping or sequence, such as all gradients, are a family, and each number
+is its own family. A family gives the scale below which a tensor is rounding:
+
+    floor  =  max |b| of the family  ·  128 eps / bound
+
+In float64 with the bound 1e-9 the floor is 3e-5 of the family's largest element.
+
+Collectives and saved bytes are compared with formulas:
+
+    with world.record() as records:
+        trainer.step(batch)
+    count(records).check({"reduce_scatter[dp]": (2, 8 * psi), "all_gather[dp]": (2, 8 * psi), …})
+
+The name of a row is the kind and the axes, as a call record prints: `kind[axis·axis]`. Its value is (calls, bytes). The
+bytes are the payload of the whole collective as one rank sees it.
+
+    with SavedForBackward(model) as saved:
+        model(batch)
+    assert saved.bytes == layers * bytes_per_layer
+
+Peak memory of a process mixes activations with parameters, buffers and the allocator's cache. The saved bytes are exact
+and equal on every machine."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwise.attention.context_parallel import ContextParallel, token_rules, use_attend
+from meshwise.base.tensor_tree import map_tensors, row_count
+from meshwise.base.text_format import align_columns
+from meshwise.comm import run as run_processes
+from meshwise.comm.api.flight_recorder import CallRecord
+from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.engine.parallelize import Options
+from meshwise.engine.trainer import Trainer
+from meshwise.expert.router_updates import RouterUpdates
+from meshwise.model.deferred_init import build_with_values, install
+from meshwise.model.forward import Loss, call_loss, default_forward
+from meshwise.model.full_parameter_access import WholeParameters
+from meshwise.model.module_copy import copy_with_hooks
+from meshwise.model.parameter_table import matrices_decay, parameter_table
+from meshwise.model.random_draws import RandomDraws, SampleRows
+from meshwise.optim.flat_optimizer import default_options, needs_whole
+from meshwise.plan import Plan
+from meshwise.precision.dtype_policy import Precision, autocast_context, convert, hook_casts, widen_for_loss
+
+_ROUNDINGS = 128
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest difference of two tensors, relative as above, its index in the tensor, and both values there."""
+
+    relative: float = 0.0
+    index: tuple[int, ...] = ()
+    value: float = 0.0
+    expected: float = 0.0
+
+    def __str__(self) -> str:
+        where = f" at {list(self.index)}" if self.index else ""
+        return f"{self.relative:.1e}{where}: {self.value:.17g} and {self.expected:.17g}"
+
+
+def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Difference:
+    """Return the relative difference of two tensors of the same shape, computed in float64.
+
+    The difference is infinite for a NaN on either side, and for an infinity on one side only. If `expected` and `floor`
+    are zero, it is infinite for a value other than zero. Raises ValueError when the shapes differ."""
+    if value.shape != expected.shape:
+        raise ValueError(f"shape {tuple(value.shape)} cannot be compared with {tuple(expected.shape)}")
+    if not expected.numel():
+        return Difference()
+    theirs = expected.detach().double().reshape(-1)
+    ours = value.detach().to(theirs.device).double().reshape(-1)
+    furthest, at = (ours - theirs).abs_().max(dim=0)
+    if not furthest.isfinite():
+        apart = torch.where(ours == theirs, torch.zeros_like(theirs), (ours - theirs).abs())
+        furthest, at = apart.nan_to_num_(nan=math.inf, posinf=math.inf).max(dim=0)
+    largest, scale = float(furthest), max(largest_magnitude(theirs), floor)
+    relative = 0.0 if largest == 0 else largest / scale if 0 < scale < math.inf else math.inf
+    index = tuple(map(int, np.unravel_index(int(at), tuple(expected.shape))))
+    return Difference(relative, index, float(ours[at]), float(theirs[at]))
+
+
+def largest_magnitude(tensor: Tensor) -> float:
+    """Return the largest absolute value of a tensor: 0 when it is empty, infinity when it holds a NaN."""
+    if not tensor.numel():
+        return 0.0
+    largest = float(tensor.detach().abs().max())
+    return math.inf if math.isnan(largest) else largest
+
+
+def rounding_floor(largest: float, *, bound: float, dtype: torch.dtype) -> float:
+    """Return the scale below which a tensor is only rounding, in a family whose largest absolute value is `largest`."""
+    eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return largest * min(1.0, _ROUNDINGS * eps / bound) if bound > 0 and largest < math.inf else 0.0
+
+
+class ReferenceRun:
+    """Training of an unsplit model on one process, on the CPU or on `device`. Other arguments are as in `parallelize`.
+
+    A function as `model` gives the same initial parameters as under every plan with the same seed. A module is copied.
+    `masters`: the values that `optimizer` updates, by name: the trained parameters, or wider copies."""
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        *,
+        loss: Loss,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        options: Options | None = None,
+        device: torch.device | None = None,
+        **optimizer_arguments: Any,
+    ) -> None:
+        self._options = options or Options()
+        self._loss = loss
+        self._device = torch.device("cpu") if device is None else device
+        self.model = whole(model, seed=self._options.seed).to(self._device)
+        own = default_options(optimizer, module=self.model)
+        rule = self._options.parameter_options or own or matrices_decay
+        self._precision = self._options.precision or Precision()
+        unrounded = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        convert(self.model, precision=self._precision)
+        hook_casts(self.model, precision=self._precision)
+        self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.masters: dict[str, nn.Parameter] = {}
+        for name, p in self._trained.items():
+            dtype = self._precision.master_of(p.dtype)
+            self.masters[name] = p if p.dtype == dtype else nn.Parameter(unrounded[name].to(dtype))
+        groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self.masters.items()]
+        if needs_whole(optimizer):
+            optimizer_arguments["logical"] = WholeParameters(self.masters)
+        self.optimizer = optimizer(groups, **optimizer_arguments)
+        rules = token_rules(self._options.tensor_rules)
+        tokens = None
+        if rules:
+            one_rank = TraceWorld(rank=0, mesh=Plan().mesh(), device=self._device)
+            tokens = ContextParallel(Plan(), world=one_rank, rules=rules, dense=True)
+        self.draws = RandomDraws(self.model, seed=self._options.seed, tokens=None if tokens is None else tokens.mode)
+        if tokens is not None:
+            tokens.attention.draws = self.draws
+            tokens.install(self.model)
+        elif self._device.type == "cpu":
+            use_attend(self.model, flex_only=True)
+        self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
+        self._routers.follow(self.model)
+        self._steps = 0
+
+    def backward(self, batch: Any) -> tuple[float, float]:
+        """Run forward and backward of a global batch, and return the mean loss and its count. Replaces old gradients.
+
+        Raises ValueError when `loss` does not return (sum, count), or counts nothing."""
+        self.model.zero_grad()
+        self._routers.begin()
+        total, counted = self._run(batch)
+        with self.draws.running(SampleRows(0, row_count(batch)), again=True):
+            (total / counted).backward()
+        self._steps += 1
+        for name, parameter in self._trained.items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            self.masters[name].grad = gradient.to(self.masters[name].dtype)
+        return float(total.detach()) / counted, counted
+
+    def evaluate(self, batch: Any) -> float:
+        """Return the mean loss of a global batch, without gradients. Raises the errors of `backward`."""
+        with torch.no_grad():
+            total, counted = self._run(batch)
+        return float(total) / counted
+
+    def _run(self, batch: Any) -> tuple[Tensor, float]:
+        batch = map_tensors(lambda tensor: tensor.to(self._device), batch)
+        forward = self._options.forward or default_forward
+        self.draws.begin(self._steps)
+        with self.draws.running(SampleRows(0, row_count(batch))):
+            with autocast_context(self._precision, device=self._device):
+                output = forward(self.model, batch)
+            output = output if self._precision.computes is None else widen_for_loss(output)
+            total, count = call_loss(self.model, batch, forward=lambda _model, _batch: output, loss=self._loss)
+        if not float(count):
+            raise ValueError("the loss counted nothing in this batch: it returned a count of 0")
+        return total, float(count)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, gradient) of the trained parameters: unclipped before `update`, clipped after it."""
+        for name, parameter in self.masters.items():
+            assert parameter.grad is not None
+            yield name, parameter.grad
+
+    def update(self) -> float:
+        """Clip the gradients, update the parameters, and return the gradient norm before clipping."""
+        clip = self._options.clip_norm
+        norm = nn.utils.clip_grad_norm_(self.masters.values(), float("inf") if clip is None else clip)
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in self._trained.items():
+                parameter.copy_(self.masters[name])
+        self._routers.update()
+        return float(norm)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, value) of every parameter, frozen or not; a tied parameter once, under its first name."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+
+def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
+    """Return the model with all its values on the CPU, initialized as under every plan; a module is copied."""
+    source = build_with_values(copy_with_hooks(model) if isinstance(model, nn.Module) else model, seed=seed)
+    source.fill_buffers()
+    for row in parameter_table(source.module).rows:
+        install(source.module, row=row, tensor=source.full(row.name).detach().clone())
+    return source.module
+
+
+class RankRunner(Protocol):
+    """Protocol of an object that runs ranks in its own way, such as in processes that it reuses between calls."""
+
+    def run(self, size: int, main: Callable[..., Any], *, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call `main(world, *args)` on `size` ranks, and return the results by rank."""
+
+
+def run(
+    size: int,
+    main: Callable[..., Any],
+    *,
+    on: Literal["threads", "processes"] | RankRunner = "threads",
+    args: tuple[Any, ...] = (),
+) -> list[Any]:
+    """Call `main(world, *args)` on `size` ranks, and return the results by rank.
+
+    `on` is "threads" (starts in milliseconds, takes any callable), "processes" (starts in seconds; `main` must be at
+    the top level of a module, see `meshwise.run`), or a `RankRunner`. Raises the error of the first rank that failed,
+    with a note that names the rank, and ValueError for another `on`."""
+    if on == "threads":
+        return list(run_threads(size, main, args=args))
+    if on == "processes":
+        return run_processes(size, main, args=args)
+    if isinstance(on, str):
+        raise ValueError(  # noqa: TRY004 - the type is allowed, the value is not
+            f"on={on!r}: ranks run on 'threads', on 'processes', or on an object with a method `run`"
+        )
+    return on.run(size, main, args=args)
+
+
+Outcome: TypeAlias = Any
+"""Tensors and numbers in nested mappings and sequences; names are joined by ` · `."""
+_SHOWN = 8
+
+
+class Disagreement(AssertionError):
+    """Error for two outcomes that differ by more than the bound, or do not hold the same names and shapes."""
+
+
+def agree(parallel: Outcome, single: Outcome, *, bound: float) -> None:
+    """Check that `parallel` equals `single`, the trusted side, up to the relative difference `bound`, such as 1e-9.
+
+    Raises Disagreement with the names that only one side has. If there are none, it names the first tensor over the
+    bound, in the order of `single`, and the index of its largest difference. Raises TypeError for other values."""
+    ours, theirs = dict(_leaves(parallel)), dict(_leaves(single))
+    if ours.keys() != theirs.keys():
+        raise Disagreement(_names(ours, theirs))
+    families: dict[str, float] = {}
+    for name, (family, tensor) in theirs.items():
+        shapes = tuple(ours[name][1].shape), tuple(tensor.shape)
+        if shapes[0] != shapes[1]:
+            raise Disagreement(f"{name} has shape {shapes[0]} in parallel and {shapes[1]} alone")
+        families[family] = max(families.get(family, 0.0), largest_magnitude(tensor))
+    found: list[tuple[str, Difference]] = []
+    for name, (family, tensor) in theirs.items():
+        least = rounding_floor(families[family], bound=bound, dtype=tensor.dtype)
+        apart = difference(ours[name][1], tensor, floor=least)
+        if apart.relative > bound:
+            found.append((name, apart))
+    if found:
+        raise Disagreement(_report(found, bound, len(theirs)))
+
+
+def _leaves(outcome: Outcome, path: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, Tensor]]]:
+    """Yield (name, (name of its family, tensor)) for every tensor and number of an outcome."""
+    if isinstance(outcome, Tensor):
+        yield " · ".join(path), (" · ".join(path[:-1]), outcome)
+    elif isinstance(outcome, bool | int | float):
+        yield " · ".join(path), (" · ".join(path), torch.tensor(float(outcome), dtype=torch.float64))
+    elif isinstance(outcome, Mapping):
+        for name, part in outcome.items():
+            yield from _leaves(part, (*path, str(name)))
+    elif isinstance(outcome, Sequence) and not isinstance(outcome, str):
+        for index, part in enumerate(outcome):
+            yield from _leaves(part, (*path, str(index)))
+    else:
+        raise TypeError(
+            f"{' · '.join(path) or 'the outcome'} is a {type(outcome).__name__}; an outcome holds tensors "
+            "and numbers, in mappings and sequences"
+        )
+
+
+def _names(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    missing = [name for name in theirs if name not in ours]
+    extra = [name for name in ours if name not in theirs]
+    lines = [
+        f"  {side}: {', '.join(names[:_SHOWN])}{' …' if len(names) > _SHOWN else ''}"
+        for side, names in (("only alone", missing), ("only in parallel", extra))
+        if names
+    ]
+    return "\n".join(["the two outcomes do not hold the same tensors", *lines])
+
+
+def _report(found: list[tuple[str, Difference]], bound: float, compared: int) -> str:
+    name, first = found[0]
+    width = max(len(name) for name, _ in found[:_SHOWN])
+    where = f" at {list(first.index)}" if first.index else ""
+    lines = [
+        f"{name}: relative difference {first.relative:.3g}, bound {bound:.3g}",
+        f"  {first.value:.17g} in parallel and {first.expected:.17g} alone{where}",
+        f"  {len(found)} of {compared} tensors differ, the first of them:",
+        *(f"    {name:<{width}}  {apart.relative:.3g}" for name, apart in found[:_SHOWN]),
+    ]
+    return "\n".join(lines)
+
+
+RecordedSteps: TypeAlias = list[dict[str, Any]]
+"""Figures of each step: `loss` (mean), `grad_norm` (before clipping), `tokens` (count of the loss), and `gradients` and
+`parameters` (full tensors by name, copied to the CPU)."""
+
+
+def outcome(trainer: Trainer, *, batches: Iterable[Any]) -> RecordedSteps:
+    """Train one step on each global batch under a plan, and return the figures of every step, equal on every rank.
+
+    Every rank calls it. The gradients of the mean loss are not clipped."""
+    steps: RecordedSteps = []
+    for batch in batches:
+        result = trainer.step(batch)
+        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "tokens": result.tokens}
+        gradients, parameters = _copies(trainer.full_gradients()), _copies(trainer.full_parameters())
+        steps.append({**figures, "gradients": gradients, "parameters": parameters})
+    return steps
+
+
+def alone(
+    model: nn.Module | Callable[[], nn.Module], *, loss: Loss, batches: Iterable[Any], **training: Any
+) -> RecordedSteps:
+    """Train one step on each global batch with a `ReferenceRun`, and return the figures that `outcome` returns.
+
+    `training`: the optimizer, its arguments and the options, as in `parallelize`. Gradients are unclipped."""
+    single = ReferenceRun(model, loss=loss, **training)
+    steps: RecordedSteps = []
+    for batch in batches:
+        mean, tokens = single.backward(batch)
+        gradients = _copies(single.gradients())
+        figures = {"loss": mean, "grad_norm": single.update(), "tokens": tokens}
+        steps.append({**figures, "gradients": gradients, "parameters": _copies(single.parameters())})
+    return steps
+
+
+def _copies(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in named}
+
+
+class Counts(dict[str, tuple[int, int]]):
+    """Collectives of one rank: (calls, bytes) by `kind[axes]`. Prints as a table."""
+
+    def __repr__(self) -> str:
+        rows = [(name, f"{calls:,}", f"{size:,}") for name, (calls, size) in self.items()]
+        return align_columns([("", "calls", "bytes"), *rows])
+
+    def check(self, expected: Mapping[str, tuple[int, int]]) -> None:
+        """Raise AssertionError, with both tables side by side, unless the rows equal `expected`."""
+        if self == expected:
+            return
+        lines = [("", "calls", "expected", "bytes", "expected", "")]
+        for name in sorted({*self, *expected}):
+            here, there = self.get(name, (0, 0)), expected.get(name, (0, 0))
+            mark = "" if here == there else "←"
+            lines.append((name, f"{here[0]:,}", f"{there[0]:,}", f"{here[1]:,}", f"{there[1]:,}", mark))
+        raise AssertionError(f"the collectives are not the expected ones\n{align_columns(lines)}")
+
+
+def count(records: Iterable[CallRecord]) -> Counts:
+    """Return the calls and bytes of one rank's recorded collectives, by kind and axes in alphabetical order."""
+    rows: dict[str, tuple[int, int]] = {}
+    for record in records:
+        name = f"{record.kind}[{'·'.join(record.axes)}]"
+        calls, size = rows.get(name, (0, 0))
+        rows[name] = (calls + 1, size + record.bytes)
+    return Counts(sorted(rows.items()))
+
+
+class SavedForBackward(saved_tensors_hooks):
+    """Context manager that measures the bytes that autograd saves inside it, without the parameters of `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._kept: dict[int, Tensor] = {}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes saved so far: the sum of the sizes of all storages, each counted once."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+
+    def __enter__(self) -> "SavedForBackward":  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in self._parameters:
+            self._kept.setdefault(place, tensor)
+        return tensor

@@ -1,0 +1,115 @@
+"""Test that the buffers of routers are updated once a step from the tokens of the whole batch, under every plan."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from expert.mixtures_of_transformers import batches as tokens_of_transformers
+from expert.mixtures_of_transformers import build as deepseek
+from expert.mixtures_of_transformers import check, settings
+from expert.test_agreement import build, loss
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.plan import Plan, PlanError
+from meshwise.reference import GPT, GPTConfig
+from meshwise.testing import agree, run
+
+RATE = 0.02
+PLANS = ("dp=1", "dp=4 ep=2 microbatches=3", "dp=2 tp=2 ep=4 zero=3 recompute=full", "pp=2 dp=2 ep=2 microbatches=2")
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Return batches of 7 and of 1 row: with the second one most ranks run a spare row."""
+    tokens = torch.randint(16, (8, 5), generator=torch.Generator().manual_seed(2))
+    return [(rows[:, :-1], rows[:, 1:]) for rows in (tokens[:7], tokens[7:])]
+
+
+def trainer_of(world: World, plan: str, kind: str, rate: float = RATE) -> Trainer:
+    options = Options(expert_bias_rate=rate, example=batches()[0])
+    return parallelize(
+        functools.partial(build, kind, tied=False), plan, world=world, loss=loss, options=options, lr=0.1
+    )
+
+
+def buffers(world: World, plan: str, kind: str, folder: Path | None) -> dict[str, Tensor]:
+    """Return the buffers after two steps, each with an evaluation before; with `folder`, of another trainer each."""
+    trainer = trainer_of(world, plan, kind)
+    for batch in batches():
+        trainer.evaluate([batches()[0]])
+        trainer.step(batch)
+        if folder is not None:
+            trainer.save(folder / f"{kind}-{plan}")
+            trainer.close()
+            trainer = trainer_of(world, plan, kind)
+            trainer.load(folder / f"{kind}-{plan}")
+    found = {name: value.clone() for name, value in trainer.full_buffers()}
+    trainer.close()
+    return found
+
+
+@functools.cache
+def counted(kind: str) -> dict[str, list[Tensor]]:
+    """Return the tokens of each expert by layer, in two steps on one process, counted at the output of the router."""
+    counts: dict[str, list[Tensor]] = {}
+
+    def main(world: World) -> None:
+        trainer = trainer_of(world, "dp=1", kind)
+        for name, module in trainer.model.named_modules():
+            if name.endswith("router"):
+                count = lambda _module, _given, out, name=name: counts.setdefault(name, []).append(  # noqa: E731
+                    out[0].flatten().bincount(minlength=4)
+                )
+                module.register_forward_hook(count)
+        for batch in batches():
+            trainer.step(batch)
+
+    run(1, main)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["biased", "balance over the batch"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_buffers_follow_the_load_of_the_whole_batch(kind: str, plan: str, tmp_path: Path) -> None:
+    folder = tmp_path if plan == PLANS[1] else None
+    for found in run(Plan.parse(plan).mesh().size, buffers, args=(plan, kind, folder)):
+        for name, (first, second) in counted(kind).items():
+            bias = sum(RATE * (load.double().mean() - load).sign() for load in (first, second))
+            agree(found[f"{name}.e_score_correction_bias"], bias, bound=1e-12)
+            if kind != "biased":
+                agree(found[f"{name}.expert_shares"], second.double() / second.sum(), bound=1e-12)
+
+
+def test_biases_of_a_model_of_transformers_move_and_a_skipped_step_leaves_them() -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+    given = {**settings(), "options": replace(settings()["options"], expert_bias_rate=RATE, nonfinite="skip:1")}
+    check(deepseek("DeepseekV3"), "dp=4 ep=2 microbatches=2", given=lambda: given)
+
+    def main(world: World) -> None:
+        own = deepseek("DeepseekV3")
+        trainer = parallelize(own, "dp=2 ep=2", world=world, **given)
+        trainer.step(tokens_of_transformers()[0])
+        biases = {name: buffer.clone() for name, buffer in own.named_buffers() if name.endswith("bias")}
+        assert all(bias.abs().max() == RATE for bias in biases.values())
+        own.get_parameter("model.norm.weight").detach()[0] = float("nan")
+        assert trainer.step(tokens_of_transformers()[0]).skipped
+        assert all(own.get_buffer(name).equal(bias) for name, bias in biases.items())
+        assert biases
+
+    run(2, main)
+
+
+def test_a_rate_without_a_bias_and_replicas_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match="no router of GPT has a buffer e_score_correction_bias"):
+        run(1, lambda world: parallelize(plain, "dp=1", world=world, loss=loss, options=Options(expert_bias_rate=RATE)))
+    message = "expert_shares of the router beside blocks.0.mlp.experts .*use sync=step"
+    with pytest.raises(PlanError, match=message):
+        run(2, lambda world: trainer_of(world, "dp=2 sync=local every=2", "balance over the batch", rate=0.0))
+
+
+def plain() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=16, context=4, layers=1, heads=1, width=4))
