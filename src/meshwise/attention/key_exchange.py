@@ -27,9 +27,9 @@ TOKENS = 2
 class _Exchange:
     """Ranks along one axis, and the positions of the keys of each.
 
-    Each exchange has two functions of `own`, keys and values of this rank, (samples, kv heads, tokens, features):
-    `blocks` yields the positions and the tensor of each block, and `backward` returns the gradient of `own`, summed
-    over all ranks, where `gradient` is called for each block."""
+    Each exchange has two functions of `own`, this rank's keys and values (samples, kv heads, tokens, features).
+    `blocks` yields the positions and the tensor of each block. `backward` calls `gradient` for each block, and returns
+    the gradient of `own`, summed over all ranks."""
 
     world: World
     axis: str
