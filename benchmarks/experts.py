@@ -1,18 +1,30 @@
-"""Steps of a mixture of experts on four processes: its experts divided, beside the same model under other plans.
+"""Steps of a mixture of experts on four processes: its experts divided, beside other plans and beside transformers.
 
     python benchmarks/experts.py --rounds 15
 
-A GPT of 4 blocks with 16 experts each, top-2, in fp32. All plans run in one set of processes, in turns of one step, in
-alternating order. The time of a step is that of the slowest rank, from a barrier on. A ratio is the median over the
-turns, with quartiles. Bytes of parameters are those of rank 0."""
+Two models with 4 blocks of 16 experts, top-2, in fp32: the reference GPT, and Mixtral of transformers. Mixtral also
+runs by transformers' own expert parallelism (`DistributedConfig(fsdp_size=4, ep_size=4)`, all-to-all over gloo) and its
+own FSDP2. All contestants of a model run in one set of processes, in turns of one step, in alternating order. The time
+of a step is that of the slowest rank, from a barrier on. A ratio is the median over the turns, with quartiles. Bytes of
+parameters are those of rank 0."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import meshwise as mw
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
@@ -20,9 +32,18 @@ from peer_table import machine
 
 PLANS = ("dp=4 ep=4", "dp=4 ep=2", "dp=4", "dp=4 zero=1 ep=4", "dp=4 zero=3", "dp=4 zero=3 ep=4")
 SHAPE = MixtureConfig(layers=4, width=128, heads=4, vocabulary=256, context=128, experts=16, choices=2)
-ROWS = 16
+MIXTRAL: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 256, "num_local_experts": 16, "num_experts_per_tok": 2,
+}  # fmt: skip
+OF_MIXTRAL = ("dp=4 ep=4", "dp=4 zero=3 ep=4", "dp=4 zero=3")
+PEERS = {"transformers, fsdp_size=4 ep_size=4": 4, "transformers, fsdp_size=4": 1}
+"""Contestants with transformers' own parallelism, and their `ep_size`."""
+ROWS, RANKS = 16, 4
 Found = dict[str, tuple[list[float], int]]
-"""By plan: seconds of its steps, and bytes of parameters on rank 0."""
+"""By contestant: seconds of its steps, and bytes of parameters on rank 0."""
+Contestant = tuple[Callable[[], object], int]
+"""Function that trains one step, and bytes of parameters on this rank."""
 
 
 def main() -> None:
@@ -30,48 +51,88 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    print(markdown(mw.run(4, measure, args=(arguments.rounds,))[0]))
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL)).save_pretrained(f"{folder}/model")
+        for model, kind in (("reference GPT", reference), ("Mixtral", mixtral)):
+            found = mw.run(RANKS, measure, args=(kind, folder, arguments.rounds))[0]
+            print(markdown(model, found), flush=True)
 
 
-def measure(world: mw.World, rounds: int) -> Found:
-    """Run the steps of all plans in turns, and return their times: those of the slowest rank."""
+def measure(world: mw.World, kind: Callable[..., dict[str, Contestant]], folder: str, rounds: int) -> Found:
+    """Run the steps of all contestants in turns, and return their times: those of the slowest rank."""
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     tokens = torch.randint(0, 256, (ROWS, 129), generator=torch.Generator().manual_seed(1))
-    batch = tokens[:, :-1], tokens[:, 1:]
-    trainers = {
-        plan: mw.parallelize(lambda: MixtureGPT(SHAPE), plan, loss=next_token_loss, world=world, lr=1e-3)
-        for plan in PLANS
-    }
-    found: Found = {plan: ([], trainer.memory()["parameters"]) for plan, trainer in trainers.items()}
+    contestants = kind(world, (tokens[:, :-1], tokens[:, 1:]), folder)
+    found: Found = {name: ([], size) for name, (_, size) in contestants.items()}
     for turn in range(-2, rounds):
-        for plan in PLANS if turn % 2 else PLANS[::-1]:
+        for name in list(contestants)[:: 1 if turn % 2 else -1]:
             world.barrier()
             started = time.perf_counter()
-            trainers[plan].step(batch)
+            contestants[name][0]()
             seconds = max(world.exchange(time.perf_counter() - started))
             if turn >= 0:
-                found[plan][0].append(seconds)
-    for trainer in trainers.values():
-        trainer.close()
+                found[name][0].append(seconds)
     return found
 
 
-def markdown(found: Found) -> str:
-    """Return the table."""
-    first = found[PLANS[0]][0]
-    lines = ["| plan, four processes | step, s | ratio to the first (quartiles) | parameters of a rank, MB |"]
+def reference(world: mw.World, batch: tuple[Tensor, Tensor], _folder: str) -> dict[str, Contestant]:
+    """Return the plans of the reference model."""
+    return {plan: planned(lambda: MixtureGPT(SHAPE), plan, world, batch, mw.Options()) for plan in PLANS}
+
+
+def mixtral(world: mw.World, batch: tuple[Tensor, Tensor], folder: str) -> dict[str, Contestant]:
+    """Return the plans of Mixtral, and transformers' own parallelism; all from the same parameters."""
+    options = mw.Options(forward=lambda model, rows: model(rows[0], use_cache=False).logits)
+    path = Path(folder, "model")
+    found = {
+        plan: planned(transformers.MixtralForCausalLM.from_pretrained(path), plan, world, batch, options)
+        for plan in OF_MIXTRAL
+    }
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(RANKS)}
+    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=world.rank, world_size=RANKS)
+    start, stop = (ROWS // RANKS * number for number in (world.rank, world.rank + 1))
+    rows = batch[0][start:stop], batch[1][start:stop]
+    return found | {name: peer(path, experts, rows) for name, experts in PEERS.items()}
+
+
+def planned(model: Any, plan: str, world: mw.World, batch: tuple[Tensor, Tensor], options: mw.Options) -> Contestant:
+    """Return a step of meshwise."""
+    trainer = mw.parallelize(model, plan, loss=next_token_loss, world=world, options=options, lr=1e-3)
+    return lambda: trainer.step(batch), trainer.memory()["parameters"]
+
+
+def peer(path: Path, experts: int, rows: tuple[Tensor, Tensor]) -> Contestant:
+    """Return a step of transformers' own parallelism, with torch's AdamW; `rows`: those of this rank."""
+    config = DistributedConfig(fsdp_size=RANKS, ep_size=experts)
+    model: nn.Module = transformers.MixtralForCausalLM.from_pretrained(path, distributed_config=config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        logits = model(input_ids=rows[0], use_cache=False).logits
+        functional.cross_entropy(logits.flatten(0, 1), rows[1].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    own = (each.to_local() if isinstance(each, DTensor) else each for each in model.parameters())
+    return step, sum(each.numel() * each.itemsize for each in own)
+
+
+def markdown(model: str, found: Found) -> str:
+    """Return the table of a model."""
+    names = list(found)
+    first = found[names[0]][0]
+    lines = [f"| {model}, four processes | step, s | ratio to the first (quartiles) | parameters of a rank, MB |"]
     lines.append("|---|--:|---|--:|")
-    for plan, (seconds, size) in found.items():
+    for name, (seconds, size) in found.items():
         ratios = [one / other for one, other in zip(seconds, first, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         lines.append(
-            f"| `{plan}` | {statistics.median(seconds):.3f} | {middle:.2f} ({low:.2f}-{high:.2f}) | {size / 1e6:.1f} |"
+            f"| {name} | {statistics.median(seconds):.3f} | {middle:.2f} ({low:.2f}-{high:.2f}) | {size / 1e6:.1f} |"
         )
     shape = f"{SHAPE.layers} blocks of {SHAPE.experts} experts, width {SHAPE.width}, {ROWS} x {SHAPE.context} tokens"
-    return (
-        "\n".join([*lines, "", f"- Machine: {machine()}; one thread a rank.", f"- {shape}, AdamW, {len(first)} turns."])
-        + "\n"
-    )
+    notes = ["", f"- Machine: {machine()}; one thread a rank.", f"- {shape}, AdamW, {len(first)} turns.", ""]
+    return "\n".join([*lines, *notes])
 
 
 if __name__ == "__main__":

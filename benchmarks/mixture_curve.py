@@ -2,7 +2,7 @@
 
     python benchmarks/mixture_curve.py --output docs/images/mixture_curve.png
 
-Each token goes to one of 8 experts that are as large as the dense MLP, so a token takes the same matrix products, and
+Each token goes to two of 8 experts that are half as large as the dense MLP, so a token takes the same arithmetic, and
 the router's (Fedus et al., arXiv 2101.03961). Biases of the router keep the load even. Both models train on the demo
 data with the optimizer, batches and seeds of examples/demo.toml, on one process. The curves go to a picture, and to a
 CSV file beside it: model, seed, step, loss."""
@@ -27,8 +27,8 @@ SIZES = ("layers=4", "width=96", "heads=4", "positions=rotary")
 MODELS = {
     "dense": ("--model.arguments", *SIZES),
     "8 experts": (
-        *("--model.name", "mixture", "--model.arguments", *SIZES, "experts=8", "choices=1", "routing=biased"),
-        *("--train.expert-bias-rate", "0.01"),
+        *("--model.name", "mixture", "--model.arguments", *SIZES, "experts=8", "choices=2"),
+        *("mlp_ratio=2", "routing=biased", "--train.expert-bias-rate", "0.001"),
     ),
 }
 Curve = dict[int, float]
@@ -85,8 +85,8 @@ def markdown(curves: dict[tuple[str, int], Curve]) -> str:
         lines.append(f"| {step} | " + " | ".join(f"{mean:.3f}" for mean in means) + " |")
     for seed in seeds:
         loss = list(curves["dense", seed].values())[-1]
-        step = reached(curves["8 experts", seed], loss)
-        lines.append(f"\nSeed {seed}: the mixture reaches the dense model's last loss, {loss:.3f}, at step {step:.0f}.")
+        at = reached(curves["8 experts", seed], loss)
+        lines.append(f"\nSeed {seed}: the mixture reaches the dense model's last loss, {loss:.3f}, at step {at:.0f}.")
     return "\n".join(lines)
 
 
@@ -95,8 +95,8 @@ def draw(curves: dict[tuple[str, int], Curve], *, output: Path) -> None:
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
     for (model, seed), curve in curves.items():
-        style = {"color": "C0" if model == "dense" else "C1", "linestyle": "-" if seed == 0 else "--"}
-        axes.plot(list(curve), list(curve.values()), label=f"{model}, seed {seed}", **style)
+        color, line = "C0" if model == "dense" else "C1", "-" if seed == 0 else "--"
+        axes.plot(list(curve), list(curve.values()), label=f"{model}, seed {seed}", color=color, linestyle=line)
     axes.set(xlabel="step", ylabel="validation loss, nats per byte", title="Equal arithmetic for each token")
     axes.legend()
     axes.grid(alpha=0.3)

@@ -37,7 +37,7 @@ def test_the_forms_of_experts_are_found() -> None:
         f"model.layers.{layer}.mlp.experts": Mixture(4, ("num_experts",)) for layer in (0, 1)
     }
     assert {mixture.form for mixture in find_mixtures(build("Llama4")).values()} == {"rows"}
-    assert {mixture.form for mixture in find_mixtures(build("Switch")).values()} == {"modules"}
+    assert {mixture.form for mixture in find_mixtures(build("Switch")).values()} == {"called"}
     assert find_mixtures(nn.TransformerEncoderLayer(4, 2)) == {}
 
 

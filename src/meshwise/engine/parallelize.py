@@ -193,7 +193,7 @@ def parallelize(
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
         scale = options.loss_scale if precision.needs_loss_scale else None
         setting.routers.counting = lambda: runner.counts
-        recipe = UpdateRecipe(options.clip_norm, nonfinite, precision, scale, options.noise, setting.routers)
+        recipe = UpdateRecipe(options.clip_norm, nonfinite, precision, setting.routers, scale, options.noise)
         trainer = Trainer(
             engine, runner=runner, plan=plan, recipe=recipe, optimizer=update, policy=policy, scheme=setting.scheme
         )

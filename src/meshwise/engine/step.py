@@ -159,8 +159,7 @@ class TrainingSteps:
         self._before.keep()
         if self._noise is not None:
             self._noise.begin()
-        if self._recipe.routers is not None:
-            self._recipe.routers.begin()
+        self._recipe.routers.begin()
         self.applied = False
         with first_step_of(self._world) if self._takes_shape else contextlib.nullcontext():
             try:
@@ -212,8 +211,7 @@ class TrainingSteps:
         if self._scale is not None:
             self._scale = self._scale.updated().expecting(totals.count)
         self._updating.apply(factor)
-        if self._recipe.routers is not None:
-            self._recipe.routers.update(self._world)
+        self._recipe.routers.update(self._world)
 
     @property
     def factor(self) -> float:

@@ -284,12 +284,12 @@ class UpdateRecipe:
     """Largest 2-norm of the gradient; a larger gradient is scaled down to it. None: never."""
     nonfinite: SkipPolicy
     precision: Precision
+    routers: RouterUpdates
+    """Updates of the routers' buffers after a step."""
     scale: LossScale | None = None
     """Loss scale of the first step; None for a precision without one."""
     noise: bool = False
     """True if each step measures its gradient noise."""
-    routers: RouterUpdates | None = None
-    """Updates of routers after a step; None without a mixture that has them."""
 
     @property
     def early(self) -> bool:

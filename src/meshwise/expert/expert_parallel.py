@@ -18,13 +18,12 @@ Both matrices may be stored the other way round, (experts, inputs, outputs)."""
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import all_tensors, map_tensors
@@ -60,7 +59,7 @@ def inner_split(experts: nn.Module, *, mixture: Mixture, name: str) -> InnerSpli
     Raises PlanError for experts with other parts, and where the sizes do not show which dim is the inner one."""
     own = dict(experts.named_parameters(recurse=False))
     matrices = {key: each for key, each in own.items() if each.dim() == 3}
-    if mixture.of_modules or len(own) < sum(1 for _ in experts.parameters()) or len(matrices) != 2:
+    if mixture.form == "called" or len(own) < sum(1 for _ in experts.parameters()) or len(matrices) != 2:
         raise PlanError(
             f"{name} ({type(experts).__name__}) has other parameters than two matrices for each expert, so etp cannot "
             "split it. Nearest that works: 'etp=1'"
@@ -298,18 +297,13 @@ class SplitExperts(nn.Module):
         given = (*rest, *named.values())
         index = next(each for each in given if isinstance(each, Tensor) and not each.is_floating_point())
         weights = next(each for each in given if isinstance(each, Tensor) and each.is_floating_point())
-        experts, (first, _) = self.sharding.mixture.experts, self.sharding.exchange.span
-        one_hot = index.dim() == 3
-        numbers = index.argmax(-1).masked_fill(index.sum(-1) == 0, experts) if one_hot else index
 
         def compute(rows: Tensor, local: Tensor) -> Tensor:
-            chosen = local.unsqueeze(-1) + (first if self.sharding.mixture.form == "modules" else 0)
-            chosen = functional.one_hot(chosen, experts) if one_hot else chosen
-            ones = weights.new_ones(len(rows), 1)
+            chosen, ones = local.unsqueeze(-1), weights.new_ones(len(rows), 1)
             swap = lambda each: chosen if each is index else ones if each is weights else each  # noqa: E731
             return own(rows, *map(swap, rest), **{key: swap(each) for key, each in named.items()})
 
-        return self.sharding.exchange.run(hidden, index=numbers, weights=weights, compute=self.for_any_rows(compute))
+        return self.sharding.exchange.run(hidden, index=index, weights=weights, compute=self._for_any_rows(compute))
 
     def _rows(self, hidden: Tensor, *, own: Callable[..., Tensor]) -> Tensor:
         """Return the results of rows (experts · n, features), all rows for the first expert, then for the second.
@@ -329,92 +323,83 @@ class SplitExperts(nn.Module):
 
         ones = hidden.new_ones(len(hidden), 1)
         return self.sharding.exchange.run(
-            hidden, index=index.unsqueeze(-1), weights=ones, compute=self.for_any_rows(compute)
+            hidden, index=index.unsqueeze(-1), weights=ones, compute=self._for_any_rows(compute)
         )
 
-    def for_any_rows(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `compute` for any number of rows; each parameter of a local expert gets a gradient, maybe of zeros.
-
-        So the reductions of gradients start at the same place of the backward on every rank."""
+    def _for_any_rows(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `compute` for any number of rows; each parameter gets a gradient, maybe of zeros."""
 
         def computed(rows: Tensor, local: Tensor) -> Tensor:
-            used = set(local.tolist()) if self.sharding.mixture.of_modules else set(range(len(rows)))
-            left = [part for number, part in enumerate(_local(self, self.sharding)) if number not in used]
-            idle = [each.flatten()[:0].sum() for part in left for each in part]
-            results = compute(rows, local) if len(rows) else rows
-            if len(rows) and self.sharding.inner and self.sharding.inner.bias:
+            if not len(rows):
+                return _idle(rows, experts=self)
+            results = compute(rows, local)
+            if self.sharding.inner and self.sharding.inner.bias:
                 # Every rank of etp has added the whole bias, and the results will be summed over these ranks.
                 bias, parts = self.get_parameter(self.sharding.inner.bias), self.sharding.exchange.inner_ranks
                 results = results - bias[local] * (1 - 1 / parts)
-            return results + torch.stack(idle).sum() if idle else results
+            return results
 
         return computed
 
 
-class ExpertCalls:
-    """Calls of the experts of one mixture by the module around them; deep copies of the modules share it."""
+def _idle(rows: Tensor, *, experts: nn.Module) -> Tensor:
+    """Return no rows, from which each parameter of `experts` gets a gradient of zeros in the backward.
 
-    def __init__(self, experts: SplitExperts, *, recall: ForwardReplay) -> None:
-        self.recall = recall
-        self._experts = experts
-        self._recorded: list[tuple[int, Tensor]] | None = None
-        self._results: list[Tensor] | None = None
+    So the reductions of gradients start at the same place of the backward on every rank."""
+    return rows + torch.stack([each.flatten()[:0].sum() for each in experts.parameters()]).sum()
+
+
+class ExpertCalls:
+    """Calls of the experts of one mixture by the module around them; deep copies of the modules share it.
+
+    | recorded   number of the expert and rows (…, features) of each call in the first run of the module; else None
+    | results    results of the calls that are left in the second run, the next one last; else None"""
+
+    def __init__(self, experts: Sequence[nn.Module], *, exchange: ExpertExchange, recall: ForwardReplay) -> None:
+        """`experts`: of all ranks; this rank runs those of its span alone."""
+        self.exchange, self.recall = exchange, recall
+        self.recorded: list[tuple[int, Tensor]] | None = None
+        self.results: list[Tensor] | None = None
+        self._own = experts[slice(*exchange.span)]
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
         return self
 
-    def record(self, run: Callable[[], Any]) -> list[tuple[int, Tensor]]:
-        """Call `run`, and return the number of the expert and the rows (…, features) of each call in it."""
-        self._recorded = []
-        try:
-            run()
-            return self._recorded
-        finally:
-            self._recorded = None
-
-    def results(self, recorded: Sequence[tuple[int, Tensor]], *, like: Tensor) -> Tensor:
-        """Return the results (n, features) of the rows of all calls, in order, after one exchange over the ranks.
+    def compute(self, recorded: Sequence[tuple[int, Tensor]], *, like: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the results (n, features) of the recorded calls' rows after an exchange, together and by call.
 
         `like` (…, features): a tensor with the dtype of rows, for a rank without calls."""
-        rows = torch.cat([x.reshape(-1, x.size(-1)) for _, x in recorded] or [like.reshape(-1, like.size(-1))[:0]])
-        sizes = [x.numel() // x.size(-1) for _, x in recorded]
-        numbers = torch.tensor([number for number, _ in recorded], dtype=torch.int64, device=rows.device)
-        index = numbers.repeat_interleave(torch.tensor(sizes, dtype=torch.int64, device=rows.device))
-        own = list(self._experts.children())[slice(*self._experts.sharding.exchange.span)]
+        flat = [x.reshape(-1, x.size(-1)) for _, x in recorded] or [like.reshape(-1, like.size(-1))[:0]]
+        rows, sizes = torch.cat(flat), [len(x) for x in flat]
+        numbers = [number for number, _ in recorded] or [0]
+        index = torch.cat(
+            [rows.new_full((size, 1), n, dtype=torch.int64) for n, size in zip(numbers, sizes, strict=True)]
+        )
 
-        def compute(rows: Tensor, local: Tensor) -> Tensor:
-            order, counts = local.argsort(stable=True), torch.bincount(local, minlength=len(own)).tolist()
-            parts = zip(own, rows[order].split(counts), strict=True)
-            return torch.cat([expert(part) for expert, part in parts if len(part)])[order.argsort()]
+        def computed(rows: Tensor, local: Tensor) -> Tensor:
+            order, counts = local.argsort(stable=True), torch.bincount(local, minlength=len(self._own)).tolist()
+            parts = zip(self._own, rows[order].split(counts), strict=True)
+            results = [expert(part) if len(part) else _idle(part, experts=expert) for expert, part in parts]
+            return torch.cat(results)[order.argsort()]
 
-        ones = rows.new_ones(len(rows), 1)
-        exchange, compute_any = self._experts.sharding.exchange, self._experts.for_any_rows(compute)
-        return exchange.run(rows, index=index.unsqueeze(-1), weights=ones, compute=compute_any)
-
-    def answer(self, results: Tensor, *, recorded: Sequence[tuple[int, Tensor]], run: Callable[[], Any]) -> Any:
-        """Return what `run` returns if its calls return the results of the `recorded` ones, in their order."""
-        parts = results.split([x.numel() // x.size(-1) for _, x in recorded]) if recorded else ()
-        self._results = [part.view(x.shape) for part, (_, x) in zip(parts, recorded, strict=True)][::-1]
-        try:
-            return run()
-        finally:
-            self._results = None
+        results = self.exchange.run(rows, index=index, weights=rows.new_ones(len(rows), 1), compute=computed)
+        return results, [part.view(x.shape) for part, (_, x) in zip(results.split(sizes), recorded, strict=False)]
 
     def call(self, rows: Tensor, *, number: int, own: Callable[[Tensor], Tensor]) -> Tensor:
-        """Record a call of expert `number`, or return its result; outside of both, call the expert's forward `own`.
+        """Record a call of expert `number`, or return its result; outside of both runs call its forward, `own`.
 
         Raises ValueError if the second run of the module around calls the experts with other rows."""
-        if self._recorded is not None:
-            self._recorded.append((number, rows))
+        if self.recorded is not None:
+            self.recorded.append((number, rows))
             return torch.full_like(rows, math.nan)  # so rows that depend on results are not finite
-        if self._results is None:
+        if self.results is None:
             return own(rows)
-        result = self._results.pop() if self._results else None
-        if result is None or result.shape != rows.shape:
+        result = self.results.pop() if self.results else rows[:0]
+        if result.shape != rows.shape:
             raise ValueError(
                 f"expert {number} got rows {tuple(rows.shape)} in the second run of the module that calls it, and "
-                f"{None if result is None else tuple(result.shape)} in the first. Let the module give the same rows "
-                "whatever its experts return, or leave out the rule 'experts' and use ep=1"
+                f"{tuple(result.shape)} in the first. Let the module give the same rows whatever its experts return, "
+                "or leave out the rule 'experts' and use ep=1"
             )
         return result
 
@@ -436,7 +421,7 @@ class CalledExpert(nn.Module):
 
 
 class CallingModule(nn.Module):
-    """Base class that precedes the class of a module that calls experts of a list.
+    """Base class that precedes the class of a module that calls experts one by one.
 
     | first run     each call of an expert records its rows, and returns NaN
     | exchange      the rows of all calls go to the ranks of their experts, and the results come back
@@ -449,28 +434,20 @@ class CallingModule(nn.Module):
     def forward(self, *given: Any, **named: Any) -> Any:
         """Return the output of the module's own forward."""
         run, calls = functools.partial(super().forward, *given, **named), self.sharding
-        place = calls.recall.snapshot()
-        recorded = calls.record(run)
-        results = calls.results(recorded, like=next(each for each in all_tensors((given, named))))
-        with calls.recall.restored(place):
-            output = calls.answer(results, recorded=recorded, run=run)
+        place, recorded = calls.recall.snapshot(), list[tuple[int, Tensor]]()
+        try:
+            calls.recorded = recorded
+            run()
+            calls.recorded = None
+            results, parts = calls.compute(recorded, like=next(iter(all_tensors((given, named)))))
+            calls.results = parts[::-1]
+            with calls.recall.restored(place):
+                output = run()
+        finally:
+            calls.recorded = calls.results = None
         # Every rank takes part in the backward of the exchange, also a rank that called no expert.
         none = results.flatten()[:0].sum()
         return map_tensors(lambda x: x + none.to(x.dtype) if x.is_floating_point() else x, output)
-
-
-def _local(experts: nn.Module, split: SplitMixture) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters of each local expert that is a module; of another form, all parameters together."""
-    if not split.mixture.of_modules:
-        yield list(experts.parameters())
-        return
-    for child in list(_children(experts))[slice(*split.exchange.span)]:
-        yield list(child[1].parameters())
-
-
-def _children(experts: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and the module of each expert of the form `modules`."""
-    return (each for each in experts.named_children() if any(True for _ in each[1].parameters()))
 
 
 def expert_parallel(
@@ -495,16 +472,18 @@ def expert_parallel(
             continue
         exchange = ExpertExchange(world, axes=axes, experts=mixture.experts, recall=recall, imbalance=imbalance)
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
-        split = SplitMixture(mixture, exchange, inner)
-        set_sharded_class(experts, front=SplitExperts, sharding=split)
         if mixture.form == "called":
-            calls = ExpertCalls(experts, recall=recall)
-            set_sharded_class(modules[name.rpartition(".")[0]], front=CallingModule, sharding=calls)
-            for number, expert in enumerate(experts.children()):
+            each_expert = dict(experts.named_children())
+            calls = ExpertCalls(list(each_expert.values()), exchange=exchange, recall=recall)
+            listed = type(experts).forward is nn.ModuleList.forward
+            set_sharded_class(
+                modules[name.rpartition(".")[0]] if listed else experts, front=CallingModule, sharding=calls
+            )
+            for number, (child, expert) in enumerate(each_expert.items()):
                 set_sharded_class(expert, front=CalledExpert, sharding=(calls, number))
-        if mixture.of_modules:
-            placed |= _modules_placed(experts, name, exchange=exchange, axes=axes)
+                placed |= _called_placed(expert, f"{name}.{child}", number=number, exchange=exchange, axes=axes)
             continue
+        set_sharded_class(experts, front=SplitExperts, sharding=SplitMixture(mixture, exchange, inner))
         placed |= _stacked_placed(experts, name, inner=inner, axes=axes)
         for key in mixture.counts:
             setattr(experts, key, exchange.shares[world.group(axes.experts).index])
@@ -540,17 +519,16 @@ def _stacked_placed(
     return placed
 
 
-def _modules_placed(
-    experts: nn.Module, name: str, *, exchange: ExpertExchange, axes: ExpertAxes
+def _called_placed(
+    expert: nn.Module, name: str, *, number: int, exchange: ExpertExchange, axes: ExpertAxes
 ) -> Mapping[str, Placement]:
-    """Return the placements of experts that are modules: whole, on the ranks of the expert alone."""
-    placed = {}
-    owners = [rank for rank, size in enumerate(exchange.shares) for _ in range(size)]
-    for (child, expert), owner in zip(_children(experts), owners, strict=True):
-        for key, parameter in expert.named_parameters(prefix=f"{name}.{child}"):
-            held_at = (("ep", owner),) if len(exchange.shares) > 1 else ()
-            placed[key] = Placement(Layout.replicated(parameter.dim()), axes.summed, held_at)
-    return placed
+    """Return the placements of an expert that is a module: whole, on the ranks of the expert alone."""
+    owner = [rank for rank, size in enumerate(exchange.shares) for _ in range(size)][number]
+    held_at = (("ep", owner),) if len(exchange.shares) > 1 else ()
+    return {
+        key: Placement(Layout.replicated(parameter.dim()), axes.summed, held_at)
+        for key, parameter in expert.named_parameters(prefix=name)
+    }
 
 
 def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, float]:
@@ -559,9 +537,11 @@ def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, fl
     Every rank calls it. The loads are summed over all forwards since the last call, with spare rows. Mixtures that no
     rank has run are left out."""
     found = {name: each for module in modules for name, each in module.named_modules()}
-    exchanges = {name: each.sharding.exchange for name, each in found.items() if isinstance(each, SplitExperts)}
     factors = {}
-    for name, exchange in exchanges.items():
+    for name, each in found.items():
+        if not isinstance(each, SplitExperts | CallingModule):
+            continue
+        exchange = each.sharding.exchange
         total = exchange.load.clone()
         exchange.load.zero_()
         world.all_reduce(total, axes=world.mesh.others(["pp"])).wait()

@@ -8,7 +8,6 @@ The counts of all micro-batches and ranks are summed by one all-reduce a step, f
 tp all ranks count the same tokens. This factor is common to all experts, so it changes neither sign nor share."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,25 +20,14 @@ from meshwise.model.torch_private import in_backward
 BIAS, SHARES = "e_score_correction_bias", "expert_shares"
 
 
-@dataclass(frozen=True)
-class _CountedMixture:
-    """Buffers of one router, and the pairs of a token and a choice that each expert got since the step began.
-
-    | counts   (experts + 1,), int64; the last one counts dropped pairs"""
-
-    router: nn.Module
-    keys: tuple[str, ...]
-    counts: Tensor
-
-
 class RouterUpdates:
     """Updates of the routers of all mixtures in the modules that it follows."""
 
     def __init__(self, *, rate: float, device: torch.device) -> None:
         """`rate`: step of the bias; 0 leaves it as it is."""
-        self._rate = rate
-        self._device = device
-        self._mixtures: list[_CountedMixture] = []
+        self._rate, self._device = rate, device
+        self._counts: list[tuple[nn.Module, tuple[str, ...], Tensor]] = []
+        # Router, its buffers, and pairs (experts + 1,) that each expert got in this step; dropped ones are the last.
         self.counting: Callable[[], bool] = lambda: True
         """Function that returns False while a forward runs whose rows do not count."""
 
@@ -67,7 +55,7 @@ class RouterUpdates:
         """Count the tokens of the module's mixtures, by hooks. Call it before the experts are divided."""
         for name, router, keys in self.routers(module):
             counts = torch.zeros(router.get_buffer(keys[0]).numel() + 1, dtype=torch.int64, device=self._device)
-            self._mixtures.append(_CountedMixture(router, keys, counts))
+            self._counts.append((router, keys, counts))
 
             def count(experts: nn.Module, given: Any, named: Any, *, counts: Tensor = counts) -> None:
                 if experts.training and self.counting() and not in_backward():
@@ -79,21 +67,22 @@ class RouterUpdates:
 
     def begin(self) -> None:
         """Forget all counts, because a step begins."""
-        for each in self._mixtures:
-            each.counts.zero_()
+        for _, _, counts in self._counts:
+            counts.zero_()
 
     @torch.no_grad()
     def update(self, world: World | None = None) -> None:
         """Update the buffers. `world`: the ranks of the step, which all call it."""
-        if not self._mixtures:
+        if not self._counts:
             return
-        total = torch.cat([each.counts for each in self._mixtures])
+        total = torch.cat([counts for _, _, counts in self._counts])
         if world is not None:
             world.all_reduce(total, axes=world.mesh.others(["pp"])).wait()
-        for each, counted in zip(self._mixtures, total.split([len(one.counts) for one in self._mixtures]), strict=True):
-            counts = counted[:-1].double()
-            for key in each.keys:
-                buffer = each.router.get_buffer(key)
-                shares = torch.where(counts.sum() > 0, counts / counts.sum(), buffer.double().flatten())
-                moved = buffer.double().flatten() + self._rate * (counts.mean() - counts).sign()
+        parts = total.double().split([len(counts) for _, _, counts in self._counts])
+        for (router, keys, _), counted in zip(self._counts, parts, strict=True):
+            counts = counted[:-1]
+            for buffer, key in ((router.get_buffer(key), key) for key in keys):
+                before = buffer.double().flatten()
+                shares = torch.where(counts.sum() > 0, counts / counts.sum(), before)
+                moved = before + self._rate * (counts.mean() - counts).sign()
                 buffer.copy_((shares if key == SHARES else moved).view_as(buffer))

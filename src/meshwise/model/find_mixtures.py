@@ -3,11 +3,10 @@
     | form      parameters                             forward
     | stacked   experts are the first dim of each      tokens (n, features), experts (n, k), weights (n, k)
     | rows      as above, without biases               rows (experts · n, features): all tokens for each
-    | modules   a child module for each expert         as stacked; the experts may be one-hot (n, k, experts)
-    | called    a ModuleList of the experts            none: the module around calls each expert with its rows
+    | called    a child module for each expert         any: it, or the module around it, calls each expert with rows
 
-The form `called` is found by a rule alone: {"blocks.*.moe": "experts"}.
-In transformers 5, Llama 4 has the form `rows`, Switch Transformers and NLLB have `modules`, all others `stacked`."""
+A list without a forward of its own is found by a rule alone: {"blocks.*.moe": "experts"}. In transformers 5, Llama 4
+has the form `rows`, Switch Transformers and NLLB have `called`, all others `stacked`."""
 
 import copy
 import dataclasses
@@ -35,12 +34,7 @@ class Mixture:
 
     experts: int
     counts: tuple[str, ...]
-    form: Literal["stacked", "rows", "modules", "called"] = "stacked"
-
-    @property
-    def of_modules(self) -> bool:
-        """True if each expert is a module of its own."""
-        return self.form in ("modules", "called")
+    form: Literal["stacked", "rows", "called"] = "stacked"
 
 
 def find_mixtures(module: nn.Module) -> Mapping[str, Mixture]:
@@ -124,5 +118,5 @@ def _mixture(module: nn.Module) -> Mixture | None:
         return Mixture(experts, counts, "rows") if takes == 1 and all(each.dim() == 3 for each in own) else None
     alike = [type(each) for each in module.children() if any(True for _ in each.parameters())]
     if isinstance(module, nn.ModuleDict | nn.ModuleList) and alike == [*alike[:1]] * experts and takes >= 3:
-        return Mixture(experts, counts, "modules")
+        return Mixture(experts, counts, "called")
     return None
