@@ -138,8 +138,8 @@ def test_memory_that_the_system_clears_takes_time_whenever_it_is_new() -> None:
     rehearsal = rehearse(gpt_subject(), plan="tp=2", ranks=2, shared=True)
     slow = dataclasses.replace(STEADY, device=dataclasses.replace(STEADY.device, fresh=((1.0, 1e6),)))
     entries = [entry for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, MemoryChange)]
-    asked = sum(entry.fresh * entry.bytes for entry in entries)
-    assert asked > 0 == sum(entry.fresh for entry in entries if entry.bytes < 0)
+    asked = sum(entry.page_faults * entry.bytes for entry in entries)
+    assert asked > 0 == sum(entry.page_faults for entry in entries if entry.bytes < 0)
     late = predict(rehearsal, cluster=slow).seconds - predict(rehearsal, cluster=STEADY).seconds
     assert late == pytest.approx(asked / 1e6)
 
