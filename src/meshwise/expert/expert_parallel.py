@@ -356,7 +356,7 @@ class ExpertCalls:
     | results    results of the calls that are left in the second run, the next one last; else None"""
 
     def __init__(self, experts: Sequence[nn.Module], *, exchange: ExpertExchange, recall: ForwardReplay) -> None:
-        """`experts`: of all ranks; this rank runs those of its span alone."""
+        """`experts`: of all ranks; this rank runs the experts of its span."""
         self.exchange, self.recall = exchange, recall
         self.recorded: list[tuple[int, Tensor]] | None = None
         self.results: list[Tensor] | None = None
