@@ -108,7 +108,9 @@ class Translator(nn.Module):
 def test_a_decoder_works_under_sequence_parallelism_by_the_rule_that_is_shown(together: bool) -> None:
     """The encoder's layers have parts of the tokens, the decoder's are whole."""
     model, plan = Translator(together=together).double(), Plan.parse("tp=2 sequence_parallel=1")
-    with pytest.raises(PlanError, match=r"TransformerDecoderLayer\) reads an encoder's output") as raised:
+    with pytest.raises(
+        PlanError, match=r"TransformerDecoderLayer\) uses one matrix for the encoder's output"
+    ) as raised:
         assign_roles(model, plan=plan)
     parts = assign_roles(model, plan=plan, rules=shown(raised.value))
     assert {parts[name].role for name in parts if name.endswith("encoder.layers.1")} == {"block"}

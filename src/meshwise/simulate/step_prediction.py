@@ -180,7 +180,7 @@ def _flops(part: TapeSegment, *, repeated: bool) -> int:
     """Return the flops of a segment. In a forward, no operation counts as repeated."""
     if repeated or part.kind is ActionKind.F:
         return part.flops
-    return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and not one.again)
+    return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and not one.recomputed)
 
 
 _Place = tuple[int, int]

@@ -64,7 +64,7 @@ class TapeOperation:
     """Sizes of its matrix product; None if it multiplies no matrices."""
     part: float = 1.0
     """Fraction of `flops` that is computed; below 1 for causal attention, whose formula also counts masked scores."""
-    again: bool = False
+    recomputed: bool = False
     """True if it belongs to a forward that a backward repeats (recomputation)."""
 
 

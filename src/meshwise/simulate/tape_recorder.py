@@ -87,7 +87,7 @@ class Recorder:
     def record_operation(self, operation: TapeOperation | None, *, output: Any) -> None:
         """Record an operation that has run, and the memory of its output. `operation`: None if it has no cost."""
         if operation is not None:
-            self.note(dataclasses.replace(operation, again=True) if operation.flops and _repeats() else operation)
+            self.note(dataclasses.replace(operation, recomputed=True) if operation.flops and _repeats() else operation)
         for tensor in tensors(output):
             for one in storages_of(tensor):
                 self.record_allocation(one)

@@ -124,7 +124,7 @@ class DataflowTracer(TorchDispatchMode):
     def writing_back_changes(
         self, values: Any, *, copy: Any, key: str, stand_in: Callable[[Any], Any] = unchanged
     ) -> Iterator[None]:
-        """Write to `values`, after the block, the changes that the piece made to `copy`, on which it ran instead."""
+        """Write to `values`, after the block, what a piece changed in `copy`, its inputs; `stand_in`: see `_Writer`."""
         before = map_tensors(unchanged, copy)
         yield
         if copy is not values:
