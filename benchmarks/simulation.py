@@ -28,8 +28,7 @@ from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.measured_memory import MALLOC, MeasuredRank, measure
-from meshwise.simulate.predicted_memory import fullest, size_text
+from meshwise.simulate.predicted_memory import MALLOC, MeasuredRank, fullest, measure, size_text
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 from peer_table import write_between_markers

@@ -241,8 +241,7 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.engine.open_step": "the loss of each backward is compared between ranks",
     "meshwise.data_parallel.batch_norm_statistics": "for a batch of one value, which is refused",
     "meshwise.expert.expert_parallel": "tokens for each expert; which experts have tokens; figures between steps",
-    "meshwise.attention.token_state": "whether a batch is packed",
-    "meshwise.attention.token_attention": "a mask on the CPU",
+    "meshwise.attention.token_attention": "whether a batch is packed; a mask on the CPU",
     "meshwise.attention.mask_pattern": "which tiles of documents and padding are empty",
     # On the CPU; on CUDA the same check is one of the device (torch._assert_async).
     "meshwise.tensor.core.vocab_parallel._require_classes": "classes are checked",
@@ -409,7 +408,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.comm.launch.rank_process.rank_main": 5,
     "meshwise.data_parallel.data_parallel_engine.discard_gradient": 2,
     "meshwise.model.forward.call_loss": 2,
-    "meshwise.verify.output_mean_squares.OutputMeanSquares.forward": 2,
+    "meshwise.verify.rounding_bounds.OutputMeanSquares.forward": 2,
     "meshwise.model.forward.default_forward": 2,
     "meshwise.model.forward.call_with": 2,
     "meshwise.model.forward.no_loss": 2,

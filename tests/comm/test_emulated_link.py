@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.emulated_link import EmulatedLink
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.world import World
+from meshwise.comm.api.world import EmulatedLink, World
 from meshwise.testing import run
 
 

@@ -27,10 +27,9 @@ from memory.offloaded_model import (
 )
 from meshwise.base.timeline import Timeline, TimelineRow
 from meshwise.comm import World
-from meshwise.engine.measure_steps import measure
 from meshwise.engine.parallelize import Options
 from meshwise.engine.step_result import NonFiniteError
-from meshwise.engine.trainer import Trainer
+from meshwise.engine.trainer import Trainer, measure
 from meshwise.memory.swap_file import TierError
 from meshwise.testing import Counts, count, run
 

@@ -18,7 +18,7 @@ from meshwise.comm.api.job_processes import RankKilledError
 from meshwise.memory.allocator import is_out_of_memory
 from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
-from meshwise.simulate import measured_memory as room
+from meshwise.simulate import predicted_memory as room
 from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, shortage
 from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.console_output import SELF_EXPLAINING

@@ -16,8 +16,8 @@ from meshwise.cli.main import main as command
 from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
-from meshwise.engine.measure_steps import measure, profile
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import measure, profile
 from meshwise.pipeline.run.measured_step import LostTime, MeasuredStep, clock_offset
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full, pair_indices
 from meshwise.layout.layout import TokenRanges, TokenTile
-from meshwise.model.random_bits import IndexBlock, draw, keep_mask
-from meshwise.model.random_interception import DrawContext
+from meshwise.model.random_interception import DrawContext, IndexBlock, draw, keep_mask
 from meshwise.model.torch_private import attention_with_lse, attention_with_lse_backward
 
 CPU_TILE = 256

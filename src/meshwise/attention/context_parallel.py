@@ -40,17 +40,19 @@ from meshwise.attention.mask_pattern import (
     window,
 )
 from meshwise.attention.split_attention import attend
-from meshwise.attention.token_attention import ORDER_OF, TokenAttention, context_world
-from meshwise.attention.token_interception import TokenInterception
-from meshwise.attention.token_state import (
+from meshwise.attention.token_attention import (
     HEADS,
+    ORDER_OF,
     RING,
+    TokenAttention,
     TokenState,
+    context_world,
     rank_order,
     seems_packed,
     sequence_length,
     token_dims,
 )
+from meshwise.attention.token_interception import TokenInterception
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.api.world import World
 from meshwise.model.parameter_units import matches

@@ -5,12 +5,17 @@ they are needed if the pattern needs less than half of them, else it rotates; it
 
 `work_table` counts which rank computes how many pairs of query and key, and when, under a plan. The work of an
 attention is in proportion to the pairs that its pattern lets through. So the balance of the ranks, and the share of a
-ring's steps that computes nothing, follow from the token order and the pattern alone."""
+ring's steps that computes nothing, follow from the token order and the pattern alone.
+
+`TokenState` knows which rank has which tokens of a micro-batch, and cuts the batch to this rank's. The token dim is dim
+1 of a batch's first tensor: integers (samples, tokens) or floats (samples, tokens, features). Every tensor with as many
+elements along dim 1 is cut, except a mask (samples, tokens, tokens), which stays whole."""
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,17 +24,151 @@ from torch.nn import functional
 
 from meshwise.attention.attention_tiles import ScoreRules
 from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, Rotated, needed_share
-from meshwise.attention.mask_pattern import Pattern, TilePair, causal, full, map_closure
+from meshwise.attention.mask_pattern import Documents, Pattern, TilePair, causal, full, map_closure
 from meshwise.attention.split_attention import AttentionTask, HeadExchange, attend
 from meshwise.attention.split_attention import split_attention as attention_of
-from meshwise.attention.token_state import HEADS, RING, TokenState, rank_order
-from meshwise.base.mesh import Mesh
+from meshwise.base.mesh import Mesh, even_split
+from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.base.text_format import align_columns
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import Group, World
-from meshwise.layout.layout import TokenRanges
+from meshwise.layout.layout import TokenRanges, token_order
 from meshwise.model.random_interception import DrawContext
 from meshwise.plan import Plan, PlanError
+
+RING, HEADS = "ring", "heads"
+"""Axes into which the axis `cp` is divided: `heads` exchanges tokens for heads, `ring` exchanges keys."""
+
+
+@dataclass(eq=False)
+class TokenState:
+    """Tokens of one micro-batch.
+
+    | length     tokens of a whole sequence
+    | order      positions of the tokens of each rank along (ring, heads)
+    | index      index of this rank in `order`
+    | whole_of   by id of a cut tensor of the batch: the cut and the whole tensor"""
+
+    world: World
+    length: int
+    order: tuple[TokenRanges, ...]
+    index: int
+    names: Mapping[torch.nn.Module, str] = field(default_factory=dict)
+    """Names of the model's modules, for messages."""
+    batch: Any = None
+    """The batch as the engine gave it."""
+    cut: Any = None
+    """The batch with this rank's tokens."""
+    whole_of: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By id of a tensor with this rank's tokens in its last dim: the tensor, and the tensor of all tokens."""
+    reads_packing: bool = False
+    """True if the model looks for documents in position_ids (transformers without a cache or a mask)."""
+    shares: dict[Pattern, float] = field(default_factory=dict)
+    """Share of other ranks' keys that a rank needs, by pattern."""
+
+    @property
+    def own(self) -> TokenRanges:
+        """Positions of this rank's tokens."""
+        return self.order[self.index]
+
+    def take_batch(self, batch: Any) -> None:
+        """Cut the batch to this rank's tokens."""
+
+        def take(x: Tensor) -> Tensor:
+            if x.dim() < 2 or x.size(1) != self.length:
+                return x
+            if x.dim() > 2 and x.size(2) == self.length and (x.dim() == 3 or not x.is_floating_point()):  # a mask
+                return x
+            own = self.own.take(x, dim=1).contiguous()
+            self.whole_of[id(own)] = (own, x)
+            return own
+
+        self.batch, self.cut = batch, map_tensors(take, batch)
+
+    @cached_property
+    def packed(self) -> Pattern | None:
+        """Documents of the batch, as `packed_documents` returns them."""
+        return packed_documents(self.batch)
+
+    def gather(self, x: Tensor, *, dim: int) -> Tensor:
+        """Return a tensor with all tokens along `dim`, in the order of their positions (collective); see `gathered`."""
+        known = self.gathered.get(id(x))
+        if known is not None:
+            return known[1]
+        source = x.to(torch.uint8) if x.dtype == torch.bool else x
+        sizes = [one.count for one in self.order]
+        parts = gradient.all_gather(source, world=self.world, axes=(RING, HEADS), dim=dim, sizes=sizes).wait()
+        whole = parts.index_select(dim, TokenRanges.joined(self.order).positions(device=x.device).argsort())
+        whole = whole.bool() if x.dtype == torch.bool else whole
+        if not x.requires_grad:
+            self.gathered[id(x)] = (x, whole)
+        return whole
+
+    def all_values(self, x: Tensor) -> Tensor:
+        """Return a tensor of token values, (tokens,) or (samples, tokens), with the values of all tokens (collective).
+
+        Other tensors are returned as they are."""
+        return self.gather(x, dim=x.dim() - 1) if x.dim() in (1, 2) and x.size(-1) == self.own.count else x
+
+
+def packed_documents(batch: Any) -> Pattern | None:
+    """Return documents that begin where the batch's `position_ids` do not count on by 1; None if there are none."""
+    given = batch.get("position_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(given, Tensor) or given.dim() != 2 or given.is_meta:
+        return None
+    begins = given.diff(dim=1, prepend=given[:, :1] - 1) != 1
+    return Documents(begins.cumsum(1)) if bool(begins.any()) else None
+
+
+def seems_packed(batch: Any, *, length: int) -> bool:
+    """Return whether sequences of `length` tokens have several documents, by the values of the batch's integers.
+
+    `position_ids` restart, document numbers (samples, tokens) grow in steps, or cu_seqlens go from 0 to the length."""
+    for x in tensors(batch):
+        if x.dtype not in (torch.int32, torch.int64) or x.is_meta or x.dim() != 2 or x.size(1) < 3:
+            continue
+        steps = x.diff(dim=1)
+        numbers = x.size(1) == length and 0 < int((steps != 0).sum()) <= steps.numel() / 2
+        ends = x[0, 0] == 0 and x[0, -1] == length
+        if bool((steps >= 0).all()) and (numbers or ends):
+            return True
+    return packed_documents(batch) is not None
+
+
+def sequence_length(batch: Any) -> int:
+    """Return the number of tokens of a batch. Raises ValueError when its first tensor has no token dim."""
+    first = next(tensors(batch), None)
+    shape = () if first is None else tuple(first.shape)
+    if first is None or first.dim() not in (2, 3) or (first.dim() == 3 and not first.is_floating_point()):
+        raise ValueError(
+            f"cp splits tokens, and the first tensor of the batch, of shape {shape}, is neither (samples, tokens) nor "
+            "(samples, tokens, features). Put the tokens first in the batch, or use cp=1"
+        )
+    return shape[1]
+
+
+def rank_order(order: str, *, length: int, ring: int, heads: int) -> tuple[TokenRanges, ...]:
+    """Return the positions of each rank along (ring, heads): `order` over the ring, neighbours over `heads`."""
+    found: list[TokenRanges] = []
+    for group in token_order(order, length=length, parts=ring):
+        found += [group.narrow(start, stop=stop) for start, stop in even_split(group.count, heads)]
+    return tuple(found)
+
+
+def token_dims(x: Tensor, *, count: int) -> Iterable[int]:
+    """Return the dims of an activation that may count this rank's tokens.
+
+    | (samples, tokens)                     integers and flags
+    | (samples, tokens, features)           dim 1
+    | (samples, tokens, heads, features)    or (samples, heads, tokens, features): dims 1 and 2"""
+    dims = x.dim()
+    if dims < 2 or isinstance(x, torch.nn.Parameter):
+        return ()
+    if dims == 2:
+        return (1,) if x.shape[1] == count and not x.is_floating_point() else ()
+    return tuple(dim for dim in range(1, min(dims, 4) - 1) if x.shape[dim] == count)
+
 
 _SDPA: Mapping[str, Any] = {
     **dict.fromkeys(("query", "key", "value", "attn_mask")),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.attention.split_attention import attend
-from meshwise.attention.token_state import TokenState, token_dims
+from meshwise.attention.token_attention import TokenState, token_dims
 from meshwise.model.random_draws import SampleRows
 from meshwise.model.random_interception import ForwardAndBackwardMode
 

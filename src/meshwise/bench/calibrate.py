@@ -37,7 +37,7 @@ from meshwise.memory.allocator import keep_freed_memory_of_rank
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency, rate_at
 from meshwise.simulate.cost_model import SEND_RECV
-from meshwise.simulate.measured_memory import measure as measured
+from meshwise.simulate.predicted_memory import measure as measured
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import TapeOperation, causal_part, count_operation
 

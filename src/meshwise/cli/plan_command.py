@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from meshwise.attention.token_state import sequence_length
+from meshwise.attention.token_attention import sequence_length
 from meshwise.base.tensor_tree import tensors
 from meshwise.cli.shared_flags import DrawingFiles, check_drawings, check_outputs, named_cluster, write_drawings
 from meshwise.comm.launch.launch import cores

@@ -23,8 +23,7 @@ from meshwise.comm.launch.launch import run
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.measured_memory import MALLOC, MeasuredRank, measure
-from meshwise.simulate.predicted_memory import memory_of, memory_table
+from meshwise.simulate.predicted_memory import MALLOC, MeasuredRank, measure, memory_of, memory_table
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.step_prediction import Prediction, predict, time_table
 from meshwise.train.console_output import counted, text_table

@@ -13,8 +13,7 @@ from meshwise.comm.api.job_processes import RankKilledError, is_rank
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.memory.allocator import is_out_of_memory
-from meshwise.simulate.measured_memory import room_left
-from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, shortage
+from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, room_left, shortage
 from meshwise.train.console_output import leave_traceback, replace_missing_characters
 from meshwise.train.flags_and_toml import read_job
 from meshwise.train.job import Job

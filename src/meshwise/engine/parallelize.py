@@ -23,11 +23,11 @@ from meshwise.data_parallel.batch_norm_statistics import (
     BatchStatistics,
     batch_norms,
     disable_sync_batch_norm,
+    refuse_renormed,
     running_norms,
 )
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
-from meshwise.data_parallel.embedding_renorm import refuse_renormed
 from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.data_parallel.reduction import ZERO, compressed
 from meshwise.data_parallel.staged_engine import Engine, StagedEngine

@@ -1,20 +1,36 @@
-"""The Trainer, a user's handle on a model under a plan: train steps, evaluate, predict, inspect tensors, save, load."""
+"""The Trainer, a user's handle on a model under a plan: train steps, evaluate, predict, inspect tensors, save, load.
+
+`measure` takes the times of its steps, on every rank and action by action; `profile` profiles a step:
+
+    with measure(trainer) as measuring:
+        for batch in batches:
+            trainer.step(batch)
+    print(measuring.steps()[-1])
+
+`ParameterAverage` is an exponential moving average of the parameters, as shards under every plan. After the first
+update the average is a copy of the parameters. Each later update moves it: average = decay · average + (1 - decay) ·
+parameters, in the dtype of the masters. These are the numbers of torch's `AveragedModel` with
+`get_ema_multi_avg_fn(decay)`. The average is state of the optimizer, of the shape of each slice, under the key
+`average`. So it is saved, loaded under another plan, and counted as memory of the optimizer. Buffers are not
+averaged."""
 
 import contextlib
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.checkpoint.checkpoint_folder import on_all_ranks
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.checkpoint.training_state import RestoredState, TrainingState
+from meshwise.comm.api.flight_recorder import ActivityStopwatch
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.data_parallel.staged_engine import Engine
@@ -22,7 +38,6 @@ from meshwise.data_parallel.stored_slices import buffers
 from meshwise.data_parallel.update_timing import build_update
 from meshwise.engine.microbatch_runner import BatchSharder, WholeModelRunner, gather_rows, zeros
 from meshwise.engine.open_step import OpenStep
-from meshwise.engine.parameter_average import ParameterAverage, drop_average
 from meshwise.engine.staged_runner import MicrobatchRunner
 from meshwise.engine.step import TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
@@ -37,11 +52,77 @@ from meshwise.model.module_copy import refuse_partial_copies
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
+from meshwise.pipeline.run.measured_step import MeasuredStep, measured_step
 from meshwise.pipeline.schedules.schedule_table import Schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import KINDS, dtype_names
 from meshwise.sync.replicas import Replicas
 from meshwise.sync.sync_scheme import SyncScheme
+
+AVERAGE = "average"
+"""Key of the average in the optimizer's state, and last word of its slot in a checkpoint."""
+
+
+class ParameterAverage:
+    """Average of a trainer's parameters; `Trainer.average` makes it. `swapped`: True inside of `applied`."""
+
+    def __init__(self, engine: Engine, *, optimizer: optim.Optimizer, decay: float, wait: Callable[[], None]) -> None:
+        """`wait`: waits until a save under way has copied its tensors."""
+        if not 0 < decay < 1:
+            raise ValueError(f"average({decay}): the decay is between 0 and 1, as in average(0.999)")
+        self.decay = decay
+        self.swapped = False
+        self._engine = engine
+        self._optimizer = optimizer
+        self._wait = wait
+        self._hook = optimizer.register_step_post_hook(lambda *_: self._move())
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model have the averaged parameters inside the block. Every rank calls it.
+
+        Evaluate, predict or call `state_dict` and `save_pretrained` of the trainer inside; steps, saves and loads raise
+        RuntimeError. Raises RuntimeError before the first update."""
+        if self.swapped or not all(AVERAGE in self._optimizer.state.get(slice_, {}) for slice_ in self._slices()):
+            raise RuntimeError("the average begins with the first update; train a step, or load a checkpoint with it")
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def close(self) -> None:
+        """Stop averaging."""
+        self._hook.remove()
+
+    def _slices(self) -> Iterator[nn.Parameter]:
+        return (parameter for bucket in self._engine.buckets for _, parameter in bucket.slices)
+
+    def _move(self) -> None:
+        for parameter in self._slices():
+            state, value = self._optimizer.state[parameter], parameter.detach()
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(value, 1 - self.decay)
+            else:
+                state[AVERAGE] = value.clone()
+
+    def _swap(self) -> None:
+        """Exchange the parameters and their average, and send the parameters to the ranks that use them."""
+        self._wait()
+        self._engine.world.barrier()  # ranks of a host share parameters: another rank may still read this rank's slices
+        for parameter in self._slices():
+            average: Tensor = self._optimizer.state[parameter][AVERAGE]
+            value = parameter.detach().clone()
+            parameter.detach().copy_(average)
+            average.copy_(value)
+        self._engine.publish()
+        self.swapped = not self.swapped
+
+
+def drop_average(optimizer: optim.Optimizer) -> None:
+    """Remove an average that a checkpoint had and that no update has moved since."""
+    for state in optimizer.state.values():
+        state.pop(AVERAGE, None)
 
 
 class Trainer:
@@ -436,3 +517,48 @@ class Trainer:
         self._runner.close()
         self._engine.tiers.close()
         self._policy.close()
+
+
+class StepMeasurement:
+    """Measurement of the steps that a trainer ran in the block of `measure`."""
+
+    def __init__(self, trainer: Trainer, *, watch: ActivityStopwatch) -> None:
+        """`watch`: stopwatch that recorded this rank's activities."""
+        self._trainer, self._watch = trainer, watch
+
+    def steps(self) -> list[MeasuredStep]:
+        """Return the measured steps, each with the actions of all ranks. Every rank calls it, after the block."""
+        return measured_step(self._watch, world=self._trainer.world, schedule=self._trainer.schedule)
+
+    def typical(self) -> MeasuredStep | None:
+        """Return the step with the median time, or None without steps. Every rank calls it, after the block."""
+        steps = sorted(self.steps(), key=lambda one: one.step.seconds)
+        return steps[len(steps) // 2] if steps else None
+
+
+@contextlib.contextmanager
+def measure(trainer: Trainer) -> Iterator[StepMeasurement]:
+    """Record the begin and end of each action of this rank in the steps inside the block. Every rank enters it.
+
+    A record reads the clock, or on a GPU adds an event to the stream without waiting; a step has some dozens."""
+    with trainer.world.timed() as watch:
+        yield StepMeasurement(trainer, watch=watch)
+
+
+@contextlib.contextmanager
+def profile(trainer: Trainer, *, into: Path) -> Iterator[None]:
+    """Write a Chrome trace of torch's profiler for the steps inside the block, to `into/rank-N.json` on each rank.
+
+    Operations and kernels lie below ranges for the actions of the schedule (`0F3`) and the waits in collectives
+    (`wait all_gather dp`). Profile one step after some others: the first steps allocate memory. In a process that
+    Nsight Systems has started (`nsys profile …`), the ranges are NVTX ranges of its report, and no file is written."""
+    with trainer.world.flight_recorder.profiled():
+        if trainer.world.device.type == "cuda" and "NSYS_PROFILING_SESSION_ID" in os.environ:
+            with torch.autograd.profiler.emit_nvtx():
+                yield
+            return
+        into.mkdir(parents=True, exist_ok=True)
+        with torch.profiler.profile() as trace:
+            yield
+            trainer.world.streams.synchronize()
+    trace.export_chrome_trace(str(into / f"rank-{trainer.world.rank}.json"))

@@ -37,8 +37,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.streams import generator_states, restore_generators, streams_of
-from meshwise.model.random_bits import Distribution, IndexBlock, draw, draw_many, shaped
-from meshwise.model.random_interception import RandomInterception
+from meshwise.model.random_interception import Distribution, IndexBlock, RandomInterception, draw, draw_many, shaped
 
 DrawPlace: TypeAlias = tuple[str, tuple[tuple[str, int], ...], int]
 """Place of a draw: name of the module, path of the calls around it, number of the draw in the call."""

@@ -9,11 +9,14 @@ A rehearsal's tensors have no values, so a model that reads values could not be 
 The first condition is the same for every batch: `positions` is made from no other tensor (as by `arange`, `ones_like`)
 or only from such tensors. The values of such small tensors are computed along with their meta tensors. The second
 condition depends on integers of the batch, which have the user's values (`simulate/rehearsal.py`). Tensors from
-parameters, draws or other numbers have no values."""
+parameters, draws or other numbers have no values.
+
+`run_on_meta` serves operations whose meta kernel in torch is missing or too limited."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -207,3 +210,46 @@ def _is_small(output: Any) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not (tensor.requires_grad or tensor.is_sparse)
+
+
+_LABELS: Mapping[Any, int] = MappingProxyType({aten.nll_loss_forward: 1, aten.nll_loss_backward: 2})
+"""Operations with class labels, and the position of the labels among their arguments."""
+
+
+def run_on_meta(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the result of an operation on meta tensors; None for an optimizer's fused update."""
+    if _is_update(func):
+        return None
+    place = _LABELS.get(func._overloadpacket)
+    if place is not None and args[place].dtype == torch.uint8:  # devices accept bytes, torch's meta kernel does not
+        with without_modes():
+            args = (*args[:place], args[place].long(), *args[place + 1 :])
+    if func is aten._grouped_mm.default and args[0].dtype == args[1].dtype != torch.bfloat16:
+        return _grouped(*args[:2], *args[2:3], **kwargs)
+    if func is aten._to_dense.default and args[0].is_sparse:
+        return torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
+    return func(*args, **kwargs)
+
+
+class MetaKernels(TorchDispatchMode):
+    """Mode that runs operations on meta tensors by `run_on_meta`, and all others as usual."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(one.is_meta for one in tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return run_on_meta(func, args=args, kwargs=kwargs)
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """Return the meta result of a grouped matrix product; torch's own meta kernel accepts only bfloat16."""
+    groups = (offs.shape[0],) if a.dim() == b.dim() == 2 and offs is not None else ()
+    return a.new_empty((*(a.shape[:1] if a.dim() == b.dim() == 3 else groups), a.shape[-2], b.shape[-1]))
+
+
+@cache
+def _is_update(func: OpOverload) -> bool:
+    """Return whether an operation is an optimizer's fused update, which changes values and returns nothing."""
+    schema = func._schema
+    return schema.name.startswith("aten::_fused_") and schema.name.endswith("_") and not schema.returns

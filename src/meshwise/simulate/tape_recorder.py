@@ -37,8 +37,8 @@ from meshwise.comm.api.world import Axes, Group, Work
 from meshwise.comm.in_process.trace_world import TraceWorld
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.shared_segment import KEPT, fits
-from meshwise.model.meta_kernels import run_on_meta
 from meshwise.model.random_interception import ForwardAndBackwardMode
+from meshwise.model.shape_constants import run_on_meta
 from meshwise.model.torch_private import TorchDispatchMode, without_modes
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action

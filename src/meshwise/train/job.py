@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from meshwise.comm.api.emulated_link import EmulatedLink
+from meshwise.comm.api.world import EmulatedLink
 from meshwise.engine.step_result import SkipPolicy
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.pipeline.cut.model_cut import CutOptions

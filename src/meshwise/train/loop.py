@@ -33,15 +33,13 @@ from torch.utils.data import Dataset, default_collate
 from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.checkpoint.checkpoint_format import TensorSpec, header
-from meshwise.comm.api.emulated_link import EmulatedLink
 from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
-from meshwise.comm.api.world import World
+from meshwise.comm.api.world import EmulatedLink, World
 from meshwise.data_parallel.stored_slices import buffers
-from meshwise.engine.measure_steps import StepMeasurement, measure, profile
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
-from meshwise.engine.trainer import Trainer
+from meshwise.engine.trainer import StepMeasurement, Trainer, measure, profile
 from meshwise.memory.allocator import is_out_of_memory
 from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train import run_events

@@ -29,8 +29,14 @@ from meshwise.comm.launch.rank_process import RankOutcome
 from meshwise.engine.trainer import Trainer
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 from meshwise.testing import ReferenceRun, largest_magnitude
-from meshwise.verify.output_mean_squares import OutputMeanSquares, passes_with_data
-from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, VerificationInputs, neighbours
+from meshwise.verify.rounding_bounds import (
+    BoundedDifference,
+    BoundJudge,
+    OutputMeanSquares,
+    VerificationInputs,
+    neighbours,
+    passes_with_data,
+)
 from meshwise.verify.verification_report import Divergence, ParameterFigures, StepFigures
 
 Result = TypeVar("Result")

@@ -28,10 +28,9 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.streams import streams_of
 from meshwise.memory.allocator import keep_freed_memory
 from meshwise.model.deferred_init import without_values
-from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.parameter_units import GatheredModule, Patterns, partition
-from meshwise.model.shape_constants import ShapeConstants
+from meshwise.model.shape_constants import MetaKernels, ShapeConstants
 from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, unchanged
 from meshwise.pipeline.cut.piece_calls import (
     CallCost,

@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.deferred_init import without_values
 from meshwise.model.forward import StageForwardLeft
-from meshwise.model.meta_kernels import MetaKernels
 from meshwise.model.module_copy import copy_modules
-from meshwise.model.shape_constants import ShapeConstants
+from meshwise.model.shape_constants import MetaKernels, ShapeConstants
 from meshwise.model.torch_private import without_modes
 from meshwise.pipeline.cut.model_cut import REMEDY, ModelCut, StageContents
 from meshwise.pipeline.run.stage_backward import enter
