@@ -262,7 +262,7 @@ def test_torchs_encoder_and_decoder_together_need_1d(plan: str, message: str) ->
 
 def test_a_decoder_alone_has_no_rule_that_splits_the_rest() -> None:
     model = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 2)
-    with pytest.raises(PlanError, match=r"reads an encoder's output.*Nearest that works: sequence_parallel=0"):
+    with pytest.raises(PlanError, match=r"the encoder's output.*Nearest that works: sequence_parallel=0"):
         assign_roles(model, plan=Plan.parse("tp=2 sequence_parallel=1"))
 
 
