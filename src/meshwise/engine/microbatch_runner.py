@@ -96,7 +96,7 @@ class BatchSharder:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
 
         With `runs_empty`, a micro-batch without rows gets the first row of `batch`, else a row of another rank, else
-        the empty batch; without `runs_empty` it has `rows=None` and is not run.
+        the empty batch. Without it, `rows` is None and the micro-batch is not run.
 
         `total`, used with `local`: rows of the global batch; None: every rank has as many rows as this one. Raises
         ValueError when a local batch does not have the number of rows that an even split of `total` gives this rank."""

@@ -8,9 +8,9 @@
     |     step.clip(1.0)
     |     result = step.update()                                         # or step.skip()
 
-`mean` is the mean over the rows of all ranks, and the same number on every rank. Its gradient is the term of this
-rank's rows. So a backward adds the gradient of the whole batch, whatever is computed from such means: the gradients
-equal the gradients of one process."""
+`mean` is the mean over the rows of all ranks, and the same number on every rank. Each rank differentiates its own
+rows only. So `backward` gives the whole batch's gradient for any loss made from means: the gradients equal the
+gradients of one process."""
 
 import dataclasses
 import zlib
@@ -37,7 +37,7 @@ from meshwise.plan import Plan, PlanError
 class OpenStep:
     """One optimizer step of a trainer, to be used once, in a `with` block. Every rank calls the same methods.
 
-    `counts`: False on a rank without rows of the last batch, which computes a copy of another row instead. `mean`,
+    `counts`: False if this rank got no rows from the latest `rows` call and computes a copied row. `mean`, `sum`,
     `gather` and `backward` leave such rows out."""
 
     def __init__(self, steps: TrainingSteps, *, runner: WholeModelRunner, plan: Plan) -> None:
@@ -117,10 +117,10 @@ class OpenStep:
         return (sums[0] / sums[1].detach()).to(total.dtype)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over the ranks with other rows, of the shape of `x`, the same on every rank.
+        """Return the sum of `x` over the ranks that split the batch; every rank gets an equal tensor.
 
-        Compute only what is the same on every rank from it. The gradient of the sum is the gradient of `x`. A rank
-        whose rows do not count adds zeros."""
+        Results computed from it must agree on all ranks. The backward passes the gradient on as it is. A rank without
+        rows adds zeros."""
         own = x if self.counts else x * 0
         return gradient.all_reduce(own, world=self._world, axes=self._plan.loss_axes).wait()
 
@@ -183,7 +183,7 @@ class OpenStep:
     # ---- update ------------------------------------------------------------------------------------------------
 
     def update(self) -> StepResult:
-        """Update the parameters, and return the result: its loss is the sum of the losses, its tokens their terms.
+        """Update the parameters; return the result. Its loss sums the losses, its tokens the counts of all means.
 
         `Options` (clip_norm, nonfinite) apply as in `Trainer.step`. Raises NonFiniteError and RanksDisagree as there,
         and RanksDisagree when the ranks' losses differ."""
@@ -246,10 +246,10 @@ class OpenStep:
         return runner.forward(call, rows=rows, first=before == 0)
 
     def _numbered(self, inputs: Any) -> MicroBatch:
-        """Return the samples of a forward: numbers that no forward of this step has had before, for random draws.
+        """Return sample numbers for a forward's random draws; no earlier forward of this step used them.
 
-        For as many inputs as `rows` has returned, they are the samples of these rows. Else every rank is taken to have
-        as many rows as this one."""
+        If the inputs have as many rows as `rows` returned, use their numbers. Else assume that all ranks have equally
+        many rows."""
         count = next((len(tensor) for tensor in tree.tensors(inputs) if tensor.dim()), 1)
         if self._rows is not None and self._rows.samples.count == count:
             samples, size = self._rows.samples, self._size

@@ -15,17 +15,17 @@ follow from the structure of the model:
     └── head                     ┘ merged
 
 1. *Opened* modules are divided further. They are the root, containers (modules without a forward of their own, and
-   `Sequential`) and every module that contains a stack of blocks. A stack is a list or sequence with two or more
+   `Sequential`) and every module that contains a stack of blocks. A stack is a list, dict or sequence with two or more
    entries that have parameters in their own children.
-2. A *block* is an entry of a container, and has children with parameters. A block is not opened, because the data
-   choose the experts of a mixture, so only the whole block runs at a known time. An entry that is itself a container
-   with a stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture.
+2. A *block* is an entry of a container, and has children with parameters. A block is not opened: in a mixture
+   the data choose the experts, so only the start of the whole block is known. A container with a
+   stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture.
 3. Every other module with parameters is a *piece* as a whole.
 4. An opened module's own parameters are a unit, in use during its whole forward. So are parameters of children without
-   a forward (`ParameterList`), and parameters that its forward reads without calling the child (`parameter_reads`).
+   a forward (`ParameterList`), and parameters that its forward reads without calling the child (`read_from_children`).
 5. Neighbouring pieces that are not blocks are merged while the unit is at most 1.25 times the largest piece or block.
    So a small piece (a final norm, a position embedding) joins its neighbour.
-6. A tied parameter belongs to the first piece that uses it. All pieces that use it are merged into one unit.
+6. A tied parameter belongs to the first piece that uses it. Pieces that share it merge within the limits of rule 5.
 
 Modules are taken in the order of registration, which is the running order of nearly all models. If a model runs its
 modules in another order, only prefetching is slower. The patterns of `partition` override rules 1 to 3.
@@ -140,9 +140,9 @@ MERGE_LIMIT = 1.25
 
 @dataclass(frozen=True)
 class GatheredModule:
-    """A module (`module`: its name), and the `parameters` that its forward needs, by their first names.
+    """A module's name, and the `parameters` that its forward needs, each by its first name in the model.
 
-    | block   True for an entry of a container, and for a module that the user named
+    | block   True for a block (rule 2), and for a module that the user named
     | spans   True for an opened module: its whole forward uses the parameters, and its children are other pieces"""
 
     module: str
@@ -152,7 +152,7 @@ class GatheredModule:
 
 
 def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredModule]]:
-    """Return the model's units in forward order, each as a list of pieces. Every parameter is in a piece.
+    """Return the model's units in order of registration, each as a list of pieces. Every parameter is in a piece.
 
     Each module that a pattern of `units` matches is a unit. Raises ValueError as `select` does."""
     walk = _Walk(module, select(module, units=units))

@@ -72,7 +72,7 @@ class Report:
     | setting       ranks, device, steps and bound, in words
     | notes         changes that the comparison needed, and the dtype that sets the bound
     | steps         figures of every optimizer step
-    | parameters    figures of every parameter, in the order of the table, then of the buffers
+    | parameters    figures of every parameter, then of every buffer
     | first         the first figure over its bound; None if the model under the plan is the same"""
 
     plan: str
@@ -84,11 +84,11 @@ class Report:
     near_tie: bool = False
     """True if a router of the model had two scores so near to each other that rounding may decide its choice."""
     same_as: str = SAME_MODEL
-    """Contract that was checked, as the end of the verdict: "dp=2 is …"."""
+    """Text that follows "dp=2 is" or "is NOT" in the verdict."""
 
     @property
     def undecided(self) -> bool:
-        """True if figures differ, and a router's choice may be the reason: another expert, not another model."""
+        """True if figures differ, and a router that chose another expert may be the reason."""
         return not self.ok and self.near_tie
 
     @property
