@@ -179,7 +179,7 @@ def _bind_flex_attention(module: nn.Module) -> None:
     flex = sys.modules.get("torch.nn.attention.flex_attention")
     kinds = {kind for one in module.modules() for kind in type(one).__mro__} if flex is not None else set()
     own = [kind for kind in kinds if not kind.__module__.startswith(("torch.", "transformers."))]
-    for owner in (*own, *(sys.modules[kind.__module__] for kind in own)):
+    for owner in (*own, *(sys.modules[kind.__module__] for kind in own if kind.__module__ in sys.modules)):
         for name, value in list(vars(owner).items()):
             original = inspect.unwrap(value) if isinstance(value, FunctionType) else None
             if flex is not None and original in (flex.flex_attention, flex.create_block_mask):
