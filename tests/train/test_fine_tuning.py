@@ -211,6 +211,15 @@ def test_records_are_packed_in_their_order_with_targets_inside_each(
     assert torch.equal(pickle.loads(pickle.dumps(rows))[1]["targets"], rows[1]["targets"])
 
 
+def test_a_token_across_the_border_of_prompt_and_completion_is_learned(
+    pretrained: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    across = next(word for word in ("si", "ix", "fo", "ou", "ur") if len(tokenizer(word).input_ids) == 1)
+    lines = write_lines(tmp_path / "a.jsonl", {"prompt": f"12{across[0]}", "completion": across[1]})
+    row = load_rows(data_job(lines, pretrained, context=5)).train[0]
+    assert shown(row, tokenizer) == (f"1 2 {across} <eos> <eos>", f". {across} <eos> . .")
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
 def test_the_loss_of_a_chat_is_on_its_answers(template: str, tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", template=template)
@@ -337,6 +346,10 @@ def test_an_export_is_read_by_transformers_and_peft_with_its_tokenizer(
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, trained[name]), name
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == PLAIN
+    if not lora:
+        assert model.config.use_cache, "the model's own setting"
+        given, written = (folder / "generation_config.json" for folder in (pretrained, tmp_path / "out"))
+        assert written.read_bytes() == given.read_bytes()
 
 
 def test_the_example_trains_and_is_verified_and_simulated(

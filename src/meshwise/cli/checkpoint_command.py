@@ -20,12 +20,13 @@ from meshwise.checkpoint.checkpoint_format import INDEX, CheckpointIndex, Damage
 from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.flags_and_toml import from_text, from_toml
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import HUB, Job, JobError
 from meshwise.train.objects_by_name import model_function
 from meshwise.train.prepare_job import with_tokenizer
 from meshwise.train.pretrained_model import hub_folder
 from meshwise.train.tuning_rows import tokenizer_files
 
+GENERATION = "generation_config.json"
 _MOST_TEXT = 400
 _MOST_NAMES = 3
 _PIPE_WIDTH = 200
@@ -133,12 +134,24 @@ def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
         raise JobError(f"{error.filename} exists and is not replaced; name another folder") from error
     except ValueError as error:
         raise JobError(str(error)) from error
+    if job.model.name.startswith(HUB):
+        _keep_settings(hub_folder(job.model.name, key="model.name"), into=flags.into)
     name = with_tokenizer(job).data.tokenizer
     copied = [] if name is None else tokenizer_files(hub_folder(name, key="data.tokenizer"))
     for path in (*done.files, *(Path(shutil.copy(path, flags.into)) for path in copied)):
         console.print(str(path), markup=False)
     console.print(f"read back, its logits on random tokens are the same (largest difference {done.difference:.3g})")
     return 0
+
+
+def _keep_settings(folder: Path, *, into: Path) -> None:
+    """Give an exported model, but not adapters, the key `use_cache` and the settings for generation of its folder."""
+    if (written := into / "config.json").exists():
+        given = json.loads((folder / written.name).read_text()).get("use_cache", True)
+        written.write_text(json.dumps({**json.loads(written.read_text()), "use_cache": given}, indent=2) + "\n")
+        (into / GENERATION).unlink(missing_ok=True)
+        if (folder / GENERATION).exists():
+            shutil.copy(folder / GENERATION, into)
 
 
 def _job(flags: argparse.Namespace) -> Job:

@@ -28,8 +28,9 @@ _STALL_SECONDS = "3600"
 class VerifyJob(StudiedJob):
     """Train some steps of a job under its plan and in one process, and compare the results."""
 
-    steps: int = 3
-    """Optimizer steps to compare, on the first batches of the job, at its peak learning rate."""
+    steps: int | None = None
+    """Optimizer steps to compare, on the first batches of the job, at its peak learning rate. Default: 3, and with a
+    `sync` across steps at least one more than `every`."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float64"
     """Element type of the parameters; train.dtype is ignored. In float64 a relative difference of 1e-9 is allowed. In
     other types the allowed difference is measured: the difference that rounding causes."""
@@ -39,7 +40,7 @@ class VerifyJob(StudiedJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps < 1:
+        if self.steps is not None and self.steps < 1:
             raise JobError(f"steps = {self.steps} has to be at least 1")
 
 
@@ -82,7 +83,7 @@ def _rank(world: World, job: VerifyJob) -> Report:
         return verify(
             prepared.model,
             prepared.loss,
-            prepared.batches(job.steps),
+            prepared.batches(job.steps or max(3, job.plan.every + 1)),
             prepared.job.plan,
             world=world,
             dtype=getattr(torch, job.dtype),

@@ -186,15 +186,8 @@ FREE_KEYS = (
 )
 """Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""
 _SILENT_KEYS = (
-    "ranks",
-    "restarts",
-    "comm",
-    "emulate",
-    "swap",
-    "data.cache",
-    "train.output",
-    "train.resume",
-    "train.accept",
+    *("ranks", "restarts", "comm", "emulate", "swap"),
+    *("data.cache", "train.output", "train.resume", "train.accept"),
 )
 
 

@@ -168,7 +168,9 @@ class _Encoder:
         try:
             self._tokenizer = library("transformers", key="data.tokenizer").AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
-            raise JobError(f"data.tokenizer: {folder} has no tokenizer that can be read: {error}") from error
+            raise JobError(
+                f"data.tokenizer: {folder} has no tokenizer that can be read: {str(error).splitlines()[0]}"
+            ) from error
         if not self._tokenizer.is_fast:
             raise JobError(f"data.tokenizer: {folder} has no tokenizer.json; save a fast tokenizer there")
         self._names = {name: fields.get(name, name) for name in _FIELDS}
@@ -228,8 +230,8 @@ class _Encoder:
         for (_, answers, framed), tokens, offsets in zip(
             texts, found["input_ids"], found["offset_mapping"], strict=False
         ):
-            starts = np.array([start for start, _ in offsets], np.int64)
-            words = _words(tokens, sum(((first <= starts) & (starts < stop) for first, stop in answers), starts < 0))
+            starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T  # a token across the border is of the answer
+            words = _words(tokens, sum(((first < ends) & (starts < stop) for first, stop in answers), starts < 0))
             yield np.concatenate([self._begin, words, self._end]) if framed else words
 
 
