@@ -18,7 +18,7 @@ import gpt
 import meshwise as mw
 from games import Event, Game
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from tensor_contestants import contestant
 
 

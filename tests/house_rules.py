@@ -392,7 +392,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.verify.verification.verify": 4,
     "meshwise.attention.split_attention.attend": 3,  # as torch's scaled_dot_product_attention
     "meshwise.comm.launch.launch.run": 2,
-    "meshwise.comm.in_process.thread_world.run_threads": 2,
+    "meshwise.comm.in_process.thread_and_trace_worlds.run_threads": 2,
     "meshwise.testing.run": 2,
     "meshwise.testing.RankRunner.run": 2,
     "meshwise.engine.open_step.OpenStep.mean": 2,

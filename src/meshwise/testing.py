@@ -81,8 +81,7 @@ from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.base.text_format import align_columns
 from meshwise.comm import run as run_processes
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld, run_threads
 from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.router_updates import RouterUpdates

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from meshwise import comm
-from meshwise.comm.in_process.thread_world import Rendezvous, RunEnded
+from meshwise.comm.in_process.thread_and_trace_worlds import Rendezvous, RunEnded
 from meshwise.model.torch_private import without_modes
 
 _PATIENCE_SECONDS = 120.0

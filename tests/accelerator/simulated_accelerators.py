@@ -16,7 +16,7 @@ from accelerator.queued_work import WorkQueues
 from accelerator.simulated_device import on_device
 from accelerator.simulated_nccl import SimulatedNccl
 from accelerator.simulated_streams import SimulatedHost, SimulatedStreams
-from meshwise.comm.in_process.thread_world import Rendezvous, ThreadWorld, run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import Rendezvous, ThreadWorld, run_threads
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calibrate
 from meshwise.cli import bench_command as command
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.simulate.cluster import load, parse_cluster
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict

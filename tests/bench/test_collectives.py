@@ -21,7 +21,7 @@ from meshwise.bench.collective_benchmark import (
 )
 from meshwise.cli.main import main
 from meshwise.comm import CallRecord, World
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from warm_processes import Processes
 
 ALL = tuple(BUS_FACTORS)

@@ -193,7 +193,7 @@ def test_a_bad_flag_ends_with_status_2(words: list[str]) -> None:
 SILENT_RANK = """
 import time
 from meshwise.bench.doctor import _exchange_in_time
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 
 def main(world):
     time.sleep(60) if world.rank else _exchange_in_time(world, 0.5)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from meshwise.bench.doctor import PairLink, PairMessages, exchange_messages, slow_links
 from meshwise.comm import CallRecord, Group, Work, World
-from meshwise.comm.in_process.thread_world import ThreadWorld, run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld, run_threads
 from warm_processes import Processes
 
 

@@ -291,7 +291,7 @@ MEMORY = """
     from meshwise.checkpoint.checkpoint_format import read_index
     from meshwise.checkpoint.checkpoint_folder import CheckpointReader
     from meshwise.checkpoint.save_state import save
-    from meshwise.comm.in_process.thread_world import run_threads
+    from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
     from meshwise.data_parallel.stored_slices import StoredSlice
 
     MB = 1 << 20

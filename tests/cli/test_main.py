@@ -13,7 +13,7 @@ import pytest
 
 from meshwise.cli.main import COMMANDS, main
 from meshwise.cli.shared_flags import local_ranks
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.plan import Plan
 from meshwise.train.job import Job
 

@@ -16,8 +16,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm import World
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import Work
-from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld, run_threads
 
 SIZE = 3
 SHAPE = (6, 4, 5)

@@ -21,7 +21,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm import World, run
 from meshwise.comm.api.job_processes import JobAttempt, ProcessLife, RankKilledError, RankLostError
 from meshwise.comm.health.watchdog import Watchdog
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import cores
 from meshwise.comm.launch.rank_process import RankOutcome, asked_threads
 from meshwise.comm.shared_memory import host_connection

@@ -12,7 +12,7 @@ import torch
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 
 
 def fails(main: Callable[[World], object], *, size: int = 3) -> str:
@@ -290,7 +290,7 @@ def test_a_run_leaves_no_thread() -> None:
 
 
 def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwise.comm.in_process.thread_world._PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr("meshwise.comm.in_process.thread_and_trace_worlds._PATIENCE_SECONDS", 60.0)
     computing: list[int] = []
 
     def main(world: World) -> list[int]:
@@ -309,7 +309,7 @@ def test_ranks_compute_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_waits_without_a_collective_does_not_block_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("meshwise.comm.in_process.thread_world._PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("meshwise.comm.in_process.thread_and_trace_worlds._PATIENCE_SECONDS", 0.05)
     told = threading.Event()
 
     def main(world: World) -> float:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.model.torch_private import TorchDispatchMode
 
 

@@ -31,7 +31,7 @@ from faults.job import RANKS, STEPS, Events, Numbers, events, in_folder, numbers
 from faults.ranks import STALL_SECONDS, Ended, Fault, run_ranks
 from meshwise.checkpoint.checkpoint_folder import damages
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.train.job import Job
 from meshwise.train.loop import train
 

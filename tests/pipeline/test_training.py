@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import ThreadWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.engine.trainer import Trainer

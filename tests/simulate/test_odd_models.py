@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan

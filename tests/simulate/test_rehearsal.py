@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from grid import Grid
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.engine.parallelize import parallelize
 from meshwise.pipeline.cut import model_cut as cut
 from meshwise.pipeline.cut.piece_calls import ProbeResult

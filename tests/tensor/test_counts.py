@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.pipeline.run.stage_backward import backward_input
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig

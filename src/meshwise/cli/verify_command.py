@@ -12,7 +12,7 @@ import torch
 from meshwise.cli.shared_flags import checked_comm, local_ranks, say_start
 from meshwise.comm.api.job_processes import is_rank, prints_for_job
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import run
 from meshwise.train.console_output import OutputConsole, leave_traceback, text_table
 from meshwise.train.flags_and_toml import read_job

@@ -3,8 +3,7 @@
 from meshwise.comm.api.flight_recorder import CallRecord, Position, RanksDisagree
 from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.api.world import Group, Work, World
-from meshwise.comm.in_process.thread_world import run_threads
-from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld, run_threads
 from meshwise.comm.launch.connect import connect
 from meshwise.comm.launch.launch import run, torchrun_line
 

@@ -17,7 +17,7 @@ from torch import nn
 from meshwise.attention.context_parallel import ContextParallel, use_attend
 from meshwise.comm.api.streams import use_deterministic_kernels
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import ThreadWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld
 from meshwise.comm.launch.connect import connect
 from meshwise.data_parallel.batch_norm_statistics import (
     BatchStatistics,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase
-from meshwise.comm.in_process.thread_world import ThreadWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.update_timing import UpdateTiming
 from meshwise.engine.microbatch_runner import BatchSharder, OnGradient, zeros

@@ -34,7 +34,7 @@ from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.collective_buffers import Parts
 from meshwise.comm.api.flight_recorder import Activity, CallRecord, FlightRecorder, StepPhase
 from meshwise.comm.api.world import Axes, Group, Work
-from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.shared_segment import KEPT, fits
 from meshwise.model.random_interception import ForwardAndBackwardMode

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from meshwise.base.tensor_tree import map_tensors
-from meshwise.comm.in_process.trace_world import TraceWorld
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.engine.cut_agreement import plan_schedule
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.deferred_init import shapes_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_world import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.connect import connect
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
