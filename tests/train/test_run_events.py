@@ -50,6 +50,7 @@ RUN: list[Event] = [
         "",
         "CPU",
         1234,
+        34,
         "12 MB",
         4,
         1,
@@ -73,7 +74,7 @@ PLAIN = """\
 plan     dp=2 zero=1   (on CPU)
          dp | 0 1
          rank | 0 1
-model    1,234 parameters; on rank 0: parameters 2 KiB
+model    1,234 parameters, 34 of them trained; on rank 0: parameters 2 KiB
 dtypes   bfloat16: parameters, compute; float32: master
 data     12 MB
 run      4 steps of 1 sample, into runs/a

@@ -180,12 +180,13 @@ def _text(event: Event, *, of: str) -> str:
         case run_events.Start():
             steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
             held = ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in event.memory.items() if size)
+            trained = "" if event.trained == event.parameters else f", {event.trained:,} of them trained"
             return "\n".join(
                 [
                     f"plan     {event.plan}   (on {event.device})",
                     *_indented(event.mesh),
                     *_indented(event.stages),
-                    f"model    {counted(event.parameters, of='parameter')}; on rank 0: {held}",
+                    f"model    {counted(event.parameters, of='parameter')}{trained}; on rank 0: {held}",
                     f"dtypes   {_dtypes(event.precision)}",
                     f"data     {event.data}",
                     f"run      {steps}, into {event.output}",

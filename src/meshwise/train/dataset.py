@@ -272,7 +272,8 @@ def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:
     `made`: the dataset of the job, if it has been loaded already."""
     if made is None and (job.pack or job.tokenizer):
         raise JobError(
-            'data.pack and data.tokenizer are for records; add data.dataset = "json:FILES", or leave them out'
+            f"data.dataset = {job.dataset!r} names no records, and data.pack and data.tokenizer are for records; write "
+            'data.dataset = "json:train.jsonl", or leave them out'
         )
     return _load_text(job) if job.dataset is None else _load_dataset(job, made)
 

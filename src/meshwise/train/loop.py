@@ -167,6 +167,7 @@ class _Run:
             stages="" if trainer.cut is None else str(trainer.cut),
             device=_device(trainer.world),
             parameters=sum(row.numel for row in trainer.table.rows),
+            trained=sum(row.numel for row in trainer.table.rows if row.trainable),
             data=self._data.summary,
             steps=job.train.steps,
             batch=self._sizes.first,

@@ -36,7 +36,7 @@ class Start:
 
     | stages      the table of the pipeline stages; empty without pp
     | device      rank 0's device, and the connection between the ranks
-    | parameters  number of parameters of the whole model
+    | parameters  number of parameters of the whole model; `trained`: of those that are trained
     | data        one line about the data
     | memory      bytes of model state on rank 0, as `Trainer.memory` returns them
     | precision   dtype of each kind of tensor on rank 0, as `Trainer.precision` returns them
@@ -47,6 +47,7 @@ class Start:
     stages: str
     device: str
     parameters: int
+    trained: int
     data: str
     steps: int
     batch: int
