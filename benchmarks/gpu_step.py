@@ -9,11 +9,13 @@
     | compiled     `torch.compile` of each block, of both
 
 Contestants take turns: each round runs every variant once, in alternating order. A figure is the median of the rounds.
-Kernels and idle share are of one step under torch's profiler: the share of the step in which no kernel ran."""
+Kernels and idle share are of one step under torch's profiler: the share of the step in which no kernel ran. `told` is
+what the simulator predicts for the same step on the description --on of a cluster."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -30,6 +32,10 @@ from torch.profiler import ProfilerActivity, profile
 from meshwise.comm.api.streams import gpu_count, streams_of
 from meshwise.engine.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.simulate.cluster import load
+from meshwise.simulate.predicted_memory import fullest
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
+from meshwise.simulate.step_prediction import predict
 
 MODELS = {
     "tiny": (GPTConfig(vocabulary=256, context=64, layers=2, heads=2, width=64), 2),
@@ -70,22 +76,41 @@ def variants(*, eager: bool) -> Iterator[Variant]:
 
 def step_of(variant: Variant, config: GPTConfig, batch: tuple[Tensor, Tensor], device: torch.device) -> Step:
     """Return a function that runs one step."""
-    made = replace(config, dropout=0.0 if variant.dropout == "none" else 0.1)
-
-    def build() -> nn.Module:
-        model = GPT(made)
+    made = shape_of(variant, config)
+    if variant.who == "plain":
+        with device:
+            model = GPT(made)
         if variant.compiled:
             for block in model.get_submodule("blocks").children():
                 block.compile()
-        return model
-
-    if variant.who == "plain":
-        return plain_step(build().to(device), batch, device)
-    random = "local" if variant.dropout == "local" else "global"
-    trainer = parallelize(
-        build, f"dp=1 precision=bf16 random={random} recompute={variant.recompute}", loss=next_token_loss, lr=3e-4
-    )
+        return plain_step(model, batch, device)
+    trainer = parallelize(lambda: GPT(made), plan_of(variant), loss=next_token_loss, lr=3e-4)
     return lambda: trainer.step(batch)
+
+
+def shape_of(variant: Variant, config: GPTConfig) -> GPTConfig:
+    """Return the shape with the dropout of the variant."""
+    return replace(config, dropout=0.0 if variant.dropout == "none" else 0.1)
+
+
+def plan_of(variant: Variant) -> str:
+    """Return the plan of a variant of meshwise."""
+    random, compiled = "local" if variant.dropout == "local" else "global", "blocks" if variant.compiled else "off"
+    return f"dp=1 precision=bf16 random={random} recompute={variant.recompute} compile={compiled}"
+
+
+def told(variant: Variant, config: GPTConfig, batch: tuple[Tensor, Tensor], cluster: str) -> dict[str, float]:
+    """Return tokens/s and the peak of memory that the simulator predicts; NaN for a plain loop and compiled blocks."""
+    if variant.who == "plain" or variant.compiled:
+        return {"told tokens/s": float("nan"), "told GiB": float("nan")}
+    made = shape_of(variant, config)
+    on_host = (batch[0].cpu(), batch[1].cpu())
+    subject = RehearsalSubject(lambda: GPT(made), next_token_loss, on_host, arguments={"lr": 3e-4})
+    prediction = predict(rehearse(subject, plan=plan_of(variant), ranks=1, device="cuda"), cluster=load(cluster))
+    return {
+        "told tokens/s": prediction.tokens_per_second,
+        "told GiB": fullest(prediction.memory).peak.bytes / 2**30,
+    }
 
 
 def plain_step(model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.device) -> Step:
@@ -148,7 +173,7 @@ def profiled(step: Step, *, device: torch.device) -> dict[str, float]:
 
 
 def figures(
-    name: str, order: Sequence[Variant], *, device: torch.device, rounds: int, steps: int
+    name: str, order: Sequence[Variant], *, device: torch.device, rounds: int, steps: int, cluster: str
 ) -> list[dict[str, Any]]:
     """Return the figures of every variant for one model."""
     config, rows = MODELS[name]
@@ -162,13 +187,14 @@ def figures(
         for variant in order if number % 2 == 0 else reversed(order):
             try:  # one contestant at a time has its model in memory
                 step = step_of(variant, config, batch, device)
-                for _ in range(2):
+                for _ in range(3):
                     step()
                 taken[variant].append(measured(step, device=device, steps=steps))
                 more[variant] = profiled(step, device=device)
             except torch.OutOfMemoryError:
                 more[variant] = {"kernels": 0.0, "idle": 0.0}
             step = None  # type: ignore[assignment]
+            gc.collect()
     for variant in order:
         runs = taken[variant]
         seconds = statistics.median(run["seconds"] for run in runs) if runs else float("nan")
@@ -181,6 +207,7 @@ def figures(
                 "tokens/s": rows * config.context / seconds,
                 "peak GiB": max((run["peak"] for run in runs), default=float("nan")) / 2**30,
                 **more[variant],
+                **told(variant, config, batch, cluster),
             }
         )
     return found
@@ -193,6 +220,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--on", default="h100", help="description of the GPU for the simulator")
     parser.add_argument("--eager", action="store_true", help="without the compiled variants")
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()
@@ -202,16 +230,16 @@ def main() -> None:
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}")
-    titles = ("model", "contestant", "dropout", "recompute", "tokens/s", "kernels", "idle", "peak GiB")
-    print(f"| {' | '.join(titles)} |\n|---|---|---|---|--:|--:|--:|--:|")
+    titles = ("model", "contestant", "dropout", "recompute", "tokens/s", "told", "kernels", "idle", "peak GiB", "told")
+    print(f"| {' | '.join(titles)} |\n|---|---|---|---|--:|--:|--:|--:|--:|--:|")
     found = []
     for model in flags.models:
-        for row in figures(
-            model, list(variants(eager=flags.eager)), device=device, rounds=flags.rounds, steps=flags.steps
-        ):
+        order = list(variants(eager=flags.eager))
+        for row in figures(model, order, device=device, rounds=flags.rounds, steps=flags.steps, cluster=flags.on):
             found.append(row)
             cells = [row["model"], row["contestant"], row["dropout"], row["recompute"], f"{row['tokens/s']:,.0f}"]
-            cells += [f"{row['kernels']:.0f}", f"{row['idle']:.0%}", f"{row['peak GiB']:.2f}"]
+            cells += [f"{row['told tokens/s']:,.0f}", f"{row['kernels']:.0f}", f"{row['idle']:.0%}"]
+            cells += [f"{row['peak GiB']:.2f}", f"{row['told GiB']:.2f}"]
             print(f"| {' | '.join(cells)} |", flush=True)
     if flags.json is not None:
         flags.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": found}, indent=1))

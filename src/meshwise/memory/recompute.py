@@ -295,8 +295,7 @@ class _Inputs:
 
         self._tree = map_tensors(taken, args), map_tensors(taken, kwargs)
         self._requires_grad = [tensor.requires_grad for tensor in given]
-        saved: Tensor = _Save.apply(torch.empty(0, requires_grad=True), *given)
-        self._node: Any = saved.grad_fn
+        self._result: Any = _Save.apply(torch.empty(0, requires_grad=True), *given)  # keeps its node alive
 
     def bytes(self) -> int:
         """Return the bytes of the storages of the inputs, each counted once."""
@@ -305,7 +304,7 @@ class _Inputs:
 
     def _saved(self) -> tuple[Tensor, ...]:
         try:
-            saved: tuple[Tensor, ...] = self._node.saved_tensors
+            saved: tuple[Tensor, ...] = self._result.grad_fn.saved_tensors
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise

@@ -98,7 +98,7 @@ def compute_experts_by_loops(module: nn.Module) -> None:
     Their modules get a configuration of their own, because a configuration may belong to several models."""
     for name in find_mixtures(module):
         experts = module.get_submodule(name)
-        if "_is_expert_parallel" in vars(experts):  # an attribute of all experts that choose an implementation
+        if "has_gate" in vars(experts):  # an attribute of all experts that choose an implementation
             config: Any = copy.copy(vars(experts)["config"])
             config._experts_implementation = "eager"
             experts.config = config

@@ -20,6 +20,7 @@ one script works with `python` and with torchrun.
 import contextlib
 import errno
 import functools
+import inspect
 import logging
 import multiprocessing
 import os
@@ -277,7 +278,10 @@ class _Agent(LocalElasticAgent):
     """torch's elastic agent for one machine, with the changes that this file describes."""
 
     def __init__(self, spec: WorkerSpec, *, logs: DefaultLogsSpecs, method: str, folder: Path) -> None:
-        super().__init__(spec, logs, start_method=method, shutdown_timeout=_SHUTDOWN_SECONDS)
+        # torch 2.11 always gives ranks 30 s to end.
+        known = inspect.signature(LocalElasticAgent).parameters
+        timeout = {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
+        super().__init__(spec, logs, start_method=method, **timeout)
         self._folder = folder
         self._gone: Set[int] = frozenset()
         self._since = 0.0
