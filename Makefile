@@ -55,8 +55,9 @@ gpu-here: export PYTHONPATH := src:tests$(if $(WHEELS),:$(WHEELS)/unpacked)
 gpu-here:  ## on a machine with GPUs, without installing: doctor, the GPU tests, grids on one GPU and on two, figures
 	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) --target $(WHEELS)/unpacked --no-deps $(notdir $(basename $(wildcard $(WHEELS)/*.whl))))
 	$(PYTHON) -m meshwise doctor
-	$(PYTHON) -m pytest -p no:cacheprovider -n 0 -m gpu
-	$(PYTHON) -m pytest -p no:cacheprovider -n 0 --on gpu tests/data_parallel/test_agreement.py tests/pipeline/test_grid.py
+	$(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n 4 -m gpu
+	$(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n 4 --on gpu tests/data_parallel/test_agreement.py \
+		tests/pipeline/test_grid.py
 	$(PYTHON) benchmarks/gpu_pair.py
 	$(PYTHON) benchmarks/gpu_step.py
 

@@ -1,5 +1,6 @@
 """Train one plain PyTorch model on many devices, and prove that the split model is the same model."""
 
+from meshwise.base import __version__
 from meshwise.base.mesh import Mesh
 from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
 from meshwise.checkpoint.hugging_face import ExportError, export
@@ -44,6 +45,7 @@ __all__ = [
     "SwapConfig",
     "Trainer",
     "World",
+    "__version__",
     "connect",
     "export",
     "measure",

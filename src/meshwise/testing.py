@@ -191,7 +191,7 @@ class ReferenceRun:
         if tokens is not None:
             tokens.attention.draws = self.draws
             tokens.install(self.model)
-        elif self._device.type == "cpu":
+        else:  # torch's FlexAttention has no backward on CPUs, and meets modes that see each operation on none
             use_attend(self.model, flex_only=True)
         self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
         self._routers.follow(self.model)

@@ -11,11 +11,11 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from meshwise.base import __version__
 from meshwise.comm.api.streams import gpu_count, gpu_properties
 from meshwise.comm.launch.launch import cores
 from meshwise.comm.network.process_world import backends
@@ -66,7 +66,7 @@ def machine_facts() -> Machine:
     listed = _nvidia_smi("--list-gpus")
     gpus = [gpu_properties(index) for index in range(gpu_count())]
     software = {
-        "meshwise": version("meshwise"),
+        "meshwise": __version__,
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "cuda": torch.version.cuda or "no",

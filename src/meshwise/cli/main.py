@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 
+from meshwise.base import __version__
 from meshwise.cli import (
     batch_command,
     bench_command,
@@ -99,7 +99,7 @@ def _run(words: list[str], *, own: bool) -> int:
         return 0 if words else 2
     name, *rest = words
     if name == "--version":
-        print(f"meshwise {version('meshwise')}")
+        print(f"meshwise {__version__}")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

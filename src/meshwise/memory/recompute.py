@@ -366,11 +366,11 @@ _LITTLE = 0.05
 def sample_of(tensor: Tensor) -> Tensor | None:
     """Return up to 64 elements of a tensor, evenly spread, as a tensor with one dim.
 
-    Return None for a meta, sparse or subclassed tensor, and for a tensor of bytes. A kernel's workspace is such a
-    tensor (an LSTM on a CPU saves one), and is only partly written."""
+    Return None for a meta, sparse or subclassed tensor, and for integers: kernels save memory that they never write
+    (the workspace of an LSTM on a CPU, the state of the generator of an attention without dropout on a GPU)."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
-    if tensor.is_meta or tensor.dtype == torch.uint8:
+    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     with without_modes():
         values, count = tensor.detach(), tensor.numel()

@@ -166,6 +166,8 @@ def _may_write(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class _KeptOutputs(LightDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, recall: ForwardReplay, clock: DeviceTimer | None) -> None:
         super().__init__()
         self._recall = recall
@@ -173,6 +175,8 @@ class _KeptOutputs(LightDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention on a GPU: it is computed again
+            return func(*args, **kwargs)
         schema = func._schema
         if schema.name in KEPT and torch.is_grad_enabled():
             with self._clock:

@@ -108,8 +108,8 @@ def build_optimizer(
     logical: access to whole parameters; passed only to a class that declares `needs`. The groups of such a class have
     the key `names`: the names of their parameters on all ranks.
 
-    Uses torch's fused implementation, which reads and writes every buffer once, if the class has one, no parameter is
-    complex, and `arguments` do not name an implementation.
+    Uses torch's fused implementation, which reads and writes every buffer once, if the class has one for the device,
+    no parameter is complex, and `arguments` do not name an implementation.
 
     Raises ValueError if `optimizer` is no optimizer class, is in `NEED_WHOLE_TENSORS`, treats slices differently
     without `needs`, or does not take an argument."""
@@ -140,7 +140,9 @@ def build_optimizer(
             f'`needs = "norms"` (or "matrices") to the class, and take whole tensors from its argument `logical`, as '
             "in meshwise/model/full_parameter_access.py; or use AdamW"
         )
-    plain = not any(parameter.is_complex() for group in groups for parameter in group["params"])
+    adagrad = issubclass(optimizer, torch.optim.Adagrad)  # fused on CPUs alone
+    slices = [parameter for group in groups for parameter in group["params"]]
+    plain = not any(one.is_complex() or (adagrad and one.is_cuda) for one in slices)
     if plain and "fused" in accepted and not IMPLEMENTATIONS & set(arguments):
         arguments["fused"] = True
     return optimizer(groups, **arguments)
