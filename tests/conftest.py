@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# To ask the driver for GPUs another way would use CUDA here, and ranks that are forked could not use it.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 # For the processes that tests start: what is freed from 1 MB up goes back to the system at once, instead of making the
 # next thing that is measured look larger or smaller.
 os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)

@@ -306,7 +306,7 @@ class UnitGradients:
         own = self._handles.get(id(parameter))
         hooks = parameter._post_accumulate_grad_hooks
         if own is None:
-            self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._arrived)
+            self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(_weak(self._arrived))
         elif hooks and own.id in hooks and next(reversed(hooks)) != own.id:
             hooks[own.id] = hooks.pop(own.id)
 
@@ -342,6 +342,19 @@ def _kind(row: ParameterRow, mesh: Mesh) -> tuple[Any, ...]:
 
 _VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 """Getters of tensor attributes that are views of the values; other getters read metadata such as shape and dtype."""
+
+
+def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """Return a hook that calls a method of an object without keeping the object alive.
+
+    Python's collector does not see the hooks of a parameter, so a dropped trainer would keep its memory."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(parameter)
+
+    return hook
 
 
 class ParameterGatherer:
@@ -493,6 +506,8 @@ class _Guard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_compiling():  # a function that compiles itself, such as FlexAttention's
+            return func(*args, **(kwargs or {}))
         if func in _VALUES or getattr(func, "__name__", "") not in ("__get__", "__set__"):
             self._look(args)
             if kwargs:

@@ -106,9 +106,11 @@ class NoiseMeter:
             handle.remove()
 
     def _adder(self, layer: int) -> Callable[[Tensor], None]:
+        small = self._small  # a hook that held the engine would keep a dropped trainer alive
+
         def add(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self._small[layer] += torch.linalg.vector_norm(parameter.grad).double() ** 2
+                small[layer] += torch.linalg.vector_norm(parameter.grad).double() ** 2
 
         return add
 

@@ -218,8 +218,9 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
     if context is not None:
         policy.undo.callback(context.install(module))
-    elif world.device.type == "cpu":
-        policy.undo.callback(use_attend(module, flex_only=True))  # torch's FlexAttention has no backward there
+    elif world.device.type == "cpu" or plan.pp > 1:
+        # torch's FlexAttention has no backward on CPUs, and cannot run on the meta device when a model is cut.
+        policy.undo.callback(use_attend(module, flex_only=True))
     reduction = ZERO[plan.zero]
     if plan.codec:
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))

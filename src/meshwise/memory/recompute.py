@@ -366,11 +366,11 @@ _LITTLE = 0.05
 def sample_of(tensor: Tensor) -> Tensor | None:
     """Return up to 64 elements of a tensor, evenly spread, as a tensor with one dim.
 
-    Return None for a meta, sparse or subclassed tensor, and for integers: kernels save memory that they never write
-    (the workspace of an LSTM on a CPU, the state of the generator of an attention without dropout on a GPU)."""
+    Return None for a meta, sparse or subclassed tensor. Return None for integers too: kernels save some
+    that they never write. On a CPU an LSTM does so, on a GPU an attention without dropout."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return None
-    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
         return None
     with without_modes():
         values, count = tensor.detach(), tensor.numel()

@@ -108,8 +108,8 @@ def build_optimizer(
     logical: access to whole parameters; passed only to a class that declares `needs`. The groups of such a class have
     the key `names`: the names of their parameters on all ranks.
 
-    Uses torch's fused implementation, which reads and writes every buffer once, if the class has one for the device,
-    no parameter is complex, and `arguments` do not name an implementation.
+    Uses torch's fused implementation, which reads and writes every buffer once. The class must have one for the
+    device, no parameter may be complex, and `arguments` may not name an implementation.
 
     Raises ValueError if `optimizer` is no optimizer class, is in `NEED_WHOLE_TENSORS`, treats slices differently
     without `needs`, or does not take an argument."""

@@ -196,7 +196,7 @@ def hook_casts(module: nn.Module, *, precision: Precision) -> contextlib.ExitSta
     undo = contextlib.ExitStack()
     for part in () if precision.parameters is None else module.modules():
         if any(True for _ in _floating(part)) and not _has_statistics(part):
-            undo.callback(part.register_forward_pre_hook(_cast_inputs, with_kwargs=True).remove)
+            undo.callback(part.register_forward_pre_hook(_InputCasts(), with_kwargs=True).remove)
     return undo
 
 
@@ -222,9 +222,15 @@ class ProductCasts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, with its floating operands in the dtype if it is a product."""
-        if func in _PRODUCTS:
+        if func in _PRODUCTS and not (all(map(self._fits, args)) and all(map(self._fits, (kwargs or {}).values()))):
             args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _fits(self, value: Any) -> bool:
+        """Return whether a value needs no conversion: True for most tensors and numbers, False for trees of them."""
+        if isinstance(value, Tensor):
+            return value.dtype == self.dtype or not value.is_floating_point()
+        return value is None or isinstance(value, int | float)
 
     def _cast(self, operand: Tensor) -> Tensor:
         return operand.to(self.dtype) if operand.is_floating_point() and operand.dtype != self.dtype else operand
@@ -275,11 +281,20 @@ def _floating(module: nn.Module) -> Iterator[Tensor]:
     return (parameter for parameter in module.parameters(recurse=False) if parameter.dtype.is_floating_point)
 
 
-def _cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments with floating tensors in the dtype of the module's first floating parameter."""
-    dtype = next((parameter.dtype for parameter in _floating(module)), None)
+class _InputCasts:
+    """Hook that converts a module's floating arguments to the dtype of its first floating parameter."""
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and dtype not in (None, tensor.dtype) else tensor
+    def __init__(self) -> None:
+        self._dtype: torch.dtype | None = None
 
-    return map_tensors(cast, args), map_tensors(cast, kwargs)
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._dtype is None:
+            self._dtype = next((parameter.dtype for parameter in _floating(module)), None)
+        if self._dtype is None:
+            return None  # the parameters are on another stage
+        if not kwargs and all(type(one) is Tensor and one.dtype == self._dtype for one in args):
+            return None  # the usual case, without a walk through trees
+        return map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() and tensor.dtype != self._dtype else tensor
