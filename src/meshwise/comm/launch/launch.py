@@ -280,7 +280,7 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *, logs: DefaultLogsSpecs, method: str, folder: Path) -> None:
         # torch 2.11 always gives ranks 30 s to end.
         known = inspect.signature(LocalElasticAgent).parameters
-        timeout = {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
+        timeout: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
         super().__init__(spec, logs, start_method=method, **timeout)
         self._folder = folder
         self._gone: Set[int] = frozenset()
