@@ -76,6 +76,17 @@ def test_a_block_that_draws_runs_as_it_is_and_says_so() -> None:
     assert (counts.graphs, len(counts.drawing)) == (0, 4)
 
 
+def test_blocks_are_compiled_where_torch_draws() -> None:
+    plain, values, _ = run(1, trained, args=("dp=1 random=local", {"dropout": 0.1}))[0]
+    for more in ("compile=blocks", "compile=blocks recompute=full", "recompute=selective"):
+        torch.compiler.reset()
+        numbers, others, counts = run(1, trained, args=(f"dp=1 random=local {more}", {"dropout": 0.1}))[0]
+        assert numbers == plain, "the masks are equal, and a backward repeats them"
+        assert all(map(torch.equal, others, values))
+        assert counts.drawing == []
+        assert (counts.graphs > 0) == ("compile" in more)
+
+
 class Broken(nn.Module):
     """A residual block whose forward torch.compile cuts in two."""
 

@@ -234,7 +234,7 @@ def _parallelized(world: World, subject: RehearsalSubject, plan: str) -> None:
         world=world,
         options=subject.options,
         **subject.arguments,
-    )
+    ).close()
 
 
 def _refusal(run: Any) -> tuple[type, str]:

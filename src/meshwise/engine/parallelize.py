@@ -550,11 +550,20 @@ def _release(parameters: Iterable[nn.Parameter]) -> None:
 def _draws(module: nn.Module, shared: _Shared, outside: SplitContext) -> RandomDraws:
     setting, parts = shared.setting, shared.parts
     local = setting.plan.random == "local"
-    if local and parts and isinstance(shared.world, ThreadWorld):
+    threads = isinstance(shared.world, ThreadWorld) and shared.world.size > 1
+    if local and parts and threads:
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
     before, after = activation_regions(module, plan=setting.plan, parts=parts, outside=outside, absent=shared.absent)
     tokens = None if setting.context is None else setting.context.mode
-    draws = RandomDraws(module, seed=setting.options.seed, before=before, after=after, local=local, tokens=tokens)
+    draws = RandomDraws(
+        module,
+        seed=setting.options.seed,
+        before=before,
+        after=after,
+        local=local,
+        tokens=tokens,
+        alone=not threads,
+    )
     if setting.context is not None:
         setting.context.attention.draws = draws
     return draws

@@ -2,7 +2,8 @@
 
 torch.compile of a whole split model meets hooks, modes and collectives that it cannot trace. A block's own forward has
 none of them. Blocks of one class and equal shapes share their compiled code. A block that draws random numbers runs as
-it is, because its draws depend on places that torch.compile would take for constants."""
+it is, because its draws depend on places that torch.compile would take for constants. Under random=local, where torch
+draws, it is compiled too."""
 
 import threading
 import warnings
@@ -62,7 +63,7 @@ class CompiledBlocks:
             return False
         if not self.drawing:
             warnings.warn(
-                f"{name} draws random numbers, so compile=blocks runs it uncompiled; without dropout it is compiled",
+                f"{name} draws random numbers, so compile=blocks runs it uncompiled; random=local compiles it",
                 stacklevel=2,
             )
         if name not in self.drawing:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.comm.api.streams import generator_states, restore_generators, streams_of
+from meshwise.comm.api.streams import generator_states, restore_generators, seed_generators, streams_of
 from meshwise.model.random_interception import Distribution, IndexBlock, RandomInterception, draw, draw_many, shaped
 
 DrawPlace: TypeAlias = tuple[str, tuple[tuple[str, int], ...], int]
@@ -193,8 +193,9 @@ class RandomDraws:
     """Replacement of torch's random draws in one model on one rank, by hooks and modes.
 
     A region begins when a module named in `before` begins, or a module named in `after` has run. It lasts until the
-    next one. `local` leaves the draws to torch's kernels and generator, which is seeded for each draw
-    by the place and the region. Such kernels are fused on a GPU, but the masks then depend on the plan.
+    next one. `local` leaves the draws to torch's kernels and generator. Such kernels are fused on a GPU, but the masks
+    then depend on the plan. The generator is seeded once for each forward. Where there are regions, split tokens or
+    other threads that draw, it is seeded for each draw, by the place and the region.
 
         draws.begin(step)
         with draws.running(rows): forward                 # once for each micro-batch
@@ -215,9 +216,13 @@ class RandomDraws:
         after: RegionStarts | None = None,
         local: bool = False,
         tokens: TokenPositions | None = None,
+        alone: bool = False,
     ) -> None:
-        """`tokens`: where tokens are split over ranks, which ones this rank has."""
+        """`tokens`: where tokens are split over ranks, which ones this rank has. `alone`: no other thread of this
+        process draws from torch's generators."""
         self.local = local
+        self._seeds_forwards = local and alone and not (before or after or tokens)
+        self._names = [name for name, _ in module.named_modules()] if self._seeds_forwards else []
         self._tokens = tokens
         self.unknown: set[str] = set()
         """Texts "operation in module" of the operations that drew from torch's own generator."""
@@ -239,11 +244,12 @@ class RandomDraws:
         self._random_state: list[Tensor] = []
         self._callers: dict[str, set[str]] = {}
         self._drawing: set[str] = set()
-        self.everywhere = True
+        self.everywhere = not self._seeds_forwards
         """True until the end of the first step: it is not known yet which modules draw."""
         self._kept: frozenset[str] = frozenset()
         self._masks = MasksAhead()
-        self._watch(None)
+        if not self._seeds_forwards:
+            self._watch(None)
 
     def within(self, name: str) -> bool:
         """Return whether module `name` or a module inside it draws, or may draw."""
@@ -259,7 +265,7 @@ class RandomDraws:
         self._masks.masks = {}
         if self.everywhere:
             self._callers, self._drawing = {}, set()
-        else:
+        elif not self._seeds_forwards:
             self._random_state = generator_states()
             if step >= 0 and self._handles and not self.local:
                 self._masks.draw(lambda place: _hash(self._seed, step, *place))
@@ -269,7 +275,11 @@ class RandomDraws:
         if self.everywhere:
             if self._ran:
                 self._settle()
-        elif not self.unknown and not all(map(torch.equal, self._random_state, generator_states())):
+        elif (
+            self._random_state
+            and not self.unknown
+            and not all(map(torch.equal, self._random_state, generator_states()))
+        ):
             self.everywhere = True
             self._watch(None)
             warnings.warn(
@@ -301,6 +311,15 @@ class RandomDraws:
     def running(self, rows: SampleRows, *, again: bool = False) -> Iterator[None]:
         """Draw for the samples `rows` inside the block. `again`: a backward runs and may repeat a forward."""
         split = contextlib.nullcontext() if self._tokens is None else self._tokens.running(rows, again=again)
+        if self._seeds_forwards:
+            kept = generator_states()
+            if not again:  # a backward repeats parts of a forward from the generator's state in it
+                seed_generators(_digest(f"({self._seed}, {self._step}, {_as_text(rows)}, {self._names})") % 2**63)
+            try:
+                yield
+            finally:
+                restore_generators(kept)
+            return
         if not self._handles:
             with split:
                 yield

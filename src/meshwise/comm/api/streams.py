@@ -320,6 +320,12 @@ def generator_states() -> list[Tensor]:
     return [generator.get_state() for generator in _generators()]
 
 
+def seed_generators(seed: int) -> None:
+    """Seed torch's default generators of the CPU and, if CUDA is in use, of the current GPU."""
+    for generator in _generators():
+        generator.manual_seed(seed)
+
+
 def restore_generators(states: Sequence[Tensor]) -> None:
     """Set torch's default generators to `states`, a result of `generator_states`; do nothing for an empty list."""
     for generator, state in zip(_generators(), states, strict=False):
