@@ -43,7 +43,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from meshwise.comm.api.job_processes import has_ended, launched_rank
 from meshwise.comm.api.streams import cuda_in_use
-from meshwise.comm.health.watchdog import stall_seconds_from_environment
+from meshwise.comm.health.watchdog import report_to_stderr, stall_seconds_from_environment
 from meshwise.comm.launch.connect import comm_setting, connect, has_world, leave_undone
 from meshwise.comm.launch.fork_server import LauncherEnvironment, start_context
 from meshwise.comm.launch.rank_process import (
@@ -56,7 +56,7 @@ from meshwise.comm.launch.rank_process import (
     last_start,
     rank_main,
     results,
-    save_statuses,
+    start_folder,
 )
 from meshwise.comm.network.job_store import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.network.process_world import Comm
@@ -270,7 +270,11 @@ def launch(
         result = _Agent(spec, logs=logs, method=method, folder=folder).run()
     finally:
         rendezvous.shutdown()
-    return {rank: failure.exitcode for rank, failure in result.failures.items()}
+    return _statuses(result.failures)
+
+
+def _statuses(failures: Mapping[int, ProcessFailure]) -> Mapping[int, int]:
+    return {rank: failure.exitcode for rank, failure in failures.items()}
 
 
 class _Agent(LocalElasticAgent):
@@ -283,8 +287,11 @@ class _Agent(LocalElasticAgent):
         self._since = 0.0
         self._silent: Set[int] = frozenset()
         self._silent_since = 0.0
+        self._failures: Mapping[int, ProcessFailure] = {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._failures:
+            self._print_restart_reason(worker_group.spec)
         self._pcontext = None  # frees the semaphores of the last start before the next start makes new ones
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)
@@ -303,10 +310,15 @@ class _Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and (failures := self._left_nothing(worker_group)):
             result = RunResult(WorkerState.FAILED, failures=failures)
-        if result.failures:  # the ranks of the next start print these statuses as the reason
-            statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            save_statuses(last_start(self._folder), statuses=statuses)
+        self._failures = result.failures
         return result
+
+    def _print_restart_reason(self, spec: WorkerSpec) -> None:
+        restart, statuses = spec.max_restarts - self._remaining_restarts, _statuses(self._failures)
+        previous = start_folder(self._folder, number=restart - 1)
+        error = first_error(previous, size=spec.local_world_size, statuses=statuses)
+        why = f"{type(error).__name__}: {error}"
+        report_to_stderr(f"meshwise: restart {restart} of {spec.max_restarts}, because {why}")
 
     def _left_nothing(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Return a failure for each rank that has certainly ended with status 0 and has saved no outcome."""
