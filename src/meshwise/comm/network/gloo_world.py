@@ -12,8 +12,8 @@ of two phases is completed by a thread, so that the second phase does not have t
 for each group, which runs its calls in order. Every rank sends to every other rank directly, which suits few ranks.
 
 gloo's own collectives copy more than necessary, run on two threads one after the other, and sum in an order that
-depends on the size. If two ranks pass different sizes, gloo ends the process (SIGABRT). So a `Mailbox` uses gloo's
-sends and receives. They are started at once, in any number, and use the memory of the tensors without a copy.
+depends on the size. If two ranks pass different sizes, gloo ends the process (SIGABRT). So `GlooTransport` uses
+gloo's sends and receives. They are started at once, in any number, and use the memory of the tensors without a copy.
 
     | 64 MB, 4 ranks, CPU ms per rank       all-reduce   reduce-scatter   all-gather   broadcast
     | gloo's collectives                    58 to 81     114 to 135       77 to 99     27 to 43
@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import PrivateBuffers, put, reduce_in_order, require_op
+from meshwise.comm.api.collective_buffers import PrivateBuffers, put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.streams import Streams
@@ -70,44 +70,6 @@ class PendingMessages:
                 work.wait()
             except RuntimeError as error:
                 raise lost(peer, about=self.about, error=error) from error
-
-
-class Mailbox:
-    """Connections of this rank with all ranks of the job, for messages. Every rank makes one, over the same store."""
-
-    def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
-        self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)
-
-    @property
-    def closed(self) -> bool:
-        """True if `close` was called."""
-        return self._group is None
-
-    def post(
-        self,
-        *,
-        sends: Iterable[tuple[int, Tensor]],
-        receives: Iterable[tuple[int, Tensor]],
-        label: str,
-        about: object,
-    ) -> PendingMessages:
-        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each. A receive gets
-        the messages of that rank with the same `label`, size and dtype in the order of sending. Empty tensors are
-        skipped. about: the call, for the message of an error. Raises RankLostError."""
-        assert self._group is not None, "the world was closed"
-        pending = []
-        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
-            for peer, tensor in messages:
-                if tensor.numel():
-                    try:
-                        pending.append((peer, tensor, start([tensor], peer, _tag(label, tensor))))
-                    except RuntimeError as error:
-                        raise lost(peer, about=about, error=error) from error
-        return PendingMessages(pending, about)
-
-    def close(self) -> None:
-        """Close the connections. Messages that are not complete fail."""
-        self._group = None
 
 
 def _tag(label: str, tensor: Tensor) -> int:
@@ -177,13 +139,41 @@ class WorkerThread:
 
 
 class GlooTransport:
-    """Messages, threads and unfinished collectives of one rank, shared by all views of its world."""
+    """Connections, threads and unfinished collectives of one rank, shared by all views of its world. Every rank of the
+    job makes one, over the same store."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.mailbox = mailbox
+    def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
+        self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)
         self.scratch = PrivateBuffers()
         self.unfinished: set[Work] = set()
         self._workers: dict[str, WorkerThread] = {}
+
+    @property
+    def closed(self) -> bool:
+        """True if `close` was called."""
+        return self._group is None
+
+    def post(
+        self,
+        *,
+        sends: Iterable[tuple[int, Tensor]],
+        receives: Iterable[tuple[int, Tensor]],
+        label: str,
+        about: object,
+    ) -> PendingMessages:
+        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each. A receive gets
+        the messages of that rank with the same `label`, size and dtype in the order of sending. Empty tensors are
+        skipped. about: the call, for the message of an error. Raises RankLostError."""
+        assert self._group is not None, "the world was closed"
+        pending = []
+        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
+            for peer, tensor in messages:
+                if tensor.numel():
+                    try:
+                        pending.append((peer, tensor, start([tensor], peer, _tag(label, tensor))))
+                    except RuntimeError as error:
+                        raise lost(peer, about=about, error=error) from error
+        return PendingMessages(pending, about)
 
     def worker(self, queue: str) -> WorkerThread:
         """Return the thread that runs the collectives with the queue name `queue` in their order."""
@@ -198,7 +188,7 @@ class GlooTransport:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
-        self.mailbox.close()
+        self._group = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +228,7 @@ class GlooWorld(World):
 
     def close(self) -> None:
         """Wait until all ranks have called this method, finish all collectives, and close the connections."""
-        if self._transport is not None and not self._transport.mailbox.closed:
+        if self._transport is not None and not self._transport.closed:
             self._meet_to_close()
             self._transport.close()
 
@@ -263,9 +253,7 @@ class GlooWorld(World):
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
-        require_op(op)
         call = _Call(record, group)
-
         return self._start(
             call, lambda reads, writes: self._reduced(call, reads, writes[0], op), reads=parts, writes=[into]
         )
@@ -278,47 +266,33 @@ class GlooWorld(World):
     # ---- two phases --------------------------------------------------------------------------------------------
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        require_op(op)
-        call = _Call(record, group)
-        return self._start(
-            call,
-            lambda reads, writes: self._all_reduced(call, reads[0], writes[0], op),
-            reads=[x],
-            writes=[x],
-            carried=record.bytes > _ONE_PHASE_BYTES,
-        )
-
-    def _all_reduced(self, call: _Call, x: Tensor, into: Tensor, op: str) -> Steps:
-        group = call.group
-        if call.record.bytes <= _ONE_PHASE_BYTES:
-            yield from self._reduced(call, [x] * group.size, into, op)
-            return
-        slices = into.tensor_split(group.size)
-        own = slices[group.index]
-        yield from self._reduced(call, list(x.tensor_split(group.size)), own, op)
-        yield self._post(
-            call,
-            sends=[(rank, own) for _, rank in call.peers],
-            receives=[(rank, slices[index]) for index, rank in reversed(call.peers)],
-            label=f"{call.label} sums",
-        )
+        return self._begin_sum(record, group, x, op, targets=range(group.size))
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
-        require_op(op)
-        call = _Call(record, group)
+        return self._begin_sum(record, group, x, op, targets=[target])
+
+    def _begin_sum(self, record: CallRecord, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
+        """Start a reduction in which each rank reduces its slice of `x`, and sends it to the group indices `targets`;
+        a small all-reduce has one phase."""
+        call, small = _Call(record, group), len(targets) > 1 and record.bytes <= _ONE_PHASE_BYTES
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            if small:
+                yield from self._reduced(call, reads * group.size, writes[0], op)
+                return
             slices = writes[0].tensor_split(group.size)
             own = slices[group.index]
             yield from self._reduced(call, list(reads[0].tensor_split(group.size)), own, op)
-            if group.index == target:
-                sums = [(rank, slices[index]) for index, rank in call.peers]
-                yield self._post(call, receives=sums, label=f"{call.label} sums")
-            else:
-                yield self._post(call, sends=[(group.ranks[target], own)], label=f"{call.label} sums")
+            sources = reversed(call.peers) if group.index in targets else []
+            yield self._post(
+                call,
+                sends=[(rank, own) for index, rank in call.peers if index in targets],
+                receives=[(rank, slices[index]) for index, rank in sources],
+                label=f"{call.label} sums",
+            )
 
-        return self._start(call, program, reads=[x], writes=[x], carried=True)
+        return self._start(call, program, reads=[x], writes=[x], carried=not small)
 
     def _reduced(self, call: _Call, parts: list[Tensor], into: Tensor, op: str) -> Steps:
         """Send every rank its part, and reduce the received parts and this rank's own part into `into`."""
@@ -369,7 +343,7 @@ class GlooWorld(World):
     ) -> PendingMessages:
         assert self._transport is not None
         label = label or call.label
-        return self._transport.mailbox.post(sends=sends, receives=receives, label=label, about=call.record)
+        return self._transport.post(sends=sends, receives=receives, label=label, about=call.record)
 
 
 class _Started(Work):
