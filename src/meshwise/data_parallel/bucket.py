@@ -259,11 +259,6 @@ class Bucket:
     def deposit(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, one per piece in piece order (None: no gradient), to the accumulated gradients."""
         views = self._gradient_views()
-        plain = [one for one in gradients if one is not None and one.layout is torch.strided]
-        if not self._filled and len(plain) == len(views):
-            torch._foreach_copy_(views, plain)
-            self._filled.update(range(len(views)))
-            return
         given = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
         first = [(index, gradient) for index, gradient in given if index not in self._filled]
         if first:

@@ -370,25 +370,19 @@ class ParameterGatherer:
         """Context in which a parameter that is used outside the modules of its unit is gathered at once."""
         return _Guard(self._owners, self._need_now) if self._owners else contextlib.nullcontext()
 
-    def begin_pass(self, *, backward: bool, keep: bool = False) -> None:
-        """End the previous pass, and begin a forward or backward. A forward first frees every unit, unless `keep`."""
+    def begin_forward(self, *, keep: bool = False) -> None:
+        """End the previous pass, free every unit unless `keep`, and begin a forward."""
         self._finish_pass()
-        self._backward = backward
-        if not (backward or keep):
+        self._backward = False
+        if not keep:
             self.free_all()
 
-    def free_all(self) -> None:
-        """End the pass and free every unit."""
-        self._finish_pass()
-        self._recorded = False
-        self._open = []
-        for unit in self._units:
-            unit.free()
-        self._whole = []
-
     @contextlib.contextmanager
-    def explained_errors(self) -> Iterator[None]:
-        """Inside it, an error from a backward that uses freed parameters is raised again with its cause and remedy."""
+    def backward(self) -> Iterator[None]:
+        """Gather the units for the backward that runs inside the block; after it, free all units. An error from a use
+        of freed parameters is raised again with its cause and remedy."""
+        self._finish_pass()
+        self._backward = True
         try:
             yield
         except RuntimeError as error:
@@ -399,6 +393,16 @@ class ParameterGatherer:
                 "was found in the result of their module. Return tensors in a tuple, list, mapping, dataclass or "
                 "attribute, or use a zero stage below 3"
             ) from error
+        self.free_all()
+
+    def free_all(self) -> None:
+        """End the pass and free every unit."""
+        self._finish_pass()
+        self._recorded = False
+        self._open = []
+        for unit in self._units:
+            unit.free()
+        self._whole = []
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -310,23 +310,22 @@ def run_threads(
     return [results[rank] for rank in range(size)]
 
 
-class _GuardedTensors:
-    """Check that the caller does not write to the tensors of one call before its `wait`."""
+def _guarded(record: CallRecord, *, inputs: Mapping[Tensor, Tensor], outputs: Sequence[Tensor]) -> Callable[[], None]:
+    """Fill the outputs of a call with 0xFF bytes. Return a function that raises RuntimeError if the caller has written
+    to a tensor of the call since. inputs: copy of each input; an input that is also an output is an output."""
+    filled = [(x.view(torch.uint8), 1 if x.dtype == torch.bool else 0xFF) for x in outputs if x.numel()]
+    for x, filling in filled:
+        x.fill_(filling)
+    addresses = {x.data_ptr() for x, _ in filled}
+    copies = [(x, copy) for x, copy in inputs.items() if x.data_ptr() not in addresses]
 
-    def __init__(self, *, inputs: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[Tensor]) -> None:
-        """Fill the outputs with 0xFF bytes. inputs: each with a copy; an input that is also an output is an output."""
-        self._outputs = [(x.view(torch.uint8), 1 if x.dtype == torch.bool else 0xFF) for x in outputs if x.numel()]
-        filled = {x.data_ptr() for x, _ in self._outputs}
-        self._inputs = [(x, copy) for x, copy in inputs if x.data_ptr() not in filled]
-        for x, filling in self._outputs:
-            x.fill_(filling)
-
-    def check(self, record: CallRecord | None) -> None:
-        """Raise RuntimeError when the caller has written to one of the tensors."""
-        intact = all(bool(x.min() == filling) for x, filling in self._outputs)
-        kept = (torch.equal(x, y) or torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in self._inputs)
+    def check() -> None:
+        intact = all(bool(x.min() == filling) for x, filling in filled)
+        kept = (torch.equal(x, y) or torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in copies)
         if not (intact and all(kept)):
             raise RuntimeError(f"a tensor was written to before wait(); until then it belongs to {record}")
+
+    return check
 
 
 class ThreadWorld(World):
@@ -384,13 +383,13 @@ class ThreadWorld(World):
     ) -> Work:
         """Call with copies of `give`, and return the work. At `wait`, `take` copies the results into `fill`."""
         copies = {x: x.clone() for x in dict.fromkeys(give.values())}  # one tensor may be for several ranks
-        guarded = _GuardedTensors(inputs=list(copies.items()), outputs=fill)
+        check = _guarded(record, inputs=copies, outputs=fill)
         deposit = {part: copies[x] for part, x in give.items()}
         pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=deposit)
         collect = keep_inference_mode(partial(take, pending))
 
         def finish() -> None:
-            guarded.check(record)
+            check()
             self.rendezvous.wait(pending, rank=self.rank)
             collect()
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -60,9 +60,6 @@ from meshwise.comm.launch.rank_process import (
 )
 from meshwise.comm.network.job_store import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.network.process_world import Comm
-
-ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, Any], object]
-"""Function like `sys.excepthook`: (type, exception, traceback)."""
 
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
@@ -147,7 +144,7 @@ def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
 
 
-def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseException, at: Any) -> None:
+def _say_stopped(otherwise: Callable[..., object], kind: type[BaseException], error: BaseException, at: Any) -> None:
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write("stopped by Ctrl-C; all ranks have ended\n")
     else:

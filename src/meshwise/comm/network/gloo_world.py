@@ -44,7 +44,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.collective_buffers import PrivateBuffers, put, reduce_in_order
-from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.streams import Streams
 from meshwise.comm.api.world import Group, Work, World, keep_inference_mode
@@ -221,9 +221,8 @@ class GlooWorld(World):
         mesh: Mesh,
         device: torch.device,
         transport: GlooTransport | None,
-        flight_recorder: FlightRecorder | None = None,
     ) -> None:
-        super().__init__(rank=rank, mesh=mesh, device=device, flight_recorder=flight_recorder)
+        super().__init__(rank=rank, mesh=mesh, device=device)
         self._transport = transport
 
     def close(self) -> None:

@@ -198,10 +198,6 @@ class QueuedCall(Work):
         """True if the results are complete and no rank uses this rank's tensors any more."""
         return self._done or self.queue.is_over(self)
 
-    def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
-        """Copy into `into` tensor `which` of the tensors that group index `index` gave."""
-        self.queue.take(self, index=index, into=into, which=which)
-
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
         """Return tensor `which` of every rank, in group order. `own` is this rank's; the others must be as large."""
         queue = self.queue
@@ -385,14 +381,14 @@ class GroupQueue:
 
     # ---- the tensors and calls of the other ranks --------------------------------------------------------------
 
-    def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int = 0) -> Span:
+    def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int) -> Span:
         """Return tensor `which` of group index `index`, with the size and dtype of `like`, or raise RanksDisagree."""
         place, offset, size = self._given(call, index, like, which)
         if place == IN_PAYLOAD:
             return MappedSpan(self._board(index).view(offset, size, like.dtype))
         return self._elsewhere(index, place, offset, like)
 
-    def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int = 0) -> None:
+    def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int) -> None:
         """Copy tensor `which` that group index `index` gave to this call into `into`, of its size and dtype. Raises
         RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be read."""
         place, offset, size = self._given(call, index, into, which)

@@ -93,7 +93,7 @@ class LocalWorld(World):
             if own is not None and me in take:
                 put(own, into=take[me])
             for index in needs:
-                call.take(index, into=take[index], which=me if has_parts else 0)
+                call.queue.take(call, index=index, into=take[index], which=me if has_parts else 0)
 
         gives = list(give.values()) if users else []
         return self._begin(call, gives=gives if has_parts else gives[:1], needs=needs, users=users, act=act)
@@ -123,22 +123,20 @@ class LocalWorld(World):
         return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        call = self._call(record, group)
-        if travels_in_payload([x]):
-            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
-        return self._begin_sum(call, group, x, op, targets=range(group.size))
+        return self._begin_sum(record, group, x, op, targets=range(group.size))
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
-        call = self._call(record, group)
-        if not travels_in_payload([x]):
-            return self._begin_sum(call, group, x, op, targets=[target])
-        if group.index == target:
-            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
-        return self._begin(call, gives=[x], users=[target])
+        return self._begin_sum(record, group, x, op, targets=[target])
 
-    def _begin_sum(self, call: QueuedCall, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
-        """Start a reduction in which each rank reduces its slice of `x`, and writes it to group indices `targets`."""
+    def _begin_sum(self, record: CallRecord, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
+        """Start a reduction whose result the group indices `targets` receive. If `x` travels in the payload, each of
+        them reduces all of `x`; else each rank reduces its slice of `x`, and writes it to them."""
+        call = self._call(record, group)
+        if travels_in_payload([x]):
+            if group.index not in targets:
+                return self._begin(call, gives=[x])
+            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
         [reachable] = self._reachable([x], group.ranks)
