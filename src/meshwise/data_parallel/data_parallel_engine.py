@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.bucket import Bucket, ShardGroup, StorageConfig
+from meshwise.data_parallel.bucket import Bucket, StorageConfig
 from meshwise.data_parallel.live_unit import GradientCallback, LiveUnit, ParameterGatherer, UnitGradients
 from meshwise.memory.swap_file import TierError
 from meshwise.model.deferred_init import ParameterSource, install
@@ -61,9 +61,8 @@ class DataParallel:
         self.storage = storage
         self.reduction = storage.reduction
         self.tiers = storage.tiers
-        shard_group = ShardGroup(world, storage.replicas, storage)
         here = table.on(world.mesh, rank=world.rank)
-        self.units = [LiveUnit(unit, shard_group=shard_group) for unit in here.units]
+        self.units = [LiveUnit(unit, world=world, storage=storage) for unit in here.units]
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)
         self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
@@ -250,7 +249,7 @@ class DataParallel:
         while self._in_flight:
             for bucket in self._in_flight.pop(0).buckets:
                 bucket.settle()
-                if self._last and bucket.trainable and bucket.shard_group.has_replicas:
+                if self._last and bucket.trainable and bucket.has_replicas:
                     bucket.start_replicas()
                     self._between.append(bucket)
 

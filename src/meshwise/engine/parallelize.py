@@ -225,7 +225,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
     if scheme is not None:
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
-    storage = StorageConfig(reduction, precision, tiers, plan.replica_axes, plan.outer_axes, plan.sync_axes)
+    storage = StorageConfig(reduction, precision, tiers, plan.outer_axes, plan.sync_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
 
@@ -264,9 +264,7 @@ def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel 
     world = engine.world
     joint = [axes for _, axes in world.mesh.joint]
     groups = [world.group(axes) for axes in (world.mesh.names, *world.mesh.names, *joint)]
-    groups += [
-        bucket.shard_group.world.group(bucket.shard_group.axes) for unit in engine.units for bucket in unit.buckets
-    ]
+    groups += [bucket.group for unit in engine.units for bucket in unit.buckets]
     stages = world.group("pp").ranks if runner.lines else ()
     lines = [(stages[source], stages[target]) for source, target in runner.lines]
     if context is not None:
