@@ -79,11 +79,6 @@ class CallRecord(NamedTuple):
         and its recv have only number of elements and dtype. All-to-all, gather and scatter lack the elements."""
         return _agreed(self.kind, self.how, self.shape, self.dtype)
 
-    @property
-    def tag(self) -> int:
-        """CRC32 of `agreed`."""
-        return _tag(self.agreed)
-
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         how = f" {self.how}" if self.how else ""
@@ -96,11 +91,6 @@ def _agreed(kind: str, how: str, shape: tuple[int, ...], dtype: str) -> str:
     elements = "" if kind in _SIZES_MAY_DIFFER else f" {math.prod(shape)} elements"
     call = "message" if kind in _MESSAGES else f"{kind} {how}"
     return f"{call}{elements} {dtype}"
-
-
-@lru_cache(maxsize=4096)
-def _tag(agreed: str) -> int:
-    return zlib.crc32(agreed.encode())
 
 
 class CallLine(NamedTuple):

@@ -159,9 +159,6 @@ def _payload_words(ranks: int) -> int:
     return -(-(_RECORDS + RECORDS_PER_QUEUE * _record_words(ranks)) // PAYLOAD_WORDS) * PAYLOAD_WORDS
 
 
-_PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # the prime of the FNV hash, and the largest number of a word
-
-
 class QueuedCall(Work):
     """One collective as this rank calls it: the tensors that other ranks use, and this rank's part of the work.
 
@@ -173,6 +170,7 @@ class QueuedCall(Work):
     | act         function that does this rank's part of the call; None if there is nothing to do
     | after       function called when all ranks have done their part; None if there is nothing to do
     | number      number of the call in its queue, from 0; -1 before `GroupQueue.post`
+    | tag         hash of this call and all calls before it in its queue; 0 before `GroupQueue.post`
     | acted       True when this rank has done its part"""
 
     gives: Sequence[Tensor] = ()
@@ -183,13 +181,13 @@ class QueuedCall(Work):
     act: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
     number = -1
+    tag = 0
     acted = False
     adds = False  # True when `act` has begun to overwrite its inputs; a second `act` would add overwritten values
 
     def __init__(self, world: World, *, record: CallRecord, queue: "GroupQueue") -> None:
         super().__init__(world, record=record)
         self.record = record
-        self.tag = record.tag
         self.queue = queue
         self.others = queue.others
 
@@ -235,7 +233,7 @@ class GroupQueue:
         self._own = QueueState.make(host.board, key=key, ranks=len(ranks))
         self._sides: list[QueueState | None] = [self._own if rank == host.rank else None for rank in ranks]
         self._digest = 0
-        """Hash of all calls so far. After a different call, the tags of two ranks differ in all later calls too."""
+        """CRC32 of all calls so far. After a different call, the tags of two ranks differ in all later calls too."""
         self._posted = 0
         self._done = 0
         self._free = RECORDS_PER_QUEUE
@@ -252,7 +250,7 @@ class GroupQueue:
     def post(self, call: QueuedCall) -> None:
         """Post the call to the other ranks as soon as the board has a free record."""
         call.number = self._posted + len(self._unposted)
-        call.tag = self._digest = (_PRIME * self._digest + call.tag) & _WORD
+        call.tag = self._digest = zlib.crc32(call.record.agreed.encode(), self._digest)
         self._unposted.append(call)
         self._publish()
 
