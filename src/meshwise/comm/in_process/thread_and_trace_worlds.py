@@ -271,7 +271,7 @@ def _left(ends: float | None) -> float | None:
     return None if ends is None else max(0.0, ends - time.monotonic())
 
 
-_Take: TypeAlias = Callable[[PendingCollective], None]
+_Take: TypeAlias = Callable[[PendingCollective], object]
 
 
 def run_threads(
@@ -350,19 +350,12 @@ class ThreadWorld(World):
         return self._meet(record, group, give=give, fill=fill, take=collect)
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
-        target, op = how
-
-        def take(met: PendingCollective) -> None:
-            if group.index == target:
-                met.reduce(op, into=x)
-
-        return self._meet(record, group, give={0: x}, fill=[x], take=take)
+        if group.index == how[0]:
+            return self._all_reduce(record, group, x, how[1])
+        return self._meet(record, group, give={0: x}, fill=[x])
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        def take(met: PendingCollective) -> None:
-            x.copy_(met.reduced(op))
-
-        return self._meet(record, group, give={0: x}, fill=[x], take=take)
+        return self._meet(record, group, give={0: x}, fill=[x], take=lambda met: x.copy_(met.reduced(op)))
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
@@ -370,14 +363,14 @@ class ThreadWorld(World):
         return self._meet(record, group, give=dict(enumerate(parts)), fill=[into], take=take)
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
-        self._meet(record, group, take=lambda _: None).wait()
+        self._meet(record, group).wait()
 
     def _meet(
         self,
         record: CallRecord,
         group: Group,
         *,
-        take: _Take,
+        take: _Take = lambda _: None,
         give: Mapping[int, Tensor] = MappingProxyType({}),
         fill: Sequence[Tensor] = (),
     ) -> Work:
@@ -386,14 +379,13 @@ class ThreadWorld(World):
         check = _guarded(record, inputs=copies, outputs=fill)
         deposit = {part: copies[x] for part, x in give.items()}
         pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=deposit)
-        collect = keep_inference_mode(partial(take, pending))
 
         def finish() -> None:
             check()
             self.rendezvous.wait(pending, rank=self.rank)
-            collect()
+            take(pending)
 
-        return Work(self, record=record, finish=finish)
+        return Work(self, record=record, finish=keep_inference_mode(finish))
 
 
 class TraceWorld(World):
@@ -456,9 +448,5 @@ class TraceWorld(World):
 
 def _with_zeros(x: Tensor, op: str) -> None:
     """Reduce `x` in place with zeros for the other ranks; do nothing for meta tensors."""
-    if x.is_meta:
-        return
-    if op == "max":
-        x.copy_(torch.maximum(x, torch.zeros_like(x)))
-    elif op == "min":
-        x.copy_(torch.minimum(x, torch.zeros_like(x)))
+    if not x.is_meta and op != "sum":
+        x.copy_((torch.maximum if op == "max" else torch.minimum)(x, torch.zeros_like(x)))

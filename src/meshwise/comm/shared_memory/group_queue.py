@@ -50,7 +50,7 @@ IN_PRIVATE: in private memory of the rank. IN_JOINT: in memory that all ranks ha
 TensorLocation: TypeAlias = tuple[int, int, int]
 """Location of a tensor: its place, its offset in bytes there, and its size in bytes.
 
-The place is a constant above or `SharedSegment.place`. The offset counts from the start of the payload or segment. For
+The place is a constant above or `SharedSegment.place`. The offset counts from the start of the board or segment. For
 private memory it is the address. For a joint tensor the second number is `JointTensors.name`, and the third is 0."""
 
 _POSTED, _DONE, _RECORDS = 0, 8, 16
@@ -91,24 +91,19 @@ class QueueState:
     # ---- read ----------------------------------------------------------------------------------------------------
 
     @property
-    def posted(self) -> int:
-        """Number of calls that the rank has posted."""
-        return self.board.read(self._posted)
-
-    @property
     def done(self) -> int:
         """Number of calls for which the rank has done its part."""
         return self.board.read(self._done)
 
     def has_posted(self, number: int, *, tag: int) -> bool:
         """Return whether the rank has posted call `number`, after the same calls as this rank, which has this tag."""
-        return self.posted > number and self.board.words[self._record(number)] == tag
+        return self.board.read(self._posted) > number and self.board.words[self._record(number)] == tag
 
-    def location_on_board(self, number: int, *, which: int) -> TensorLocation:
-        """Return the location of tensor `which` of call `number`; an IN_PAYLOAD offset is from the board's start."""
+    def location(self, number: int, *, which: int) -> TensorLocation:
+        """Return the location of tensor `which` of call `number`."""
         at = self._record(number) + _HEAD + _PART * which
         place, offset, size = self.board.words[at : at + _PART]
-        return (place, self._payload(number) + offset, size) if place == IN_PAYLOAD else (place, offset, size)
+        return place, offset, size
 
     # ---- write, by the rank itself ---------------------------------------------------------------------------------
 
@@ -122,10 +117,11 @@ class QueueState:
 
     def write_payload(self, number: int, *, gives: Sequence[Tensor]) -> list[TensorLocation]:
         """Copy small tensors into the payload of call `number`, and return their locations."""
-        address, offset, locations = self.board.address + self._payload(number), 0, []
+        offset = self._payloads + number % RECORDS_PER_QUEUE * PAYLOAD_BYTES
+        locations = []
         for x in gives:
             size = x.nbytes
-            memmove(address + offset, x.data_ptr(), size)
+            memmove(self.board.address + offset, x.data_ptr(), size)
             locations.append((IN_PAYLOAD, offset, size))
             offset += _aligned(size)
         return locations
@@ -141,9 +137,6 @@ class QueueState:
 
     def _record(self, number: int) -> int:
         return self._records + number % RECORDS_PER_QUEUE * self._size
-
-    def _payload(self, number: int) -> int:
-        return self._payloads + number % RECORDS_PER_QUEUE * PAYLOAD_BYTES
 
 
 def _aligned(size: int) -> int:
@@ -399,7 +392,7 @@ class GroupQueue:
         """Return the location of tensor `which` of group index `index`. Raises RanksDisagree if it does not fit."""
         side = self._side(index)
         assert side is not None, "the rank has called it"
-        found = side.location_on_board(call.number, which=which)
+        found = side.location(call.number, which=which)
         if found[0] == IN_JOINT:
             raise self._apart(index, self._host.rank, call)
         if found[2] != like.nbytes:
@@ -413,7 +406,7 @@ class GroupQueue:
         """Raise RanksDisagree unless every rank passed the joint tensor that this rank passed to the call."""
         for index in self.others:
             side = self._side(index)
-            if side is None or side.location_on_board(call.number, which=0)[:2] != (IN_JOINT, call.joint):
+            if side is None or side.location(call.number, which=0)[:2] != (IN_JOINT, call.joint):
                 raise self._apart(self.index, self.ranks[index], call)
 
     def _apart(self, index: int, other: int, call: QueuedCall) -> RanksDisagree:
