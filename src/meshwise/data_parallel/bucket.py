@@ -165,13 +165,9 @@ class Bucket:
         slices = [nn.Parameter(self.master[run.start - low : run.stop - low]) for run in runs]
         self.slices += zip([run.options for run in runs], slices, strict=True)
         here = slice(runs[0].start - low, runs[-1].stop - low)
-
-        def gradient() -> Tensor:
-            assert self.reduced is not None
-            return self.reduced[here]
-
         narrow = self.owned_parameters[here] if self.has_master else None
-        return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, lambda: self.factor)
+        gradient, factor = lambda: self.reduced_gradient[here], lambda: self.factor
+        return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, factor)
 
     def views(self) -> list[Tensor]:
         """Return this rank's tensors of the parameters, in piece order, as views of `whole`."""
@@ -215,6 +211,12 @@ class Bucket:
             self.owned_parameters.copy_(self.master)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
+
+    @property
+    def reduced_gradient(self) -> Tensor:
+        """The tensor `reduced`, which exists after a reduction."""
+        assert self.reduced is not None
+        return self.reduced
 
     def begin_step(self) -> None:
         """Discard the gradients of the last step, and wait for a reduction of a step that raised."""
@@ -274,10 +276,9 @@ class Bucket:
                 self.accumulated(index)
         reduction, wire, into = self.storage.reduction, self._on_wire(buffer), None
         if reduction.shards_gradients:
-            assert self.reduced is not None
-            first = self._rounds == 0 and self.reduced.dtype == wire.dtype
-            direct = first and not self.storage.tiers.is_offloaded("gradients")
-            into = self.reduced if direct else wire.new_empty(self.reduced.numel())
+            into = self.reduced_gradient
+            if self._rounds or into.dtype != wire.dtype or self.storage.tiers.is_offloaded("gradients"):
+                into = wire.new_empty(into.numel())
             self._filled.clear()
         peers = ReducingRanks(self.world, self.axes, slice(*self.shard), self.reduction_state, self.place)
         self._arriving = reduction.start(wire, into=into, peers=peers)
@@ -308,11 +309,10 @@ class Bucket:
         if not self.has_replicas:
             return
         tiers = self.storage.tiers
-        assert self.reduced is not None
-        wire = self.reduced
+        wire = self.reduced_gradient
         if tiers.is_offloaded("gradients"):
             tiers.settle()
-            loan = tiers.bring(self.reduced)
+            loan = tiers.bring(wire)
             wire = loan.wait().to(self._wire, copy=True)
             loan.release()
         elif wire.dtype != self._wire:
@@ -323,15 +323,14 @@ class Bucket:
         """Wait for the sum of the replicas, put it into `reduced`, and call `on_reduced`; do nothing if none."""
         if self._between is None:
             return
-        assert self.reduced is not None
         between, self._between = self._between, None
         between.work.wait()
         self._square = None
         if self.storage.tiers.is_offloaded("gradients"):
             self._rounds = 1
-            self._put_to_rest(between.values.to(self.reduced.dtype))
+            self._put_to_rest(between.values.to(self.reduced_gradient.dtype))
         elif between.values is not self.reduced:
-            self.reduced.copy_(between.values)
+            self.reduced_gradient.copy_(between.values)
         if self.on_reduced is not None:
             self.on_reduced(self)
 
@@ -342,11 +341,10 @@ class Bucket:
         if not self.storage.reduction.shards_gradients:
             self.reduced = self._updating(target)
             return
-        assert self.reduced is not None
         if self._rounds > 1:
-            self.reduced.add_(target)
+            self.reduced_gradient.add_(target)
         elif target is not self.reduced:
-            self.reduced.copy_(target)
+            self.reduced_gradient.copy_(target)
         self.gradient = self._views = None
 
     def _updating(self, arrived: Tensor) -> Tensor:
@@ -362,29 +360,24 @@ class Bucket:
     def _put_to_rest(self, arrived: Tensor) -> None:
         """Add the gradients of earlier micro-batches, compute the norm, and move the sum to its tier."""
         tiers = self.storage.tiers
-        assert self.reduced is not None
         if self._rounds > 1:
             tiers.settle()
-            before = tiers.bring(self.reduced)
+            before = tiers.bring(self.reduced_gradient)
             arrived = before.wait() + arrived
             before.release()
         self._square = _square(self._counted(arrived))
-        tiers.store(arrived, into=self.reduced)
+        tiers.store(arrived, into=self.reduced_gradient)
         self.gradient = self._views = None
 
     def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient: an fp64 scalar, cached."""
         if self._square is None:
-            assert self.reduced is not None
-            self._square = _square(self._counted(self.reduced))
+            self._square = _square(self._counted(self.reduced_gradient))
         return self._square
 
     def unsquared(self) -> Tensor | None:
         """Return the reduced gradient that this rank counts in the norm, or None if its squared norm is known."""
-        if self._square is not None:
-            return None
-        assert self.reduced is not None
-        return self._counted(self.reduced)
+        return self._counted(self.reduced_gradient) if self._square is None else None
 
     def forget_norm(self) -> None:
         """Compute the norm anew when it is needed next: the reduced gradient has changed."""
@@ -407,16 +400,14 @@ class Bucket:
         """Yield (optimizer's parameter, view of its part of the reduced gradient); see `forget_norm`.
 
         The gradients must not be on another tier."""
-        assert self.reduced is not None
         start = 0
         for _, parameter in self.slices:
-            yield parameter, self.reduced[start : start + parameter.numel()]
+            yield parameter, self.reduced_gradient[start : start + parameter.numel()]
             start += parameter.numel()
 
     def owned_gradient(self) -> Tensor:
         """Return the reduced gradient of the elements that this rank updates, (elements,), on the device."""
-        assert self.reduced is not None
-        reduced = self.reduced.to(self.device)
+        reduced = self.reduced_gradient.to(self.device)
         return reduced if self.factor == 1.0 else reduced * self.factor
 
     def gathered_from(self, owned: Tensor) -> Tensor:

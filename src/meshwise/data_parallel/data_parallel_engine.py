@@ -271,10 +271,6 @@ class DataParallel:
                 yield self._full_tensor(row, values[row.name])
             unit.free()
 
-    def own_gradients(self) -> Iterator[Tensor]:
-        """Return the full reduced gradients of the trainable parameters whose parts this rank holds (collectives)."""
-        return (gradient for _, gradient in self.full_tensors(Bucket.owned_gradient))
-
     def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
         """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
 

@@ -127,7 +127,8 @@ class Engine:
         for index, table in self._tables.items():
             own: Iterator[Tensor] = iter(())
             if stage := self._stages.get(index):
-                own = stage.own_gradients() if gradients else stage.own_parameters()
+                reduced = (gradient for _, gradient in stage.full_tensors(Bucket.owned_gradient))
+                own = reduced if gradients else stage.own_parameters()
             for row in [row for row in table.rows if row.trainable or not gradients]:
                 value = next(own) if row.is_on(mesh, rank=world.rank) else None
                 if row.counted_elsewhere:
