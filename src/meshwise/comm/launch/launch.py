@@ -26,6 +26,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -44,7 +45,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from meshwise.comm.api.job_processes import has_ended, launched_rank
 from meshwise.comm.api.streams import cuda_in_use
 from meshwise.comm.health.watchdog import report_to_stderr, stall_seconds_from_environment
-from meshwise.comm.launch.connect import comm_setting, connect, has_world, leave_undone
+from meshwise.comm.launch.connect import comm_setting, connect, environment, has_world, leave_undone
 from meshwise.comm.launch.fork_server import LauncherEnvironment, start_context
 from meshwise.comm.launch.rank_process import (
     POLL_SECONDS,
@@ -52,7 +53,6 @@ from meshwise.comm.launch.rank_process import (
     RankOutcome,
     asked_threads,
     first_error,
-    job_folder,
     last_start,
     rank_main,
     results,
@@ -117,7 +117,12 @@ def run(
     method = _start_method(main)
     ended: BaseException | signal.Signals
     try:
-        with _as_launcher(size, method=method), comm_setting(comm), job_folder() as folder:
+        with (
+            _as_launcher(size, method=method),
+            comm_setting(comm),
+            tempfile.TemporaryDirectory(prefix="meshwise-job-", ignore_cleanup_errors=True) as name,
+        ):
+            folder = Path(name)
             passed = (folder, LauncherEnvironment(), main, tuple(args), device)
             statuses = launch(rank_main, args=passed, size=size, restarts=restarts, method=method, folder=folder)
             outcomes = last_start(folder)
@@ -128,12 +133,7 @@ def run(
         ended = received.sigval
     if isinstance(ended, BaseException):
         raise ended
-    # torch's handler has received the signal. Now that all ranks have ended, raise it again for this program's own
-    # handler. For Ctrl-C, print a plain message: the traceback would only show the wait for the ranks.
-    if signal.getsignal(ended) == signal.SIG_DFL:
-        util._exit_function()  # type: ignore[attr-defined] # not in the stubs; multiprocessing's own exit function
-    sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
-    signal.raise_signal(ended)
+    _raise_again(ended)
     raise SystemExit(128 + ended)
 
 
@@ -142,6 +142,15 @@ def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
     `-m` and the module), followed by its arguments. restarts: as in `run`."""
     again = [f"--max-restarts={restarts}"] if restarts else []
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
+
+
+def _raise_again(received: signal.Signals) -> None:
+    """Raise a signal, which torch's handler has received, again for this program's own handler; all ranks have ended.
+    For Ctrl-C, print a plain message: the traceback would only show the wait for the ranks."""
+    if signal.getsignal(received) == signal.SIG_DFL:
+        util._exit_function()  # type: ignore[attr-defined] # not in the stubs; multiprocessing's own exit function
+    sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
+    signal.raise_signal(received)
 
 
 def _say_stopped(otherwise: Callable[..., object], kind: type[BaseException], error: BaseException, at: Any) -> None:
@@ -186,7 +195,6 @@ def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType 
 @contextlib.contextmanager
 def _as_launcher(size: int, *, method: str) -> Iterator[None]:
     """Set what torch's launcher needs (signal handlers, environment, logging), and restore it after the block."""
-    kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", _HANDLED)}
     in_main_thread = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread else {}
     kept_handlers = {number: handler for number, handler in found.items() if handler is not None}
@@ -197,28 +205,24 @@ def _as_launcher(size: int, *, method: str) -> Iterator[None]:
         for name, logger in logging.Logger.manager.loggerDict.items()
         if name.startswith(_LOUD) and isinstance(logger, logging.Logger) and not logger.disabled
     ]
+    variables = {_HANDLED: ""}  # torch sets no handlers: `_received` is the handler
     if method == "fork" and has_world():
         # A fork has none of the threads with which torch computes in this process, and would wait for them for ever.
-        os.environ["OMP_NUM_THREADS"] = "1"
+        variables["OMP_NUM_THREADS"] = "1"
     elif size > 1 and asked_threads() is None:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // size))
-    os.environ[_HANDLED] = ""  # torch sets no handlers: `_received` is the handler
+        variables["OMP_NUM_THREADS"] = str(max(1, cores() // size))
     for logger in silenced:
         logger.disabled = True
     try:
         for number in handled:
             signal.signal(number, functools.partial(_received, handled))
-        yield
+        with environment(variables):
+            yield
     finally:
         for number, handler in kept_handlers.items():
             signal.signal(number, handler)
         for logger in silenced:
             logger.disabled = False
-        for name, value in kept_environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def cores() -> int:

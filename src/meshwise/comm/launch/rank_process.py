@@ -11,7 +11,6 @@ Unlike an exit status or a pipe, a file is complete even if the process dies rig
 error, from which the first of several errors is known. `results` and `first_error` read the files for `run`."""
 
 import atexit
-import contextlib
 import functools
 import io
 import multiprocessing
@@ -20,10 +19,9 @@ import pickle
 import re
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +43,6 @@ CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
 """Seconds that a rank stays alive after it failed because another rank was lost.
 
 In this time, even an overloaded machine's launcher notices the rank that ended first, and ends this rank."""
-
-
-@contextlib.contextmanager
-def job_folder() -> Iterator[Path]:
-    """Make a temporary folder for a job, and remove it after the block."""
-    with tempfile.TemporaryDirectory(prefix="meshwise-job-", ignore_cleanup_errors=True) as name:
-        yield Path(name)
 
 
 def start_folder(folder: Path, *, number: int) -> Path:

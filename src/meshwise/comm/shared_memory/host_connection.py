@@ -44,7 +44,6 @@ from meshwise.comm.shared_memory.shared_segment import (
     SharedSegment,
     TensorSlabs,
     open_segment,
-    words_of,
 )
 
 PAYLOAD_BYTES = 64 << 10
@@ -102,7 +101,7 @@ class Board:
         self.place = place
         self._segment = segment
         self.bytes = memory
-        self.words = words_of(memory)
+        self.words = memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
         self.address = memory.data_ptr()
         self.view = lru_cache(maxsize=_MOST_VIEWS)(partial(_view, memory))
         """Function (offset, bytes, dtype) → tensor over these bytes. Cached, because payloads often repeat offsets."""

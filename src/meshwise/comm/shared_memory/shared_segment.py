@@ -136,11 +136,6 @@ def _is_there(process: int, place: int) -> bool:
         return False
 
 
-def words_of(memory: Tensor) -> memoryview:
-    """Return a view of `memory` as integers of 8 bytes; each is read and written in one piece."""
-    return memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
-
-
 def fits(size: int, *, slab: int) -> bool:
     """Return whether a slab of `slab` bytes may hold `size` bytes: at most size / 4 + one page is unused."""
     return size <= slab <= size + size // 4 + _PAGE
