@@ -397,13 +397,11 @@ class Bucket:
         return shard if self.counts else shard[:0]
 
     def gradient_slices(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield (optimizer's parameter, view of its part of the reduced gradient); see `forget_norm`.
+        """Return (optimizer's parameter, view of its part of the reduced gradient) of each slice; see `forget_norm`.
 
         The gradients must not be on another tier."""
-        start = 0
-        for _, parameter in self.slices:
-            yield parameter, self.reduced_gradient[start : start + parameter.numel()]
-            start += parameter.numel()
+        parameters = [parameter for _, parameter in self.slices]
+        return zip(parameters, self.reduced_gradient.split([each.numel() for each in parameters]), strict=True)
 
     def owned_gradient(self) -> Tensor:
         """Return the reduced gradient of the elements that this rank updates, (elements,), on the device."""

@@ -118,8 +118,7 @@ class DataParallel:
             self.gatherer.free_all()
         if reduces:
             self._start(all_of_them=True)
-            self._settle()
-            self._settle_replicas(0)
+            self.settle()
         self._reducing = False
 
     def accumulate(self, on_gradient: GradientCallback | None = None) -> None:

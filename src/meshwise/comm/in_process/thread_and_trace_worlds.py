@@ -333,10 +333,8 @@ class ThreadWorld(World):
 
     medium = "threads"
 
-    def __init__(
-        self, rendezvous: Rendezvous, *, rank: int, mesh: Mesh, flight_recorder: FlightRecorder | None = None
-    ) -> None:
-        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), flight_recorder=flight_recorder)
+    def __init__(self, rendezvous: Rendezvous, *, rank: int, mesh: Mesh) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"))
         self.rendezvous = rendezvous
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:

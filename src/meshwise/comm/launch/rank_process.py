@@ -129,8 +129,6 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
     outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
     silent = [rank for rank in statuses if rank not in raised]
-    if not silent and not raised:
-        return RankLostError("ranks ended without an exception and without an exit status")
     if not silent or any(not outcome.is_consequence and not outcome.exited_cleanly for outcome in raised.values()):
         rank, first = min(
             raised.items(), key=lambda item: (item[1].exited_cleanly, item[1].is_consequence, item[1].seconds)
