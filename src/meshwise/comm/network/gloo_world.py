@@ -323,14 +323,20 @@ class GlooWorld(World):
         transport = self._transport
         queue = f"{call.group.purpose} {call.group.ranks}"
         if self.device.type == "cuda":
-            staged = _staged(self.streams, program, reads, writes, worker=transport.worker(queue))
-            return _Started(self, call.record, transport, staged)
-        steps = program(reads, writes)
-        rest = keep_inference_mode(_once(partial(_complete, itertools.chain([next(steps)], steps))))
-        if not carried:
-            return _Started(self, call.record, transport, rest)
-        ticket = transport.worker(queue).submit(rest)
-        return _Started(self, call.record, transport, ticket.result, ticket)
+            rest = _staged(self.streams, program, reads, writes, worker=transport.worker(queue))
+        else:
+            steps = program(reads, writes)
+            rest = keep_inference_mode(_once(partial(_complete, itertools.chain([next(steps)], steps))))
+            if carried:
+                rest = transport.worker(queue).submit(rest).result
+
+        def finish() -> None:
+            transport.unfinished.discard(work)
+            rest()
+
+        work = Work(self, record=call.record, finish=finish)
+        transport.unfinished.add(work)  # a work that the caller drops is finished at `close`
+        return work
 
     def _post(
         self,
@@ -343,33 +349,6 @@ class GlooWorld(World):
         assert self._transport is not None
         label = label or call.label
         return self._transport.post(sends=sends, receives=receives, label=label, about=call.record)
-
-
-class _Started(Work):
-    """A collective that was started. The transport keeps it until `wait`: a dropped work is finished at `close`."""
-
-    def __init__(
-        self,
-        world: World,
-        record: CallRecord,
-        transport: GlooTransport,
-        finish: Callable[[], None],
-        ticket: Future[None] | None = None,
-    ) -> None:
-        super().__init__(world, record=record)
-        self._transport = transport
-        self._rest = finish
-        self._ticket = ticket
-        transport.unfinished.add(self)
-
-    @property
-    def ready(self) -> bool:
-        """True after `wait`, or when the thread has completed the collective."""
-        return super().ready or (self._ticket is not None and self._ticket.done())
-
-    def _finish(self) -> None:
-        self._transport.unfinished.discard(self)
-        self._rest()
 
 
 def _complete(steps: Steps) -> None:
