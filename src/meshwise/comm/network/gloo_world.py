@@ -193,8 +193,11 @@ class GlooTransport:
 
 @dataclass(frozen=True)
 class _Call:
+    """One collective of a group, with the transport of its messages."""
+
     record: CallRecord
     group: Group
+    transport: GlooTransport
 
     @property
     def label(self) -> str:
@@ -208,20 +211,20 @@ class _Call:
         around = [(group.index + step) % group.size for step in range(1, group.size)]
         return [(index, group.ranks[index]) for index in around]
 
+    def post(
+        self, *, sends: Iterable[tuple[int, Tensor]] = (), receives: Iterable[tuple[int, Tensor]] = (), phase: str = ""
+    ) -> PendingMessages:
+        """Start messages as `GlooTransport.post` does. phase: text that only messages of the same phase have."""
+        label = f"{self.label}{phase}"
+        return self.transport.post(sends=sends, receives=receives, label=label, about=self.record)
+
 
 class GlooWorld(World):
     """World over a `GlooTransport`. A world of one rank has no transport (None)."""
 
     medium = "gloo"
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        mesh: Mesh,
-        device: torch.device,
-        transport: GlooTransport | None,
-    ) -> None:
+    def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, transport: GlooTransport | None) -> None:
         super().__init__(rank=rank, mesh=mesh, device=device)
         self._transport = transport
 
@@ -231,16 +234,19 @@ class GlooWorld(World):
             self._meet_to_close()
             self._transport.close()
 
+    def _call(self, record: CallRecord, group: Group) -> _Call:
+        assert self._transport is not None, "a world of one rank"
+        return _Call(record, group, self._transport)
+
     # ---- one phase ---------------------------------------------------------------------------------------------
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
-        call = _Call(record, group)
+        call = self._call(record, group)
         given = list(dict.fromkeys(give.values()))  # one tensor may go to several ranks
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             read_of, write_of = dict(zip(given, reads, strict=True)), dict(zip(take, writes, strict=True))
-            messages = self._post(
-                call,
+            messages = call.post(
                 sends=[(rank, read_of[give[index]]) for index, rank in call.peers if index in give],
                 receives=[(rank, write_of[index]) for index, rank in reversed(call.peers) if index in take],
             )
@@ -252,7 +258,7 @@ class GlooWorld(World):
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
-        call = _Call(record, group)
+        call = self._call(record, group)
         return self._start(
             call, lambda reads, writes: self._reduced(call, reads, writes[0], op), reads=parts, writes=[into]
         )
@@ -274,7 +280,7 @@ class GlooWorld(World):
     def _begin_sum(self, record: CallRecord, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
         """Start a reduction in which each rank reduces its slice of `x`, and sends it to the group indices `targets`;
         a small all-reduce has one phase."""
-        call, small = _Call(record, group), len(targets) > 1 and record.bytes <= _ONE_PHASE_BYTES
+        call, small = self._call(record, group), len(targets) > 1 and record.bytes <= _ONE_PHASE_BYTES
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             if small:
@@ -284,11 +290,10 @@ class GlooWorld(World):
             own = slices[group.index]
             yield from self._reduced(call, list(reads[0].tensor_split(group.size)), own, op)
             sources = reversed(call.peers) if group.index in targets else []
-            yield self._post(
-                call,
+            yield call.post(
                 sends=[(rank, own) for index, rank in call.peers if index in targets],
                 receives=[(rank, slices[index]) for index, rank in sources],
-                label=f"{call.label} sums",
+                phase=" sums",
             )
 
         return self._start(call, program, reads=[x], writes=[x], carried=not small)
@@ -296,11 +301,10 @@ class GlooWorld(World):
     def _reduced(self, call: _Call, parts: list[Tensor], into: Tensor, op: str) -> Steps:
         """Send every rank its part, and reduce the received parts and this rank's own part into `into`."""
         own = call.group.index
-        assert self._transport is not None
-        scratch = self._transport.scratch
+        scratch = call.transport.scratch
         outgoing = [(rank, parts[index]) for index, rank in call.peers]
         received = {index: scratch.borrow(like=parts[own]) for index, _ in call.peers}
-        yield self._post(call, sends=outgoing, receives=[(rank, received[at]) for at, rank in reversed(call.peers)])
+        yield call.post(sends=outgoing, receives=[(rank, received[at]) for at, rank in reversed(call.peers)])
         ordered = [received.get(index, parts[own]) for index in range(call.group.size)]
         reduce_in_order(ordered, into=into, scratch=received[1 if own == 0 else 0], op=op)
         for part in received.values():
@@ -319,8 +323,7 @@ class GlooWorld(World):
     ) -> Work:
         """Start `program` on the input tensors `reads` and output tensors `writes`, and return its work. CUDA tensors
         are replaced by pinned copies. carried: True if a thread completes the collective."""
-        assert self._transport is not None
-        transport = self._transport
+        transport = call.transport
         queue = f"{call.group.purpose} {call.group.ranks}"
         if self.device.type == "cuda":
             rest = _staged(self.streams, program, reads, writes, worker=transport.worker(queue))
@@ -337,18 +340,6 @@ class GlooWorld(World):
         work = Work(self, record=call.record, finish=finish)
         transport.unfinished.add(work)  # a work that the caller drops is finished at `close`
         return work
-
-    def _post(
-        self,
-        call: _Call,
-        *,
-        sends: Iterable[tuple[int, Tensor]] = (),
-        receives: Iterable[tuple[int, Tensor]] = (),
-        label: str = "",
-    ) -> PendingMessages:
-        assert self._transport is not None
-        label = label or call.label
-        return self._transport.post(sends=sends, receives=receives, label=label, about=call.record)
 
 
 def _complete(steps: Steps) -> None:
