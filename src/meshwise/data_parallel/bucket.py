@@ -169,9 +169,10 @@ class Bucket:
         gradient, factor = lambda: self.reduced_gradient[here], lambda: self.factor
         return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, factor)
 
-    def views(self) -> list[Tensor]:
-        """Return this rank's tensors of the parameters, in piece order, as views of `whole`."""
-        return views_of(self.whole, place=self.place)
+    def views(self, flat: Tensor | None = None) -> list[Tensor]:
+        """Return this rank's tensors of the parameters, in piece order, as views of `flat`, (elements,), or `whole`."""
+        flat = self.whole if flat is None else flat
+        return [flat[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
 
     def gather(self) -> Work:
         """Start to gather `whole` from the shards (a collective); a shared buffer needs none."""
@@ -252,7 +253,7 @@ class Bucket:
     def _gradient_views(self) -> list[Tensor]:
         buffer = self._buffer()
         if self._views is None:
-            self._views = views_of(buffer, place=self.place)
+            self._views = self.views(buffer)
         return self._views
 
     def _buffer(self) -> Tensor:
@@ -467,11 +468,6 @@ def _put(part: Tensor, piece: BucketPiece, *, into: Tensor, start: int) -> None:
     low, high = max(piece.start, start), min(piece.stop, start + into.numel())
     if low < high:
         into[low - start : high - start].copy_(part[low - piece.start : high - piece.start])
-
-
-def views_of(flat: Tensor, *, place: BucketPlace) -> list[Tensor]:
-    """Return views of a flat buffer, (elements,), in the shapes of its pieces."""
-    return [flat[piece.start : piece.stop].view(piece.shape) for piece in place.pieces]
 
 
 def _dense(gradient: Tensor) -> Tensor:

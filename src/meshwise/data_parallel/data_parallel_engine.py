@@ -279,9 +279,9 @@ class DataParallel:
             values: dict[str, Tensor] = {}
             for bucket in unit.buckets:
                 if bucket.trainable:
+                    names = [piece.row.name for piece in bucket.place.pieces]
                     whole = bucket.gathered_from(owned(bucket))
-                    for piece in bucket.place.pieces:
-                        values[piece.row.name] = whole[piece.start : piece.stop].view(piece.shape)
+                    values.update(zip(names, bucket.views(whole), strict=True))
             for row in unit.spec.rows:
                 if row.trainable:
                     yield row, self._full_tensor(row, values[row.name])

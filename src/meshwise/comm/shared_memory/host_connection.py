@@ -28,9 +28,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
-import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
@@ -103,7 +102,9 @@ class Board:
         self.bytes = memory
         self.words = memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
         self.address = memory.data_ptr()
-        self.view = lru_cache(maxsize=_MOST_VIEWS)(partial(_view, memory))
+        self.view = lru_cache(maxsize=_MOST_VIEWS)(
+            lambda offset, size, dtype: memory[offset : offset + size].view(dtype)
+        )
         """Function (offset, bytes, dtype) → tensor over these bytes. Cached, because payloads often repeat offsets."""
         self._bell = ctypes.c_void_p(self.address)
         self._lock = threading.Lock()
@@ -190,10 +191,6 @@ class Board:
         elif self.words[0] == seen:
             most = _TimeSpan(int(seconds), int(seconds % 1 * 1e9))
             _syscall(_FUTEX, self._bell, _WAIT, ctypes.c_int(seen), ctypes.byref(most), None, 0)
-
-
-def _view(memory: Tensor, offset: int, size: int, dtype: torch.dtype) -> Tensor:
-    return memory[offset : offset + size].view(dtype)
 
 
 class Progress(enum.IntEnum):
