@@ -109,10 +109,6 @@ class PendingCollective:
         self.records[rank] = record
         self._deposits[rank] = deposit
 
-    def complete(self) -> bool:
-        """Return True if every rank has called the collective."""
-        return len(self.records) == len(self.ranks)
-
     def missing(self) -> list[int]:
         """Return the ranks that have not called the collective."""
         return [rank for rank in self.ranks if rank not in self.records]
@@ -180,7 +176,7 @@ class Rendezvous:
             if table := disagreement(pending.records):
                 self._fail(RanksDisagree(f"the ranks called different collectives:\n{table}"))
                 raise RunEnded
-            if pending.complete():
+            if not pending.missing():
                 del self._pending[line, ranks, ordinal]
                 for other in ranks:
                     if self._waiting.get(other) is pending:
@@ -193,12 +189,12 @@ class Rendezvous:
         ends = None if self.timeout is None else time.monotonic() + self.timeout
         with self._lock:
             self._end_if_failed()
-            if pending.complete():
+            if not pending.missing():
                 return
             self._waiting[rank] = pending
             self._look_for_the_impossible()
             self.turn.give()
-            if not pending.changed.wait_for(lambda: pending.complete() or self.failure, _left(ends)):
+            if not pending.changed.wait_for(lambda: not pending.missing() or self.failure, _left(ends)):
                 self._fail(RanksDisagree(f"rank {rank} has waited for {self.timeout:g} s:\n{self._report()}"))
             self._end_if_failed()
         self.turn.take()

@@ -422,7 +422,7 @@ class GroupQueue:
         if place == IN_PRIVATE:
             assert self._host.memory is not None
             return RemoteSpan(self._host.memory, rank, offset, like.numel(), like.element_size())
-        return MappedSpan(self._host.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
+        return MappedSpan(self._host.peers[rank].slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
         """Return whether group index `index` has posted the same call. A rank that posted a different call counts as
@@ -446,7 +446,7 @@ class GroupQueue:
         return self._sides[index]
 
     def _board(self, index: int) -> Board:
-        return self._host.peer(self.ranks[index]).board
+        return self._host.peers[self.ranks[index]].board
 
     def _await_done(self, call: QueuedCall, index: int, number: int) -> None:
         self._await(call, index, lambda: self._count_done(index) > number)

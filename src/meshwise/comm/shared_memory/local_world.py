@@ -60,7 +60,7 @@ class LocalWorld(World):
         place = torch.tensor([segment.place if segment else 0])
         self.broadcast(place, axes=axes).wait()
         try:
-            memory = segment.memory if segment else host.peer(group.ranks[0]).slabs.map(int(place))
+            memory = segment.memory if segment else host.peers[group.ranks[0]].slabs.map(int(place))
         except OSError as error:
             if (gone := host.lost_by(group.ranks, error=error)) is not None:
                 raise lost(gone, about="World.shared_empty", error=error) from error
