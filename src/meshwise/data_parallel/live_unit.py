@@ -1,8 +1,18 @@
 """A unit on this rank: the buckets that are gathered, freed and reduced together, and the model's view of them.
 
-`UnitGradients` takes the gradients of a unit from `.grad` all at once. Autograd leaves a new gradient in `.grad`
-without a copy. A hook on each parameter runs when its gradient has arrived, after the user's own hooks, so that it
-notices when one of these has removed the gradient.
+`UnitGradients` takes the gradients of a unit from `.grad` all at once, with one hook per unit instead of one per
+parameter.
+
+Autograd leaves a new gradient in `.grad` without a copy. A hook on one parameter of the unit runs when its gradient
+arrives. If other gradients of the unit are still missing, the hook moves to a parameter without one. So after the first
+backward it is on the parameter whose gradient arrives last:
+
+    | backward 1   on a: b and c are missing, move to b    on b: c is missing, move to c    on c: complete
+    | backward 2                                                                            on c: complete
+
+Hooks also stay on the first and the last parameter of the unit, where this rank makes progress in collectives. A
+parameter with the user's own hook for accumulated gradients keeps a hook of the unit too. It notices when the user's
+hook has removed the gradient.
 
 ZeRO-3 gathers: the parameters of a unit are gathered before its modules run, and freed when the next unit runs.
 
@@ -213,7 +223,7 @@ class UnitGradients:
     ) -> None:
         """`on_complete` is called when the last expected gradient has arrived; it calls `take`.
 
-        `progress` makes progress in collectives; called when the first or last parameter's gradient arrives before."""
+        `progress` is called at the hooks before."""
         self.unit = unit
         self.complete = False
         self._on_complete = on_complete
@@ -224,28 +234,31 @@ class UnitGradients:
             if bucket.trainable
         ]
         self._parameters = [parameter for _, parameters in self._by_bucket for parameter in parameters]
-        self._expected: set[int] = set()
-        """Ids of the parameters whose gradients are expected; `_missing` of them have not arrived in this backward."""
-        self._missing: set[int] = set()
+        self._expected = self._parameters
         self._active = False
-        self._handles = [each.register_post_accumulate_grad_hook(self._arrived) for each in self._parameters]
+        self._handles: dict[int, RemovableHandle] = {}
+        self._last = self._parameters[0]
+        self._stay = (self._parameters[0], self._parameters[-1])
+        for parameter in self._stay:
+            self._watch(parameter)
 
     def begin_step(self) -> None:
         """Discard earlier gradients, and put the hooks behind those that the user has registered since."""
         self.stop()
-        for parameter, own in zip(self._parameters, self._handles, strict=True):
+        for parameter in self._parameters:
             parameter.grad = None
-            hooks = parameter._post_accumulate_grad_hooks
-            if hooks and own.id in hooks and next(reversed(hooks)) != own.id:
-                hooks[own.id] = hooks.pop(own.id)
+        for parameter in [each for each in self._parameters if each._post_accumulate_grad_hooks]:
+            self._watch(parameter)
 
     def expect(self, leaves: set[int] | None) -> bool:
         """Expect gradients of all parameters, or of those with an id in `leaves`; return True if fewer than all."""
-        every = set(map(id, self._parameters))
-        self._expected = every if leaves is None else every & leaves
-        self._missing = self._expected.copy()
+        self._expected = (
+            self._parameters if leaves is None else [each for each in self._parameters if id(each) in leaves]
+        )
         self.complete, self._active = not self._expected, True
-        return len(self._expected) < len(every)
+        if leaves is not None and self._expected and id(self._last) not in leaves:
+            self._move(self._expected[0])
+        return len(self._expected) < len(self._parameters)
 
     def stop(self) -> None:
         """Leave gradients that arrive from now on to the user."""
@@ -270,7 +283,6 @@ class UnitGradients:
         Raises RuntimeError if a gradient arrived after the reduction of the unit began (`reducing`)."""
         rest = [parameter for parameter in self._parameters if parameter.grad is not None]
         missing, self.complete = not self.complete, False
-        absent, self._missing = bool(self._missing), self._expected.copy()
         if rest and reducing and not missing:
             raise RuntimeError(
                 f"{self._name(rest[0])} received a gradient, but the graph of the loss does not lead to it, and its "
@@ -279,15 +291,32 @@ class UnitGradients:
             )
         if rest:
             self.take(on_gradient)
-        return missing and absent
+        return missing and len(rest) < len(self._expected)
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
 
     def _name(self, parameter: Tensor) -> str:
         return next(bucket.place.pieces[at].row.name for bucket, at, p in self.unit.trainable() if p is parameter)
+
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """Register the hook on a parameter, or move it behind hooks that the user has registered later."""
+        own = self._handles.get(id(parameter))
+        hooks = parameter._post_accumulate_grad_hooks
+        if own is None:
+            self._handles[id(parameter)] = parameter.register_post_accumulate_grad_hook(self._arrived)
+        elif hooks and own.id in hooks and next(reversed(hooks)) != own.id:
+            hooks[own.id] = hooks.pop(own.id)
+
+    def _move(self, to: nn.Parameter) -> None:
+        """Move the hook to another parameter; it also stays where the user has hooks."""
+        staying = any(self._last is parameter for parameter in self._stay)
+        if not staying and len(self._last._post_accumulate_grad_hooks or ()) == 1:
+            self._handles.pop(id(self._last)).remove()
+        self._last = to
+        self._watch(to)
 
     def _arrived(self, parameter: Tensor) -> None:
         if not self._active or self.complete:
@@ -297,12 +326,14 @@ class UnitGradients:
                 f"a hook on {self._name(parameter)} has set its .grad to None, as a hook that updates in the backward "
                 "does. The plan accumulates and applies the gradients itself; let the hook leave .grad"
             )
-        self._missing.discard(id(parameter))
-        if not self._missing:
+        missing = [each for each in self._expected if each.grad is None]
+        if not missing:
             self.complete = True
             self._on_complete(self)
-        elif parameter is self._parameters[0] or parameter is self._parameters[-1]:
-            self._progress()
+            return
+        if parameter is self._last:
+            self._move(missing[0])
+        self._progress()
 
 
 def _kind(row: ParameterRow, mesh: Mesh) -> tuple[Any, ...]:
