@@ -90,7 +90,7 @@ class SimulatedEvent:
         if stream.streams is not self._streams:
             raise RuntimeError(
                 f"an event of device {self._streams.device} is recorded on a stream of {stream.streams.device}, the "
-                "current device of the thread; call `select()` or use `guard()` first"
+                "current device of the thread; call `select()` first"
             )
         self.works, self.clock = stream.queued, self._streams.races.clock(stream.name)
         self._seconds = time.monotonic()
@@ -170,7 +170,7 @@ class SimulatedStreams(Streams):
     def use(self, stream: Stream) -> Iterator[None]:
         """Make `stream` this thread's current stream, and the device its current one, inside the block."""
         before = self.current()
-        with self.guard():
+        with self._guard():
             self._thread.stream = stream
             try:
                 yield
@@ -178,7 +178,7 @@ class SimulatedStreams(Streams):
                 self._thread.stream = before
 
     @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def _guard(self) -> Iterator[None]:
         """Make the device this thread's current one inside the block."""
         before = self.host.device_of_thread()
         self.host.select(self.rank)

@@ -154,7 +154,7 @@ FAULTS = (
         "every rank waits for another",
         "new = []",
     ),
-    Fault("data_parallel.staged_engine:StagedEngine._sum_tie", "work.wait()", STAGES, "not have read yet|freed while"),
+    Fault("data_parallel.staged_engine:Engine._sum_tie", "work.wait()", STAGES, "not have read yet|freed while"),
 )
 
 

@@ -53,9 +53,7 @@ class _Garbles(ThreadWorld):
 def test_what_arrives_wrong_is_named_on_every_rank(kind: type[ThreadWorld], message: str) -> None:
     def main(world: World) -> PairMessages:
         assert isinstance(world, ThreadWorld)
-        return exchange_messages(
-            kind(world.rendezvous, rank=world.rank, mesh=world.mesh, flight_recorder=world.flight_recorder)
-        )
+        return exchange_messages(kind(world.rendezvous, rank=world.rank, mesh=world.mesh))
 
     for exchange in run_threads(3, main):
         assert message in [finding.what for finding in exchange.findings]

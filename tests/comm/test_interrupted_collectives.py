@@ -20,6 +20,7 @@ from meshwise.comm import World
 from meshwise.comm.api.collective_buffers import reduce_block
 from meshwise.comm.network.gloo_world import PendingMessages
 from meshwise.comm.network.job_store import job_store
+from meshwise.comm.shared_memory.group_queue import GroupQueue
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -104,7 +105,7 @@ def gathers_twice(world: World, name: str, how: str) -> list[float]:
     if world.rank == 1:
         told.set("begun", "")
         with (
-            _signalled_after("meshwise.comm.shared_memory.group_queue.QueuedCall.take", _take),
+            _signalled_after("meshwise.comm.shared_memory.group_queue.GroupQueue.take", GroupQueue.take),
             pytest.raises(Interruption),
         ):
             work.wait()
@@ -112,10 +113,6 @@ def gathers_twice(world: World, name: str, how: str) -> list[float]:
     other.close()
     values: list[float] = x.unique().tolist()
     return values
-
-
-def _take(call: Any, index: int, **options: Any) -> None:
-    call.queue.take(call, index=index, **options)
 
 
 @pytest.mark.parametrize("how", ["shared memory", "borrowed memory"])

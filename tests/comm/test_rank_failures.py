@@ -161,7 +161,7 @@ def dies_once_it_has_given(world: Any) -> None:
     if world.rank:
         world.all_reduce(x, axes="rank")
         os.kill(os.getpid(), signal.SIGKILL)
-    life = world._queues.host.peer(1).life
+    life = world._queues.host.peers[1].life
     while not life.ended:
         time.sleep(0.01)
     life.__class__ = Later
@@ -172,7 +172,7 @@ def dies_once_it_has_told(world: Any) -> None:
     if not world.rank:
         world.barrier = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
     else:
-        teller = world._queues.host.peer(0)
+        teller = world._queues.host.peers[0]
         mapped = teller.slabs.map
 
         def late(place: Any) -> Any:

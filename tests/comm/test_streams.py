@@ -20,7 +20,7 @@ def test_there_is_one_stream_and_nothing_to_wait_for() -> None:
     streams = streams_of(CPU)
     side = streams.create()
     assert side == streams.current()
-    with streams.guard(), streams.use(side):
+    with streams.use(side):
         x = streams.host_empty([2, 3], dtype=torch.float64).fill_(1.0)
         streams.keep(x, stream=side)
     side.wait_event(streams.mark())
@@ -48,7 +48,7 @@ def test_a_side_stream_of_a_gpu_waits_for_an_event() -> None:
     side, x = streams.create(), torch.zeros(1 << 20, device="cuda")
     x += 1
     behind = streams.mark()
-    with streams.guard(), streams.use(side):
+    with streams.use(side):
         side.wait_event(behind)
         total = x.sum()
     streams.current().wait_stream(side)

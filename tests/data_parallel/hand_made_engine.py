@@ -11,6 +11,7 @@ from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.reduction import Reduction
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.update_timing import build_update
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterTable
@@ -26,12 +27,13 @@ class HandMade:
     table: ParameterTable
     world: World
     reduction: Reduction
-    engine: DataParallel = field(init=False)
+    engine: Engine = field(init=False)
 
     def __post_init__(self) -> None:
         source = ParameterSource(self.module, record=None)
         storage = StorageConfig(self.reduction)
-        self.engine = DataParallel(source, table=self.table, world=self.world, storage=storage)
+        self._stage = DataParallel(source, table=self.table, world=self.world, storage=storage)
+        self.engine = Engine({0: self._stage}, ranks=[0], world=self.world)
         groups = [{"params": owned, **dict(options)} for options, owned in self.engine.slices().items()]
         optimizer = build_optimizer(torch.optim.SGD, groups=groups, lr=0.1, momentum=0.9)
         self.update, self.timing = build_update(self.engine, optimizer=optimizer, early=False)
@@ -39,9 +41,9 @@ class HandMade:
 
     def step(self, loss: Tensor) -> float:
         """Train on the sum of all ranks' losses; return the squared norm of its gradient."""
-        self.engine.begin_step()
+        self._stage.begin_step()
         self.timing.begin()
-        self.engine.backward(loss, last=True)
+        self._stage.backward(loss, last=True)
         squared = self.engine.squared_norm()
         self.world.all_reduce(squared, axes=self.world.mesh.names).wait()
         self.timing.apply(1.0)

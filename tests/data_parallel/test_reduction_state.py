@@ -51,7 +51,7 @@ def model() -> nn.Module:
 
 
 def hand_made(joined: World, *, zero: int) -> HandMade:
-    world = joined.over(Mesh((("dp", joined.size),)))
+    world = joined.over(Mesh((("pp", 1), ("dp", joined.size))))
     module = model()
     return HandMade(module, parameter_table(module, replicas=("dp",)), world, ZERO[zero])
 
@@ -126,7 +126,7 @@ def test_it_is_counted_as_memory_of_its_own() -> None:
 
 def test_without_it_in_a_checkpoint_it_begins_at_zero(tmp_path: Path) -> None:
     def first(joined: World) -> None:
-        world = joined.over(Mesh((("dp", 2),)))
+        world = joined.over(Mesh((("pp", 1), ("dp", 2))))
         module = model()
         plain = HandMade(module, parameter_table(module, replicas=("dp",)), world, Reduction(shards_updates=True))
         train(plain, step=0)

@@ -14,7 +14,7 @@ from meshwise.data_parallel.reduction import ZERO
 from meshwise.model.parameter_table import ParameterTable, parameter_table
 from meshwise.testing import run
 
-MESH = Mesh((("dp", 2), ("ep", 2)))
+MESH = Mesh((("pp", 1), ("dp", 2), ("ep", 2)))
 
 
 class Mixture(nn.Module):
@@ -71,7 +71,7 @@ def reference(*, steps: int) -> tuple[nn.Module, float]:
 
 def hand_made(joined: World, *, zero: int) -> tuple[HandMade, dict[str, int]]:
     world = joined.over(MESH)
-    place = dict(MESH.coordinate(world.rank))
+    place = {axis: index for axis, index in MESH.coordinate(world.rank).items() if axis != "pp"}
     return HandMade(Mixture(experts=(place["ep"],)), table(), world, ZERO[zero]), place
 
 

@@ -33,7 +33,7 @@ from meshwise.comm import World, connect, run
 from meshwise.comm.api.flight_recorder import ranks_text
 from meshwise.comm.api.job_processes import launch_error
 from meshwise.comm.launch.rank_process import asked_threads
-from meshwise.comm.network.job_store import RollCall, RollCallEntry, is_opened_by_launcher, roll_call
+from meshwise.comm.network.job_store import RollCallEntry, is_opened_by_launcher, roll_call
 
 _SHARED_MEMORY = 1 << 30
 _OPEN_FILES = 4096
@@ -384,7 +384,7 @@ def examine_job(*, seconds: float = 10.0) -> DoctorReport:
     size = int(os.environ["WORLD_SIZE"])
     findings = list(examine_machine(machine, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     report = DoctorReport(machine, findings)
-    called = _call_roll(report, size, seconds) if size > 1 else None
+    store = _call_roll(report, size, seconds) if size > 1 else None
     if not report.healthy:
         return report
     try:
@@ -393,13 +393,13 @@ def examine_job(*, seconds: float = 10.0) -> DoctorReport:
         report.add(_exchange_in_time(world, 3 * seconds))
     except (RuntimeError, OSError, ValueError) as problem_of_rank:
         report.findings.append(_failure(f"rank {os.environ['RANK']}", problem_of_rank))
-    del called  # until here it has kept the store open, through which the ranks connect
+    del store  # until here it stayed open, because the ranks connect through it
     return report
 
 
-def _call_roll(report: DoctorReport, size: int, seconds: float) -> RollCall | None:
+def _call_roll(report: DoctorReport, size: int, seconds: float) -> object | None:
     """Reach the store of the job, call the roll there, and add the problems between the ranks to the report. Return the
-    roll call, or None without a store."""
+    store, or None if it cannot be reached."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     opens = os.environ["RANK"] == "0" and not is_opened_by_launcher()
     if found := check_port(port) if opens else check_reachable(address, port=port, seconds=seconds):
@@ -407,12 +407,12 @@ def _call_roll(report: DoctorReport, size: int, seconds: float) -> RollCall | No
         return None
     facts = own_facts(report.machine, device="cuda" if report.machine.gpus else "cpu")
     try:
-        called = roll_call(facts, seconds=seconds)
+        entries, store = roll_call(facts, seconds=seconds)
     except RuntimeError as error:
         report.findings.append(_failure(f"the store of the job at {address}:{port}", error))
         return None
-    report.findings += examine_roll_call(called.entries, size=size, seconds=seconds)
-    return called
+    report.findings += examine_roll_call(entries, size=size, seconds=seconds)
+    return store
 
 
 def _exchange_in_time(world: World, seconds: float) -> PairMessages:

@@ -1,12 +1,12 @@
 """Bucket: flat buffers with the parameters, gradients and masters of one unit, and the slice that this rank owns.
 
 The `Reduction` (the ZeRO stage) decides which of these buffers a rank keeps in full and which only as its shard. Under
-zero=3 the full parameters exist only while their unit is in use. `ShardGroup` names the ranks that share the
-parameters, `StorageConfig` the plan's reduction, dtypes and tiers."""
+zero=3 the full parameters exist only while their unit is in use. `StorageConfig` names the plan's reduction, dtypes and
+tiers."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,13 +18,12 @@ from meshwise.data_parallel.reduction import ZERO, ReducedPart, ReducingRanks, R
 from meshwise.memory.chunked_update import UpdateChunk
 from meshwise.memory.tiers import BorrowedTensor, Tiers
 from meshwise.model.parameter_table import ParameterRow
-from meshwise.plan.degrees import REPLICAS
 from meshwise.precision.dtype_policy import Precision
 
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and the axes whose ranks hold replicas.
+    """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and axes whose ranks hold replicas.
 
     `sync_axes`: axes whose ranks hold replicas that agree across steps; each of them counts and saves its parameters.
     """
@@ -32,48 +31,16 @@ class StorageConfig:
     reduction: Reduction = ZERO[0]
     precision: Precision = dataclasses.field(default_factory=Precision)
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
-    replicas: tuple[str, ...] = REPLICAS
     outer: tuple[str, ...] = ()
-    """Axes of `replicas` whose ranks hold replicas of the same shards, as under `dp=4x8`."""
+    """Axes whose ranks hold replicas of the same shards, as under `dp=4x8`."""
     sync_axes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ShardGroup:
-    """Ranks that share the same parameters, and the storage configuration of these parameters.
-
-    `outer`: axes over which the sums of the groups are added, because other groups hold replicas of the same shards."""
-
-    world: World
-    axes: tuple[str, ...]
-    storage: StorageConfig
-    outer: tuple[str, ...] = ()
-
-    def of(self, summed: tuple[str, ...]) -> "ShardGroup":
-        """Return the group for parameters whose gradients are summed over the axes `summed`."""
-        every, outer = self.world.mesh.expand(summed), self.storage.outer
-        inner = tuple(axis for axis in every if axis not in outer) if outer else summed
-        return replace(self, axes=inner, outer=tuple(axis for axis in every if axis in outer))
-
-    @property
-    def has_replicas(self) -> bool:
-        """True if other groups hold replicas of the same shards."""
-        return bool(self.outer) and self.world.group(self.outer).size > 1
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that share the parameters."""
-        return self.world.group(self.axes).size
-
-    @property
-    def index(self) -> int:
-        """Index of this rank in the group, and so of its shard."""
-        return self.world.group(self.axes).index
 
 
 class Bucket:
     """The parameters of one unit that share dtype, trainability and replica axes, in one flat buffer.
 
+    | group      the ranks along `axes`, which share the parameters: each has a shard. Along `outer`, other groups hold
+    |            replicas of the same shards, and the sums of the groups are added
     | whole      all elements; the model's parameters are views of it. Empty while a ZeRO-3 unit is not in use
     | shared     True if the ranks of a host hold one `whole` in shared memory: gather and publish then copy nothing
     | is_sharded True if only the shard exists between uses (ZeRO-3)
@@ -85,27 +52,31 @@ class Bucket:
     | factor     gradients on disk are multiplied by it when they are read; `on_reduced` is called after a reduction
     | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies"""
 
-    def __init__(self, rows: Sequence[ParameterRow], *, shard_group: ShardGroup) -> None:
-        self.shard_group = shard_group
-        self.storage = shard_group.storage
-        world, reduction, tiers = shard_group.world, self.storage.reduction, self.storage.tiers
+    def __init__(self, rows: Sequence[ParameterRow], *, world: World, storage: StorageConfig) -> None:
+        self.world, self.storage = world, storage
+        reduction, tiers = storage.reduction, storage.tiers
+        summed = world.mesh.expand(rows[0].summed)
+        self.axes = tuple(axis for axis in summed if axis not in storage.outer)
+        self.outer = tuple(axis for axis in summed if axis in storage.outer)
+        self.has_replicas = bool(self.outer) and world.group(self.outer).size > 1
+        self.group = world.group(self.axes)
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=world.mesh, rank=world.rank) for row in rows}
-        self.place = BucketPlace.of(rows, shapes=shapes, parts=shard_group.size)
+        self.place = BucketPlace.of(rows, shapes=shapes, parts=self.group.size)
         self.dtype = rows[0].dtype
         self._wire = self.storage.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
         self.device = world.device
-        copies = (*rows[0].copies(world.mesh), *shard_group.outer)
+        copies = (*rows[0].copies(world.mesh), *self.outer)
         copies = tuple(axis for axis in copies if axis not in self.storage.sync_axes)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
         self.is_offloaded = tiers.is_offloaded("params")
-        self.is_sharded = reduction.shards_parameters and (shard_group.size > 1 or self.is_offloaded)
-        self.shard = self.place.shard(shard_group.index)
+        self.is_sharded = reduction.shards_parameters and (self.group.size > 1 or self.is_offloaded)
+        self.shard = self.place.shard(self.group.index)
         self.owned = self.shard if reduction.shards_updates else (0, self.place.size)
         # Tensors that other ranks read are allocated by the world: published slices, shards, gradients.
         common = None
         if reduction.shards_updates and not self.is_offloaded:
-            common = world.shared_empty(self.place.size, dtype=self.dtype, axes=shard_group.axes)
+            common = world.shared_empty(self.place.size, dtype=self.dtype, axes=self.axes)
         self.shared = common is not None
         if common is not None:
             self.whole, self.kept = common, common[slice(*self.shard)]
@@ -149,7 +120,7 @@ class Bucket:
 
     def fill(self, values: Iterable[Tensor]) -> None:
         """Store this rank's elements of `values`, the full parameters in piece order, taken one at a time."""
-        mesh, rank = self.shard_group.world.mesh, self.shard_group.world.rank
+        mesh, rank = self.world.mesh, self.world.rank
         start, stop = self.kept_from, self.kept_from + self.kept.numel()
         self.kept.zero_()
         if self.trainable:
@@ -161,7 +132,7 @@ class Bucket:
                 if self.has_master and self.master is not None:
                     _put(part, piece, into=self.master, start=self.owned[0])
         if self.shared:
-            self.shard_group.world.barrier(axes=self.shard_group.axes)
+            self.world.barrier(axes=self.axes)
 
     def _make_master(self) -> None:
         own, tiers = self.owned_parameters, self.storage.tiers
@@ -176,8 +147,8 @@ class Bucket:
         if tiers.is_offloaded("gradients"):
             self.reduced = tiers.empty("gradients", numel=own.numel(), dtype=wide).zero_()
         elif self.storage.reduction.shards_gradients:
-            sent = self.shard_group.has_replicas
-            empty = self.shard_group.world.empty if sent else partial(torch.empty, device=self.device)
+            sent = self.has_replicas
+            empty = self.world.empty if sent else partial(torch.empty, device=self.device)
             self.reduced = empty(own.numel(), dtype=wide).zero_()
         self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.chunk_limit)]
         reduction, wide_sum = self.storage.reduction, self.storage.precision.accumulation_of(self.dtype)
@@ -194,25 +165,22 @@ class Bucket:
         slices = [nn.Parameter(self.master[run.start - low : run.stop - low]) for run in runs]
         self.slices += zip([run.options for run in runs], slices, strict=True)
         here = slice(runs[0].start - low, runs[-1].stop - low)
-
-        def gradient() -> Tensor:
-            assert self.reduced is not None
-            return self.reduced[here]
-
         narrow = self.owned_parameters[here] if self.has_master else None
-        return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, lambda: self.factor)
+        gradient, factor = lambda: self.reduced_gradient[here], lambda: self.factor
+        return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, factor)
 
-    def views(self) -> list[Tensor]:
-        """Return this rank's tensors of the parameters, in piece order, as views of `whole`."""
-        return views_of(self.whole, place=self.place)
+    def views(self, flat: Tensor | None = None) -> list[Tensor]:
+        """Return this rank's tensors of the parameters, in piece order, as views of `flat`, (elements,), or `whole`."""
+        flat = self.whole if flat is None else flat
+        return [flat[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
 
     def gather(self) -> Work:
         """Start to gather `whole` from the shards (a collective); a shared buffer needs none."""
         if self.shared:
             return Work()
-        self.shard_group.world.streams.resize(self.whole, size=self._bytes)
+        self.world.streams.resize(self.whole, size=self._bytes)
         kept = self.fetch_shard().wait()
-        return self.shard_group.world.all_gather(kept, into=self.whole, axes=self.shard_group.axes)
+        return self.world.all_gather(kept, into=self.whole, axes=self.axes)
 
     def fetch_shard(self) -> BorrowedTensor:
         """Start to copy the shard from its tier to the device, unless that has started."""
@@ -229,13 +197,13 @@ class Bucket:
     def free(self) -> None:
         """Free the memory of `whole` under ZeRO-3; its views are valid again after the next gather."""
         if self.is_sharded and not self.shared:
-            self.shard_group.world.streams.resize(self.whole, size=0)
+            self.world.streams.resize(self.whole, size=0)
 
     def publish(self) -> Work:
         """Start to send the updated parameters to the other ranks; does nothing if they gather before each use."""
         reduction = self.storage.reduction
         if self.shared or (reduction.shards_updates and not reduction.shards_parameters):
-            return self.shard_group.world.all_gather(self.owned_parameters, into=self.whole, axes=self.shard_group.axes)
+            return self.world.all_gather(self.owned_parameters, into=self.whole, axes=self.axes)
         return Work()
 
     def round_off(self) -> None:
@@ -244,6 +212,12 @@ class Bucket:
             self.owned_parameters.copy_(self.master)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
+
+    @property
+    def reduced_gradient(self) -> Tensor:
+        """The tensor `reduced`, which exists after a reduction."""
+        assert self.reduced is not None
+        return self.reduced
 
     def begin_step(self) -> None:
         """Discard the gradients of the last step, and wait for a reduction of a step that raised."""
@@ -259,11 +233,6 @@ class Bucket:
     def deposit(self, gradients: Sequence[Tensor | None]) -> None:
         """Add gradients, one per piece in piece order (None: no gradient), to the accumulated gradients."""
         views = self._gradient_views()
-        plain = [one for one in gradients if one is not None and one.layout is torch.strided]
-        if not self._filled and len(plain) == len(views):
-            torch._foreach_copy_(views, plain)
-            self._filled.update(range(len(views)))
-            return
         given = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
         first = [(index, gradient) for index, gradient in given if index not in self._filled]
         if first:
@@ -284,13 +253,13 @@ class Bucket:
     def _gradient_views(self) -> list[Tensor]:
         buffer = self._buffer()
         if self._views is None:
-            self._views = views_of(buffer, place=self.place)
+            self._views = self.views(buffer)
         return self._views
 
     def _buffer(self) -> Tensor:
         if self.gradient is None:
             dtype = self.storage.precision.accumulation_of(self.dtype)
-            self.gradient, self._views = self.shard_group.world.empty(self.place.size, dtype=dtype), None
+            self.gradient, self._views = self.world.empty(self.place.size, dtype=dtype), None
             self.clear_padding()
         return self.gradient
 
@@ -306,23 +275,21 @@ class Bucket:
         if len(self._filled) < len(self.place.pieces):
             for index in range(len(self.place.pieces)):
                 self.accumulated(index)
-        shard_group, wire, into = self.shard_group, self._on_wire(buffer), None
-        if shard_group.storage.reduction.shards_gradients:
-            assert self.reduced is not None
-            first = self._rounds == 0 and self.reduced.dtype == wire.dtype
-            direct = first and not shard_group.storage.tiers.is_offloaded("gradients")
-            into = self.reduced if direct else wire.new_empty(self.reduced.numel())
+        reduction, wire, into = self.storage.reduction, self._on_wire(buffer), None
+        if reduction.shards_gradients:
+            into = self.reduced_gradient
+            if self._rounds or into.dtype != wire.dtype or self.storage.tiers.is_offloaded("gradients"):
+                into = wire.new_empty(into.numel())
             self._filled.clear()
-        world, state = shard_group.world, self.reduction_state
-        peers = ReducingRanks(world, shard_group.axes, slice(*self.shard), state, self.place)
-        self._arriving = shard_group.storage.reduction.start(wire, into=into, peers=peers)
+        peers = ReducingRanks(self.world, self.axes, slice(*self.shard), self.reduction_state, self.place)
+        self._arriving = reduction.start(wire, into=into, peers=peers)
         self._rounds += 1
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
         """Return the gradients in the wire dtype; unchanged if the group has one rank."""
-        if self.shard_group.size == 1 or self._wire == buffer.dtype:
+        if self.group.size == 1 or self._wire == buffer.dtype:
             return buffer
-        return self.shard_group.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
+        return self.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
 
     def settle(self) -> None:
         """Wait for the started reduction and add its result to `reduced`; do nothing if none has started.
@@ -335,38 +302,36 @@ class Bucket:
         self.factor = 1.0
         self._square = None
         self._arrived(arriving.values)
-        if self.on_reduced is not None and not self.shard_group.has_replicas:
+        if self.on_reduced is not None and not self.has_replicas:
             self.on_reduced(self)
 
     def start_replicas(self) -> None:
         """Start to add the `reduced` gradients of the replicas, in the wire dtype; once a step, after `settle`."""
-        group, tiers = self.shard_group, self.storage.tiers
-        if not group.has_replicas:
+        if not self.has_replicas:
             return
-        assert self.reduced is not None
-        wire = self.reduced
+        tiers = self.storage.tiers
+        wire = self.reduced_gradient
         if tiers.is_offloaded("gradients"):
             tiers.settle()
-            loan = tiers.bring(self.reduced)
+            loan = tiers.bring(wire)
             wire = loan.wait().to(self._wire, copy=True)
             loan.release()
         elif wire.dtype != self._wire:
-            wire = group.world.empty(wire.numel(), dtype=self._wire).copy_(wire)
-        self._between = ReducedPart(group.world.all_reduce(wire, axes=group.outer), wire)
+            wire = self.world.empty(wire.numel(), dtype=self._wire).copy_(wire)
+        self._between = ReducedPart(self.world.all_reduce(wire, axes=self.outer), wire)
 
     def settle_replicas(self) -> None:
         """Wait for the sum of the replicas, put it into `reduced`, and call `on_reduced`; do nothing if none."""
         if self._between is None:
             return
-        assert self.reduced is not None
         between, self._between = self._between, None
         between.work.wait()
         self._square = None
         if self.storage.tiers.is_offloaded("gradients"):
             self._rounds = 1
-            self._put_to_rest(between.values.to(self.reduced.dtype))
+            self._put_to_rest(between.values.to(self.reduced_gradient.dtype))
         elif between.values is not self.reduced:
-            self.reduced.copy_(between.values)
+            self.reduced_gradient.copy_(between.values)
         if self.on_reduced is not None:
             self.on_reduced(self)
 
@@ -377,11 +342,10 @@ class Bucket:
         if not self.storage.reduction.shards_gradients:
             self.reduced = self._updating(target)
             return
-        assert self.reduced is not None
         if self._rounds > 1:
-            self.reduced.add_(target)
+            self.reduced_gradient.add_(target)
         elif target is not self.reduced:
-            self.reduced.copy_(target)
+            self.reduced_gradient.copy_(target)
         self.gradient = self._views = None
 
     def _updating(self, arrived: Tensor) -> Tensor:
@@ -397,29 +361,24 @@ class Bucket:
     def _put_to_rest(self, arrived: Tensor) -> None:
         """Add the gradients of earlier micro-batches, compute the norm, and move the sum to its tier."""
         tiers = self.storage.tiers
-        assert self.reduced is not None
         if self._rounds > 1:
             tiers.settle()
-            before = tiers.bring(self.reduced)
+            before = tiers.bring(self.reduced_gradient)
             arrived = before.wait() + arrived
             before.release()
         self._square = _square(self._counted(arrived))
-        tiers.store(arrived, into=self.reduced)
+        tiers.store(arrived, into=self.reduced_gradient)
         self.gradient = self._views = None
 
     def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient: an fp64 scalar, cached."""
         if self._square is None:
-            assert self.reduced is not None
-            self._square = _square(self._counted(self.reduced))
+            self._square = _square(self._counted(self.reduced_gradient))
         return self._square
 
     def unsquared(self) -> Tensor | None:
         """Return the reduced gradient that this rank counts in the norm, or None if its squared norm is known."""
-        if self._square is not None:
-            return None
-        assert self.reduced is not None
-        return self._counted(self.reduced)
+        return self._counted(self.reduced_gradient) if self._square is None else None
 
     def forget_norm(self) -> None:
         """Compute the norm anew when it is needed next: the reduced gradient has changed."""
@@ -439,19 +398,15 @@ class Bucket:
         return shard if self.counts else shard[:0]
 
     def gradient_slices(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield (optimizer's parameter, view of its part of the reduced gradient); see `forget_norm`.
+        """Return (optimizer's parameter, view of its part of the reduced gradient) of each slice; see `forget_norm`.
 
         The gradients must not be on another tier."""
-        assert self.reduced is not None
-        start = 0
-        for _, parameter in self.slices:
-            yield parameter, self.reduced[start : start + parameter.numel()]
-            start += parameter.numel()
+        parameters = [parameter for _, parameter in self.slices]
+        return zip(parameters, self.reduced_gradient.split([each.numel() for each in parameters]), strict=True)
 
     def owned_gradient(self) -> Tensor:
         """Return the reduced gradient of the elements that this rank updates, (elements,), on the device."""
-        assert self.reduced is not None
-        reduced = self.reduced.to(self.device)
+        reduced = self.reduced_gradient.to(self.device)
         return reduced if self.factor == 1.0 else reduced * self.factor
 
     def gathered_from(self, owned: Tensor) -> Tensor:
@@ -460,12 +415,12 @@ class Bucket:
 
     def _gathered_shards(self, shard: Tensor) -> Tensor:
         whole = shard.new_empty(self.place.size)
-        self.shard_group.world.all_gather(shard.contiguous(), into=whole, axes=self.shard_group.axes).wait()
+        self.world.all_gather(shard.contiguous(), into=whole, axes=self.axes).wait()
         return whole
 
     def summed_shard(self, name: str) -> Tensor:
         """Return this rank's shard of the sum over the ranks of the `summed_state` called `name` (a collective)."""
-        world, axes = self.shard_group.world, self.shard_group.axes
+        world, axes = self.world, self.axes
         total = self.reduction_state[name].clone()
         world.reduce_scatter(total, into=total[slice(*self.shard)], axes=axes).wait()
         own = self.reduction_state.get(f"{name}/owner")
@@ -513,11 +468,6 @@ def _put(part: Tensor, piece: BucketPiece, *, into: Tensor, start: int) -> None:
     low, high = max(piece.start, start), min(piece.stop, start + into.numel())
     if low < high:
         into[low - start : high - start].copy_(part[low - piece.start : high - piece.start])
-
-
-def views_of(flat: Tensor, *, place: BucketPlace) -> list[Tensor]:
-    """Return views of a flat buffer, (elements,), in the shapes of its pieces."""
-    return [flat[piece.start : piece.stop].view(piece.shape) for piece in place.pieces]
 
 
 def _dense(gradient: Tensor) -> Tensor:

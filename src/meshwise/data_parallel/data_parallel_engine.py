@@ -27,14 +27,13 @@ on ranks that took other branches of the model or had no data."""
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.bucket import Bucket, ShardGroup, StorageConfig
-from meshwise.data_parallel.bucket_place import Options
+from meshwise.data_parallel.bucket import Bucket, StorageConfig
 from meshwise.data_parallel.live_unit import GradientCallback, LiveUnit, ParameterGatherer, UnitGradients
 from meshwise.memory.swap_file import TierError
 from meshwise.model.deferred_init import ParameterSource, install
@@ -45,9 +44,6 @@ class DataParallel:
     """Runs backwards of one module, reduces the gradients over `world`, and publishes the updated parameters.
 
     It is not an `nn.Module`: callers run `module` themselves and pass the loss to `backward`."""
-
-    tied = frozenset[str]()
-    """Names of parameters that several pipeline stages hold: none."""
 
     def __init__(
         self,
@@ -65,9 +61,8 @@ class DataParallel:
         self.storage = storage
         self.reduction = storage.reduction
         self.tiers = storage.tiers
-        shard_group = ShardGroup(world, storage.replicas, storage)
         here = table.on(world.mesh, rank=world.rank)
-        self.units = [LiveUnit(unit, shard_group=shard_group) for unit in here.units]
+        self.units = [LiveUnit(unit, world=world, storage=storage) for unit in here.units]
         for unit in self.units:
             unit.load(source, place=self._install if source.deferred else self._replace)
         self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
@@ -85,27 +80,6 @@ class DataParallel:
     def buckets(self) -> list[Bucket]:
         """The buckets with trainable parameters, in table order."""
         return [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable]
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The module of this engine as a list of one; a pipeline's engine has several."""
-        return [self.module]
-
-    def slices(self) -> dict[Options, list[nn.Parameter]]:
-        """Return the flat slices that an optimizer updates on this rank, by options; the keys equal on all ranks."""
-        groups: dict[Options, list[nn.Parameter]] = {row.options: [] for row in self.table.rows if row.trainable}
-        for bucket in self.buckets:
-            for options, parameter in bucket.slices:
-                groups[options].append(parameter)
-        return groups
-
-    def check_parameters(self) -> None:
-        """Raise ValueError if a parameter's `requires_grad`, dtype, tensor or values were changed since `parallelize`.
-
-        Changed values are noticed only if the parameter has a separate master or is in shared memory."""
-        for unit in self.units:
-            if what := unit.change_message():
-                raise ValueError(what)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -136,18 +110,15 @@ class DataParallel:
             hidden = self._incomplete and leaves is None
             self._reducing = reduces and not hidden
             self._on_gradient = None if keep else discard_gradient
-            self.gatherer.begin_pass(backward=True)
-            with self.gatherer.explained_errors():
+            with self.gatherer.backward():
                 loss.backward()
-            self.gatherer.free_all()
             self._incomplete = self.collect() or absent or hidden
             self._stop()
         else:
             self.gatherer.free_all()
         if reduces:
             self._start(all_of_them=True)
-            self._settle()
-            self._settle_replicas(0)
+            self.settle()
         self._reducing = False
 
     def accumulate(self, on_gradient: GradientCallback | None = None) -> None:
@@ -199,10 +170,8 @@ class DataParallel:
     def inspect(self, loss: Tensor, *, on_gradient: GradientCallback) -> None:
         """Run the backward of `loss`, and pass every gradient of this rank to `on_gradient`; keep and reduce none."""
         self.accumulate(on_gradient)
-        self.gatherer.begin_pass(backward=True)
-        with self.gatherer.explained_errors():
+        with self.gatherer.backward():
             loss.backward()
-        self.gatherer.free_all()
         self.collect()
         self._stop()
 
@@ -222,22 +191,6 @@ class DataParallel:
         here = [gradient for bucket in self.buckets for gradient in bucket.gradients_to_scale(factor)]
         if here and factor != 1.0:
             torch._foreach_mul_(here, factor)
-
-    def publish(self) -> None:
-        """Round this rank's masters into the parameters, and send these to the ranks that do not gather before use."""
-        for bucket in self.buckets:
-            bucket.round_off()
-        held = [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable or bucket.shared]
-        for work in [bucket.publish() for bucket in held]:
-            work.wait()
-
-    def memory(self) -> dict[str, int]:
-        """Return bytes on this rank by kind: `parameters` (with masters), `gradients`, `reduction` (its state, if any).
-
-        Keys of tensors on another tier begin with it: `cpu/parameters`, `disk/gradients`. `gathered_peak` is the most
-        that gathered ZeRO-3 units have taken at once since the start."""
-        held = [each for unit in self.units for bucket in unit.buckets for each in bucket.tensors()]
-        return {"parameters": 0, "gradients": 0, **self.tiers.bytes(held), "gathered_peak": self.gatherer.peak}
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -295,7 +248,7 @@ class DataParallel:
         while self._in_flight:
             for bucket in self._in_flight.pop(0).buckets:
                 bucket.settle()
-                if self._last and bucket.trainable and bucket.shard_group.has_replicas:
+                if self._last and bucket.trainable and bucket.has_replicas:
                     bucket.start_replicas()
                     self._between.append(bucket)
 
@@ -304,10 +257,6 @@ class DataParallel:
             self._between.pop(0).settle_replicas()
 
     # ---- full tensors ------------------------------------------------------------------------------------------
-
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) in table order, on every rank (collectives); valid until the next is requested."""
-        return from_holders(self.table.rows, own=self.own_parameters(), world=self.world, dtype=lambda row: row.dtype)
 
     def own_parameters(self) -> Iterator[Tensor]:
         """Yield the full tensors of the parameters whose parts this rank holds, in table order (collectives)."""
@@ -321,16 +270,6 @@ class DataParallel:
                 yield self._full_tensor(row, values[row.name])
             unit.free()
 
-    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full reduced gradient) of each trainable parameter, on every rank (collectives)."""
-        master = self.storage.precision.master_of
-        rows = [row for row in self.table.rows if row.trainable]
-        return from_holders(rows, own=self.own_gradients(), world=self.world, dtype=lambda row: master(row.dtype))
-
-    def own_gradients(self) -> Iterator[Tensor]:
-        """Return the full reduced gradients of the trainable parameters whose parts this rank holds (collectives)."""
-        return (gradient for _, gradient in self.full_tensors(Bucket.owned_gradient))
-
     def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
         """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
 
@@ -340,20 +279,12 @@ class DataParallel:
             values: dict[str, Tensor] = {}
             for bucket in unit.buckets:
                 if bucket.trainable:
+                    names = [piece.row.name for piece in bucket.place.pieces]
                     whole = bucket.gathered_from(owned(bucket))
-                    for piece in bucket.place.pieces:
-                        values[piece.row.name] = whole[piece.start : piece.stop].view(piece.shape)
+                    values.update(zip(names, bucket.views(whole), strict=True))
             for row in unit.spec.rows:
                 if row.trainable:
                     yield row, self._full_tensor(row, values[row.name])
-
-    def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Return (name, value) of each buffer of the module; every rank holds all buffers."""
-        return self.module.named_buffers()
-
-    def saves(self, buffer: str) -> bool:  # noqa: ARG002 - every rank has all of them
-        """Return whether this rank saves `buffer` in a checkpoint: True on rank 0 alone."""
-        return self.world.rank == 0
 
     def _full_tensor(self, row: ParameterRow, part: Tensor) -> Tensor:
         """Return the full tensor of a parameter; `part` is this rank's part by its layout (a collective)."""
@@ -367,31 +298,6 @@ class DataParallel:
         for rank, values in zip(group.ranks, parts, strict=True):
             row.put(values, into=full, mesh=mesh, rank=rank)
         return full
-
-
-def from_holders(
-    rows: Iterable[ParameterRow], *, own: Iterator[Tensor], world: World, dtype: Callable[[ParameterRow], torch.dtype]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full tensor) of each row on every rank; a rank that holds the parameter broadcasts it.
-
-    Every rank calls it. Rows with `counted_elsewhere` are not yielded. `own` has the full tensors of the rows that this
-    rank holds, in the order of `rows`; `dtype` returns the dtype of a row's tensor."""
-    for row in rows:
-        holds = row.is_on(world.mesh, rank=world.rank)
-        value = next(own) if holds else None
-        if row.counted_elsewhere:
-            continue
-        if row.held_at:
-            group = world.group(tuple(axis for axis, _ in row.held_at))
-            source = next(n for n, rank in enumerate(group.ranks) if row.is_on(world.mesh, rank=rank))
-            if value is None:
-                value = torch.empty(row.shape, dtype=dtype(row), device=world.device)
-            value = value.contiguous()
-            world.broadcast(value, axes=group.axes, source=source).wait()
-        assert value is not None
-        yield row.name, value
-    for _ in own:
-        raise AssertionError("a rank holds more parameters than the table says")
 
 
 def discard_gradient(_row: ParameterRow, _gradient: Tensor) -> None:

@@ -47,8 +47,8 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwise.base.mesh import Mesh
 from meshwise.base.tensor_tree import all_tensors
-from meshwise.comm.api.world import Work
-from meshwise.data_parallel.bucket import Bucket, ShardGroup
+from meshwise.comm.api.world import Work, World
+from meshwise.data_parallel.bucket import Bucket, StorageConfig
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterRow, ParameterUnit
 
@@ -68,11 +68,11 @@ class LiveUnit:
     | whole        True while the parameters have their values; always True without ZeRO-3
     | stays_gathered   True if the unit is freed only at the end of a pass, not when the next unit runs"""
 
-    def __init__(self, spec: ParameterUnit, *, shard_group: ShardGroup) -> None:
+    def __init__(self, spec: ParameterUnit, *, world: World, storage: StorageConfig) -> None:
         self.spec = spec
-        kind = partial(_kind, mesh=shard_group.world.mesh)
+        kind = partial(_kind, mesh=world.mesh)
         alike = [list(group) for _, group in groupby(sorted(spec.rows, key=kind), key=kind)]
-        self.buckets = [Bucket(rows, shard_group=shard_group.of(rows[0].summed)) for rows in alike]
+        self.buckets = [Bucket(rows, world=world, storage=storage) for rows in alike]
         self.parameters: list[list[nn.Parameter]] = []
         self._unused: list[list[Tensor]] = []
         self._used: list[list[Tensor]] | None = None
@@ -96,7 +96,7 @@ class LiveUnit:
 
         place: puts a tensor into the module as the parameter of a row, and returns this parameter."""
         for bucket in self.buckets:
-            world, elsewhere = bucket.shard_group.world, dict(bucket.place.pieces[0].row.held_at)
+            world, elsewhere = bucket.world, dict(bucket.place.pieces[0].row.held_at)
             holders = world.mesh.others(elsewhere)
             bucket.fill(
                 source.broadcast_full(piece.row.name, world=world, axes=holders) for piece in bucket.place.pieces
@@ -383,25 +383,19 @@ class ParameterGatherer:
         """Context in which a parameter that is used outside the modules of its unit is gathered at once."""
         return _Guard(self._owners, self._need_now) if self._owners else contextlib.nullcontext()
 
-    def begin_pass(self, *, backward: bool, keep: bool = False) -> None:
-        """End the previous pass, and begin a forward or backward. A forward first frees every unit, unless `keep`."""
+    def begin_forward(self, *, keep: bool = False) -> None:
+        """End the previous pass, free every unit unless `keep`, and begin a forward."""
         self._finish_pass()
-        self._backward = backward
-        if not (backward or keep):
+        self._backward = False
+        if not keep:
             self.free_all()
 
-    def free_all(self) -> None:
-        """End the pass and free every unit."""
-        self._finish_pass()
-        self._recorded = False
-        self._open = []
-        for unit in self._units:
-            unit.free()
-        self._whole = []
-
     @contextlib.contextmanager
-    def explained_errors(self) -> Iterator[None]:
-        """Inside it, an error from a backward that uses freed parameters is raised again with its cause and remedy."""
+    def backward(self) -> Iterator[None]:
+        """Gather the units for the backward that runs inside the block; after it, free all units. An error from a use
+        of freed parameters is raised again with its cause and remedy."""
+        self._finish_pass()
+        self._backward = True
         try:
             yield
         except RuntimeError as error:
@@ -412,6 +406,16 @@ class ParameterGatherer:
                 "was found in the result of their module. Return tensors in a tuple, list, mapping, dataclass or "
                 "attribute, or use a zero stage below 3"
             ) from error
+        self.free_all()
+
+    def free_all(self) -> None:
+        """End the pass and free every unit."""
+        self._finish_pass()
+        self._recorded = False
+        self._open = []
+        for unit in self._units:
+            unit.free()
+        self._whole = []
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -107,13 +107,13 @@ class ParameterOwners:
             assert bucket.master is not None
             for number, piece in enumerate(bucket.place.pieces):
                 if piece.row.name in names:
-                    mesh, held = bucket.shard_group.world.mesh, dict(piece.row.held_at)
+                    mesh, held = bucket.world.mesh, dict(piece.row.held_at)
                     key = tuple(axis for axis in mesh.names if axis not in held), bucket.master.dtype
                     cost = piece.row.numel * min(piece.row.shape, default=1)
                     found.setdefault(key, []).append((cost, bucket, number))
         self._waves: list[Wave] = []
         for (axes, dtype), pieces in found.items():
-            world = pieces[0][1].shard_group.world
+            world = pieces[0][1].world
             queues: list[list[OwnedParameter]] = [[] for _ in world.group(axes).ranks]
             loads = [0] * len(queues)
             for cost, bucket, number in sorted(pieces, key=lambda one: -one[0]):
@@ -147,16 +147,15 @@ def _full(own: OwnedParameter, received: Sequence[Tensor], world: World) -> Tens
 
 def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) -> OwnedParameter:
     """Return piece `number` of a bucket as a parameter whose owner has the index `owner` along `axes`."""
-    piece, mesh = bucket.place.pieces[number], bucket.shard_group.world.mesh
-    ranks, is_split = bucket.shard_group.world.group(axes).ranks, bucket.storage.reduction.shards_updates
-    group = bucket.shard_group
-    copies = [*piece.row.copies(mesh), *(group.outer if is_split else mesh.expand(piece.row.summed))]
+    piece, mesh = bucket.place.pieces[number], bucket.world.mesh
+    ranks, is_split = bucket.world.group(axes).ranks, bucket.storage.reduction.shards_updates
+    copies = [*piece.row.copies(mesh), *(bucket.outer if is_split else mesh.expand(piece.row.summed))]
     rows = [one.row for one in bucket.place.pieces]
-    shard_axes = mesh.expand(group.axes)
+    shard_axes = mesh.expand(bucket.axes)
     parts = []
     for rank in ranks:
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=mesh, rank=rank) for row in rows}
-        place = BucketPlace.of(rows, shapes=shapes, parts=bucket.shard_group.size)
+        place = BucketPlace.of(rows, shapes=shapes, parts=bucket.group.size)
         there = place.pieces[number]
         first, last = place.shard(mesh.group(rank, axes=shard_axes).index(rank)) if is_split else (0, place.size)
         low = max(there.start, first) - there.start

@@ -256,22 +256,6 @@ def _hashed(blocks: Tensor, scales: Tensor) -> Tensor:
     return found
 
 
-class StagedWork(Work):
-    """A collective, and the work that follows when it is complete; further collectives may be part of it."""
-
-    def __init__(self, first: Work, *, then: Callable[[], None]) -> None:
-        super().__init__()
-        self._first = first
-        self._then: Callable[[], None] | None = then
-
-    def wait(self) -> None:
-        """Wait for the collective, and do what follows, once."""
-        then, self._then = self._then, None
-        if then is not None:
-            self._first.wait()
-            then()
-
-
 @dataclass(frozen=True)
 class CodecReduction(Reduction):
     """Sum of encoded gradients, with the errors of `codec` in the state `error` if that is one of `summed_state`."""
@@ -296,10 +280,11 @@ class CodecReduction(Reduction):
         sent = peers.world.all_to_all(packed, into=received, axes=peers.axes)
 
         def add_up() -> None:
+            sent.wait()
             sums = self.codec.decode(received, elements=elements, dtype=gradients.dtype).sum(0)
             done(peers.clear_padding(sums, start=peers.shard.start))
 
-        return StagedWork(sent, then=add_up)
+        return Work(finish=add_up)
 
     def _share(self, sums: Tensor, gradients: Tensor, peers: ReducingRanks) -> None:
         """Send the sum of this rank's shard, encoded, to every rank; put what all ranks send into `gradients`."""
@@ -348,6 +333,7 @@ class LowRankReduction(Reduction):
         work = peers.world.all_reduce(first, axes=peers.axes)
 
         def project() -> None:
+            work.wait()
             *products, sums = first.split([*(len(m) * self.rank for m in matrices), sum(map(len, rest))])
             left = [torch.linalg.qr(flat.view(-1, self.rank)).Q for flat in products]
             second = torch.cat([gradients[:0], *((m.T @ p).reshape(-1) for m, p in zip(matrices, left, strict=True))])
@@ -367,7 +353,7 @@ class LowRankReduction(Reduction):
                 into.copy_(gradients[peers.shard])
 
         mine = gradients if not self.shards_updates else gradients[peers.shard] if into is None else into
-        return ReducedPart(StagedWork(work, then=project), mine)
+        return ReducedPart(Work(finish=project), mine)
 
     def _is_split(self, piece: BucketPiece) -> bool:
         """Return whether two factors are smaller than the matrix."""

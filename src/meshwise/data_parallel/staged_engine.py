@@ -1,15 +1,12 @@
-"""Store the parameters of a rank that holds pipeline stages: one engine for each stage, combined into a `StagedEngine`.
+"""Store the parameters of a rank: a `DataParallel` for each of its pipeline stages, combined into an `Engine`.
 
-Its table lists the parameters of all stages, its norm covers all of this rank's stages. A tied parameter is one that
-several stages hold. Its gradients are summed on the first of these stages, which sends the sum back, so every copy gets
-the same update. In tables and norms only the first copy counts.
-
-`Engine` is the type of a rank's storage with or without stages."""
+A plan without pp has one stage, on every rank. The engine's table lists the parameters of all stages, its norm covers
+all of this rank's stages. A tied parameter is one that several stages hold. Its gradients are summed on the first of
+these stages, which sends the sum back, so every copy gets the same update. In tables and norms only the first copy
+counts."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +14,13 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import Options
-from meshwise.data_parallel.data_parallel_engine import DataParallel, from_holders
+from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.live_unit import LiveUnit
-from meshwise.model.parameter_table import ParameterRow, ParameterTable
+from meshwise.model.parameter_table import ParameterTable
 
 
-class StagedEngine:
-    """Engine of a rank that holds pipeline stages: passes each call to the engines of its stages."""
+class Engine:
+    """The parameters and gradients of a rank: passes each call to the engines of its stages."""
 
     def __init__(self, stages: Mapping[int, DataParallel], *, ranks: Sequence[int], world: World) -> None:
         """Exchange the tables of all stages (collective). `stages`: engines of this rank's stages by stage index.
@@ -85,15 +82,18 @@ class StagedEngine:
     def slices(self) -> dict[Options, list[nn.Parameter]]:
         """Return the slices that this rank updates, by optimizer options of all stages, in one order on every rank."""
         groups: dict[Options, list[nn.Parameter]] = {row.options: [] for row in self.table.rows if row.trainable}
-        for engine in self._stages.values():
-            for options, parameters in engine.slices().items():
-                groups[options] += parameters
+        for bucket in self.buckets:
+            for options, parameter in bucket.slices:
+                groups[options].append(parameter)
         return groups
 
     def check_parameters(self) -> None:
-        """Raise ValueError when a parameter of the model was replaced since the plan was applied."""
-        for engine in self._stages.values():
-            engine.check_parameters()
+        """Raise ValueError if a parameter's `requires_grad`, dtype, tensor or values were changed since `parallelize`.
+
+        Changed values are noticed only if the parameter has a separate master or is in shared memory."""
+        for unit in self.units:
+            if what := unit.change_message():
+                raise ValueError(what)
 
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared norm of the summed gradient, fp64."""
@@ -102,23 +102,49 @@ class StagedEngine:
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients that this rank owns by `factor`."""
         for engine in self._stages.values():
-            if engine.buckets:
-                engine.scale_gradients(factor)
+            engine.scale_gradients(factor)
 
     def publish(self) -> None:
-        """Round this rank's masters to parameters, and send these to the ranks that use them."""
-        for engine in self._stages.values():
-            engine.publish()
+        """Round this rank's masters into the parameters, and send these to the ranks that do not gather before use."""
+        for bucket in self.buckets:
+            bucket.round_off()
+        held = [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable or bucket.shared]
+        for work in [bucket.publish() for bucket in held]:
+            work.wait()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of every parameter in table order (collective); valid until the next is yielded."""
-        return self._from_holders(lambda engine: engine.own_parameters(), lambda row: row.dtype)
+        return self._full_tensors(gradients=False)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full reduced gradient) of each trainable parameter in table order (collective)."""
-        precision = next(iter(self._stages.values())).storage.precision
-        dtype = lambda row: precision.master_of(row.dtype)  # noqa: E731
-        return self._from_holders(lambda engine: engine.own_gradients(), dtype, trainable=True)
+        return self._full_tensors(gradients=True)
+
+    def _full_tensors(self, *, gradients: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, full tensor) of each row on every rank; a rank that holds the parameter broadcasts it."""
+        world, mesh = self.world, self.world.mesh
+        master = next(iter(self._stages.values())).storage.precision.master_of
+        for index, table in self._tables.items():
+            own: Iterator[Tensor] = iter(())
+            if stage := self._stages.get(index):
+                reduced = (gradient for _, gradient in stage.full_tensors(Bucket.owned_gradient))
+                own = reduced if gradients else stage.own_parameters()
+            for row in [row for row in table.rows if row.trainable or not gradients]:
+                value = next(own) if row.is_on(mesh, rank=world.rank) else None
+                if row.counted_elsewhere:
+                    continue
+                if row.held_at:
+                    group = world.group(tuple(axis for axis, _ in row.held_at))
+                    source = next(n for n, rank in enumerate(group.ranks) if row.is_on(mesh, rank=rank))
+                    if value is None:
+                        dtype = master(row.dtype) if gradients else row.dtype
+                        value = torch.empty(row.shape, dtype=dtype, device=world.device)
+                    value = value.contiguous()
+                    world.broadcast(value, axes=group.axes, source=source).wait()
+                assert value is not None
+                yield row.name, value
+            for _ in own:
+                raise AssertionError("a rank holds more parameters than the table says")
 
     def full_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, value) of every buffer on every rank; the first stage that has the buffer broadcasts it."""
@@ -135,11 +161,13 @@ class StagedEngine:
         return self.world.group("pp").index == holder and self.world.group(others).index == 0
 
     def memory(self) -> dict[str, int]:
-        """Return bytes on this rank: `parameters`, `gradients`, `gathered_peak`, and `tier/kind` for other tiers."""
-        total: Counter[str] = Counter()
-        for engine in self._stages.values():
-            total.update(engine.memory())
-        return dict(total)
+        """Return bytes on this rank by kind: `parameters` (with masters), `gradients`, `reduction` (its state, if any).
+
+        Keys of tensors on another tier begin with it: `cpu/parameters`, `disk/gradients`. `gathered_peak` is the most
+        that gathered ZeRO-3 units have taken at once since the start."""
+        held = [each for unit in self.units for bucket in unit.buckets for each in bucket.tensors()]
+        peak = sum(stage.gatherer.peak for stage in self._stages.values())
+        return {"parameters": 0, "gradients": 0, **self.tiers.bytes(held), "gathered_peak": peak}
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -182,21 +210,3 @@ class StagedEngine:
             work.wait()
         for index in own.keys() - {first}:
             own[index].copy_(total)
-
-    def _from_holders(
-        self,
-        own: Callable[[DataParallel], Iterator[Tensor]],
-        dtype: Callable[[ParameterRow], torch.dtype],
-        *,
-        trainable: bool = False,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, full tensor) of each stage's `own(engine)`, which its rank sends to the other ranks of `pp`."""
-        for index, table in self._tables.items():
-            here = self._stages.get(index)
-            rows = [row for row in table.rows if row.trainable or not trainable]
-            found = iter(()) if here is None else own(here)
-            yield from from_holders(rows, own=found, world=self.world, dtype=dtype)
-
-
-Engine: TypeAlias = DataParallel | StagedEngine
-"""A rank's parameters, gradients and their collectives. Both classes have the methods that the trainer calls."""

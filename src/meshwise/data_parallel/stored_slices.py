@@ -105,7 +105,7 @@ class BucketSlice:
         """Yield (rectangle of the full tensor, its place in `local`) for each part of `local`.
 
         local: a rectangle of this rank's tensor; it may contain several sections of the full tensor."""
-        world, row = self.bucket.shard_group.world, piece.row
+        world, row = self.bucket.world, piece.row
         beside = 0
         for section in row.layout.pieces(row.shape, mesh=world.mesh, rank=world.rank):
             origin = tuple(beside if dim == row.layout.section_dim else 0 for dim in range(len(row.shape)))
@@ -175,7 +175,7 @@ def slice_pieces(
 
 def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer) -> Iterator[StoredSlice]:
     """Yield the slices of one parameter and of its optimizer state that this rank saves."""
-    if not piece.row.numel and bucket.shard_group.index == 0:
+    if not piece.row.numel and bucket.group.index == 0:
         empty = torch.empty(piece.row.shape, dtype=piece.row.dtype)
         yield StoredSlice.of_full(empty, name=piece.row.name, slot="parameter")
     yield from values_to_load(bucket).slices_of(piece, slot="parameter", within=bucket.shard)
@@ -191,7 +191,7 @@ def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer)
 
 def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
     """Yield the reduction's state that this rank saves; `summed_state` is summed over the ranks (a collective)."""
-    reduction, state = bucket.shard_group.storage.reduction, bucket.reduction_state
+    reduction, state = bucket.storage.reduction, bucket.reduction_state
     kept = {name: BucketSlice(bucket, bucket.owned[0], state[name]) for name in state if name in reduction.owned_state}
     summed = [name for name in state if name in reduction.summed_state]
     kept |= {name: BucketSlice(bucket, bucket.shard[0], bucket.summed_shard(name)) for name in summed}
@@ -334,7 +334,7 @@ class CheckpointRefill:
 
         A saved `summed_state` is a sum over ranks. So each rank loads only its shard, and has zeros elsewhere. State
         that is not saved is removed."""
-        reduction = bucket.shard_group.storage.reduction
+        reduction = bucket.storage.reduction
         names = (*reduction.owned_state, *reduction.summed_state)
         for name in [name for name in bucket.reduction_state if name.partition("/")[0] not in names]:
             del bucket.reduction_state[name]

@@ -117,7 +117,7 @@ class StepInBackward:
         del self._left[bucket]
         self._counting.wait()
         bucket.squared_norm()  # before it is multiplied
-        there = bucket.shard_group.storage.tiers.mark()
+        there = bucket.storage.tiers.mark()
 
         def ready() -> None:
             there()

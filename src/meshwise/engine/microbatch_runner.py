@@ -275,7 +275,7 @@ class WholeModelRunner:
 
     def forward(self, call: Callable[[nn.Module], Any], *, rows: MicroBatch, first: bool) -> Any:
         """Return `call(model)`. `rows`: its samples. `first`: False if a graph of this step may need gathered units."""
-        self._engine.gatherer.begin_pass(backward=False, keep=not first)
+        self._engine.gatherer.begin_forward(keep=not first)
         with self._running(rows), self._engine.gatherer.gather_on_use:
             return call(self._engine.module)
 
@@ -289,9 +289,8 @@ class WholeModelRunner:
         """Let another trainer's backward run through this model inside the block; discard this model's gradients."""
         engine = self._engine
         engine.accumulate(discard_gradient)
-        engine.gatherer.begin_pass(backward=True)
         try:
-            with engine.gatherer.explained_errors():
+            with engine.gatherer.backward():
                 yield
         finally:
             engine.gatherer.free_all()
@@ -312,7 +311,7 @@ class WholeModelRunner:
 
     def _begin_forward(self, rows: Any) -> Any:
         """Begin a forward of the model; return the rows on the device."""
-        self._engine.gatherer.begin_pass(backward=False)
+        self._engine.gatherer.begin_forward()
         return placed(rows, world=self._engine.world)
 
 

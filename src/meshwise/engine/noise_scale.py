@@ -77,11 +77,12 @@ class NoiseMeter:
         """Return this rank's part of the squared norms, fp64: of micro-batches by layer, then of the step by layer."""
         whole = torch.zeros_like(self._small)
         for bucket, piece, layer in self._measured:
-            assert bucket.reduced is not None
             start = bucket.owned[0]
             low, high = max(piece.start, bucket.shard[0]), min(piece.stop, bucket.shard[1])
             if low < high:
-                whole[layer] += torch.linalg.vector_norm(bucket.reduced[low - start : high - start]).double() ** 2
+                whole[layer] += (
+                    torch.linalg.vector_norm(bucket.reduced_gradient[low - start : high - start]).double() ** 2
+                )
         return torch.cat([self._small, whole])
 
     def scale(self, sums: Sequence[float], *, count: float, rows: int) -> NoiseScale | None:

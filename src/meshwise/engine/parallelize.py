@@ -30,7 +30,7 @@ from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.data_parallel.reduction import ZERO, compressed
-from meshwise.data_parallel.staged_engine import Engine, StagedEngine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.cut_agreement import CutInputs, agreed_schedule, cut_on_first_rank, cut_source, matrix_pairs
 from meshwise.engine.microbatch_runner import MicrobatchTask, WholeModelRunner
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
@@ -226,7 +226,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
     if scheme is not None:
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
-    storage = StorageConfig(reduction, precision, tiers, plan.replica_axes, plan.outer_axes, plan.sync_axes)
+    storage = StorageConfig(reduction, precision, tiers, plan.outer_axes, plan.sync_axes)
     task = MicrobatchTask(forward, loss or no_loss, call)
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
 
@@ -265,9 +265,7 @@ def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel 
     world = engine.world
     joint = [axes for _, axes in world.mesh.joint]
     groups = [world.group(axes) for axes in (world.mesh.names, *world.mesh.names, *joint)]
-    groups += [
-        bucket.shard_group.world.group(bucket.shard_group.axes) for unit in engine.units for bucket in unit.buckets
-    ]
+    groups += [bucket.group for unit in engine.units for bucket in unit.buckets]
     stages = world.group("pp").ranks if runner.lines else ()
     lines = [(stages[source], stages[target]) for source, target in runner.lines]
     if context is not None:
@@ -468,7 +466,7 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
         rank, mesh = shared.world.rank, shared.world.mesh
         absent = [row.name for row in engine.table.rows if not row.is_on(mesh, rank=rank)]
         _release(source.module.get_parameter(name) for name in absent)
-    return engine, WholeModelRunner(
+    return Engine({0: engine}, ranks=[0], world=shared.world), WholeModelRunner(
         engine,
         task=setting.token_task,
         draws=draws,
@@ -517,7 +515,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     if not source.deferred:
         _release(source.module.parameters())
     engines = {index: live.engine for index, live in stages.items()}
-    whole = StagedEngine(engines, ranks=schedule.rank_of, world=world)
+    whole = Engine(engines, ranks=schedule.rank_of, world=world)
     runner = StagedRunner(
         whole, stages=stages, task=setting.token_task, schedule=schedule, cut=cut, shares_rows=shared.shares_rows
     )

@@ -19,7 +19,7 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.flight_recorder import StepPhase
 from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
 from meshwise.data_parallel.data_parallel_engine import DataParallel
-from meshwise.data_parallel.staged_engine import StagedEngine
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.microbatch_runner import (
     MicroBatch,
     MicrobatchTask,
@@ -132,7 +132,7 @@ class StagedRunner:
 
     def __init__(
         self,
-        engine: StagedEngine,
+        engine: Engine,
         *,
         stages: Mapping[int, LiveStage],
         task: MicrobatchTask,

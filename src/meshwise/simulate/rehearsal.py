@@ -271,7 +271,7 @@ def _updated(trainer: Trainer) -> Mapping[str, int]:
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
         count = bucket.owned[1] - bucket.owned[0]
         updated["params"] += count * bucket.dtype.itemsize
-        updated["gradients"] += count * bucket.shard_group.storage.precision.master_of(bucket.dtype).itemsize
+        updated["gradients"] += count * bucket.storage.precision.master_of(bucket.dtype).itemsize
     return updated
 
 

@@ -71,7 +71,8 @@ class Replicas:
         self._fragments: list[list[Bucket]] = [[] for _ in range(scheme.fragments)]
         for bucket in engine.buckets:
             self._fragments[unit_of[bucket.place.pieces[0].row.name] % scheme.fragments].append(bucket)
-        self._in_flight: dict[int, tuple[Tensor, Work, list[_SentTensor]]] = {}
+        self._in_flight: dict[int, list[_SentTensor]] = {}
+        """By fragment: a tensor for each bucket, the optimizer state if `state=mean`, and the sum of the weights."""
         self._restart()
 
     def _restart(self) -> None:
@@ -122,7 +123,7 @@ class Replicas:
         if self.scheme.state == "mean":
             sent += [self._send(value * weight, target=value) for value in self._common_state(fragment)]
         total = torch.tensor([weight], dtype=torch.float64, device=self._world.device)
-        self._in_flight[fragment] = total, self._world.all_reduce(total, axes=self._axes), sent
+        self._in_flight[fragment] = [*sent, self._send(total, target=total)]
 
     def _send(self, value: Tensor, *, target: Tensor) -> _SentTensor:
         total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value.view(-1))
@@ -143,23 +144,26 @@ class Replicas:
 
     def _apply(self, fragment: int) -> None:
         """Wait for the mean of a fragment, and apply it."""
-        total, work, sent = self._in_flight.pop(fragment)
-        work.wait()
-        buckets = self._fragments[fragment]
-        for one in sent:
-            one.work.wait()
+        *sent, weight = self._arrived(self._in_flight.pop(fragment))
+        total, buckets = float(weight.total), self._fragments[fragment]
         for bucket, one in zip(buckets, sent, strict=False):
-            mean = one.total / float(total)
+            mean = one.total / total
             if self.scheme.has_anchor:
                 self._outer_step(bucket, mean)
             else:
                 one.target.copy_(mean)
         for one in sent[len(buckets) :]:
-            one.target.copy_((one.total / float(total)).view_as(one.target))
+            one.target.copy_((one.total / total).view_as(one.target))
         if self.scheme.state == "reset":
             for parameter in self._slices(fragment):
                 self._optimizer.state.pop(parameter, None)
         self._show(buckets)
+
+    def _arrived(self, sent: list[_SentTensor]) -> list[_SentTensor]:
+        """Return `sent`, after a wait for its sums."""
+        for one in sent:
+            one.work.wait()
+        return sent
 
     def _outer_step(self, bucket: Bucket, change: Tensor) -> None:
         """Move the agreed parameters against the mean change of the replicas, and the own parameters to them."""
@@ -252,17 +256,15 @@ class Replicas:
 
     def _settle(self) -> None:
         """Wait for the exchanges in flight; their sums become state that a checkpoint has."""
-        for fragment, (_, work, sent) in self._in_flight.items():
-            work.wait()
-            for bucket, one in zip(self._fragments[fragment], sent, strict=False):
-                one.work.wait()
+        for fragment, sent in self._in_flight.items():
+            for bucket, one in zip(self._fragments[fragment], self._arrived(sent), strict=False):
                 bucket.reduction_state["outer_change"].copy_(one.total)
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state of the round (a collective): steps, counts by replica, and weights in flight."""
         self._settle()
         counts = self._world.exchange(self._counts, axes=self._axes)
-        flying = {str(fragment): float(total) for fragment, (total, _, _) in self._in_flight.items()}
+        flying = {str(fragment): float(sent[-1].total) for fragment, sent in self._in_flight.items()}
         kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps}
         return {**kept, "mixed": self._mixed, "counts": counts, "in_flight": flying}
 
@@ -271,9 +273,8 @@ class Replicas:
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. A round
         of a scheme with other outer state begins anew."""
-        for _, work, sent in self._in_flight.values():
-            for pending in (work, *(one.work for one in sent)):
-                pending.wait()
+        for sent in self._in_flight.values():
+            self._arrived(sent)
         self._in_flight.clear()
         fits = saved is not None and saved["state"] == list(self.scheme.state_names)
         if saved is None or not fits or len(saved["counts"][0]) != self.scheme.fragments:
@@ -289,7 +290,7 @@ class Replicas:
                 for bucket in self._fragments[int(fragment)]
             ]
             total = torch.tensor([weight], dtype=torch.float64, device=self._world.device)
-            self._in_flight[int(fragment)] = total, Work(), sent
+            self._in_flight[int(fragment)] = [*sent, _SentTensor(total, total, Work())]
 
 
 def _master(bucket: Bucket) -> Tensor:

@@ -22,10 +22,9 @@ A call starts the collective, and `.wait()` returns the resulting tensor. Comput
 overlaps with the collective. The backward of this computation overlaps with the conjugate collective, because autograd
 runs the backward of `.wait()` first and the backward of the call last."""
 
-import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -61,36 +60,36 @@ def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Size
     """Concatenate the parts of all ranks along `axes` in dim `dim`: (…, sizes[i], …) → (…, sum(sizes), …). `sizes`:
     size of each rank's part along `dim`, in group order; by default every part is as large as `x`. Backward:
     reduce_scatter. Raises ValueError when `sizes` does not fit `x` and the group."""
-    return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), replicated=False))
+    return _start("all_gather", x, _Along.of_part(x, world, axes, dim=dim, sizes=sizes))
 
 
 def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """Concatenate like `all_gather`, for a result from which every rank computes the same. Backward: take."""
-    return _start(x, _Gather(_Along.of_part(x, world, axes, dim=dim, sizes=sizes), replicated=True))
+    return _start("replicate", x, _Along.of_part(x, world, axes, dim=dim, sizes=sizes))
 
 
 def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """Return this rank's part along `dim` of the sum of all ranks' `x`: (…, sum(sizes), …) → (…, sizes[i], …). `sizes`:
     size of each rank's part, in group order. By default parts are equal, or the first parts are larger by one.
     Backward: all_gather. Raises ValueError when `sizes` does not fit `x` and the group."""
-    return _start(x, _ReduceScatter(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
+    return _start("reduce_scatter", x, _Along.of(x, world, axes, dim=dim, sizes=sizes))
 
 
 def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """Return a copy of this rank's part along `dim` of an `x` that is equal on all ranks, without communication.
     `sizes`: as in `reduce_scatter`. Backward: replicate. Raises ValueError when `sizes` does not fit `x` and the group.
     """
-    return _start(x, _Take(_Along.of(x, world, axes, dim=dim, sizes=sizes)))
+    return _start("take", x, _Along.of(x, world, axes, dim=dim, sizes=sizes))
 
 
 def all_reduce(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
     """Return the sum of all ranks' `x`, in the shape of `x`. Backward: pass the gradient on unchanged."""
-    return _start(x, _AllReduce(world, axes))
+    return _start("all_reduce", x, _Along(world, axes))
 
 
 def copy(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
     """Return `x`, equal on all ranks, from which each rank computes something different. Backward: all_reduce."""
-    return _start(x, _Copy(world, axes))
+    return _start("copy", x, _Along(world, axes))
 
 
 def all_to_all(
@@ -118,155 +117,30 @@ def all_to_all(
     cat = _Along(world, axes, cat_dim % x.dim(), (own,) * group.size if arriving is None else tuple(arriving))
     if len(cat.sizes) != group.size or (split.dim == cat.dim and cat.sizes[group.index] != split.sizes[group.index]):
         raise ValueError(f"sizes {cat.sizes} along dim {cat_dim} do not fit {split.sizes} along dim {split_dim}")
-    return _start(x, _AllToAll(split, cat))
+    return _start("all_to_all", x, split, cat)
 
 
-@dataclass(frozen=True)
-class CollectiveSource:
-    """Kind of a collective's output (see the first table of this file), and the axes of the collective. The field of
-    that kind holds the axes; the other two are empty. No collective has a partial output."""
-
-    whole: tuple[str, ...] = ()
-    replicated: tuple[str, ...] = ()
-    split: tuple[str, ...] = ()
-
-
-def source_of_output(node: Node) -> CollectiveSource | None:
-    """Return the axes over which a node's output is whole, replicated or split; None if another code made the node."""
+def source_of_output(node: Node) -> tuple[str, tuple[str, ...]] | None:
+    """Return the kind of a node's output (see the first table of this file), and the axes of the collective that made
+    it. Return None if another code made the node. No collective has a partial output."""
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
         return None
-    collective = passage.collective
-    if isinstance(collective, _Copy):
-        return CollectiveSource(whole=_named(collective.axes))
-    if isinstance(collective, _AllReduce):
-        return CollectiveSource(replicated=_named(collective.axes))
-    if isinstance(collective, _Gather):
-        axes = _named(collective.along.axes)
-        return CollectiveSource(replicated=axes) if collective.replicated else CollectiveSource(whole=axes)
-    assert isinstance(collective, _ReduceScatter | _Take | _AllToAll)
-    return CollectiveSource(
-        split=_named((collective.split if isinstance(collective, _AllToAll) else collective.along).axes)
-    )
+    axes = passage.along.axes
+    return _COLLECTIVES[passage.name].output, (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def _named(axes: Axes) -> tuple[str, ...]:
-    return (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-# ---- the maps ------------------------------------------------------------------------------------------------------
-
-
-class _Map(abc.ABC):
-    """A linear map over the tensors of a group of ranks."""
-
-    @abc.abstractmethod
-    def start(self, x: Tensor) -> Finish:
-        """Start the map of `x`; the returned function waits for this rank's result and returns it."""
-
-    @abc.abstractmethod
-    def conjugate(self) -> "_Map":
-        """Return the map from the gradient of the output to the gradient of the input."""
-
-
-@dataclass(frozen=True)
-class _Gather(_Map):
-    along: "_Along"
-    replicated: bool
-
-    def start(self, x: Tensor) -> Finish:
-        along, dim = self.along, self.along.dim
-        if dim == 0:
-            whole = x.new_empty(_resized(x, 0, sum(along.sizes)))
-            parts = list(whole.split(along.sizes))
-        else:
-            parts = [x.new_empty(_resized(x, dim, size)) for size in along.sizes]
-        work = along.world.all_gather(x.contiguous(), into=parts, axes=along.axes)
-        return _after(work, lambda: whole if dim == 0 else torch.cat(parts, dim))
-
-    def conjugate(self) -> _Map:
-        return _Take(self.along) if self.replicated else _ReduceScatter(self.along)
-
-
-@dataclass(frozen=True)
-class _ReduceScatter(_Map):
-    along: "_Along"
-
-    def start(self, x: Tensor) -> Finish:
-        along = self.along
-        cut = x.split(along.sizes, along.dim)
-        parts = [part if part.is_contiguous() else _copied(part, along.world) for part in cut]
-        into = x.new_empty(parts[along.index].shape)
-        work = along.world.reduce_scatter(parts, into=into, axes=along.axes)
-        return _after(work, lambda: into)
-
-    def conjugate(self) -> _Map:
-        return _Gather(self.along, replicated=False)
-
-
-@dataclass(frozen=True)
-class _Take(_Map):
-    along: "_Along"
-
-    def start(self, x: Tensor) -> Finish:
-        part = x.split(self.along.sizes, self.along.dim)[self.along.index].clone()
-        return lambda: part
-
-    def conjugate(self) -> _Map:
-        return _Gather(self.along, replicated=True)
-
-
-@dataclass(frozen=True)
-class _AllReduce(_Map):
-    world: World
-    axes: Axes
-
-    def start(self, x: Tensor) -> Finish:
-        total = _copied(x, self.world)
-        # `.data` is no view to autograd, which forbids writing to a view that one of its functions returned.
-        return _after(self.world.all_reduce(total, axes=self.axes), lambda: total.data)
-
-    def conjugate(self) -> _Map:
-        return _Copy(self.world, self.axes)
-
-
-@dataclass(frozen=True)
-class _Copy(_Map):
-    world: World
-    axes: Axes
-
-    def start(self, x: Tensor) -> Finish:
-        return x.detach
-
-    def conjugate(self) -> _Map:
-        return _AllReduce(self.world, self.axes)
-
-
-@dataclass(frozen=True)
-class _AllToAll(_Map):
-    split: "_Along"
-    cat: "_Along"
-
-    def start(self, x: Tensor) -> Finish:
-        split, cat = self.split, self.cat
-        parts = [part.contiguous() for part in x.split(split.sizes, split.dim)]
-        mine = _resized(x, split.dim, split.sizes[split.index])
-        into = [x.new_empty(_resized(mine, cat.dim, size)) for size in cat.sizes]
-        work = split.world.all_to_all(parts, into=into, axes=split.axes)
-        return _after(work, lambda: torch.cat(into, cat.dim))
-
-    def conjugate(self) -> _Map:
-        return _AllToAll(self.cat, self.split)
+# ---- the collectives -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Along:
-    """A dim of a tensor with the sizes of its parts, one part for each rank along `axes`."""
+    """A dim of a tensor with the sizes of its parts, one part for each rank along `axes`. `all_reduce` has no dim."""
 
     world: World
     axes: Axes
-    dim: int
-    sizes: tuple[int, ...]
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
 
     @property
     def index(self) -> int:
@@ -318,15 +192,83 @@ def _after(work: Work, result: Finish) -> Finish:
     return finish
 
 
+def _start_gather(x: Tensor, along: _Along, _: _Along) -> Finish:
+    dim = along.dim
+    if dim == 0:
+        whole = x.new_empty(_resized(x, 0, sum(along.sizes)))
+        parts = list(whole.split(along.sizes))
+    else:
+        parts = [x.new_empty(_resized(x, dim, size)) for size in along.sizes]
+    work = along.world.all_gather(x.contiguous(), into=parts, axes=along.axes)
+    return _after(work, lambda: whole if dim == 0 else torch.cat(parts, dim))
+
+
+def _start_reduce_scatter(x: Tensor, along: _Along, _: _Along) -> Finish:
+    cut = x.split(along.sizes, along.dim)
+    parts = [part if part.is_contiguous() else _copied(part, along.world) for part in cut]
+    into = x.new_empty(parts[along.index].shape)
+    return _after(along.world.reduce_scatter(parts, into=into, axes=along.axes), lambda: into)
+
+
+def _start_take(x: Tensor, along: _Along, _: _Along) -> Finish:
+    part = x.split(along.sizes, along.dim)[along.index].clone()
+    return lambda: part
+
+
+def _start_all_reduce(x: Tensor, along: _Along, _: _Along) -> Finish:
+    total = _copied(x, along.world)
+    # `.data` is no view to autograd, which forbids writing to a view that one of its functions returned.
+    return _after(along.world.all_reduce(total, axes=along.axes), lambda: total.data)
+
+
+def _start_all_to_all(x: Tensor, split: _Along, cat: _Along) -> Finish:
+    parts = [part.contiguous() for part in x.split(split.sizes, split.dim)]
+    mine = _resized(x, split.dim, split.sizes[split.index])
+    into = [x.new_empty(_resized(mine, cat.dim, size)) for size in cat.sizes]
+    return _after(split.world.all_to_all(parts, into=into, axes=split.axes), lambda: torch.cat(into, cat.dim))
+
+
+class _Collective(NamedTuple):
+    """A linear map over the tensors of a group of ranks.
+
+    | start      starts the map of a tensor, given the parts of the tensor and the parts of the result
+    | output     kind of the result, see the first table of this file
+    | backward   name of the map from the gradient of the result to the gradient of the tensor"""
+
+    start: Callable[[Tensor, _Along, _Along], Finish]
+    output: str
+    backward: str
+
+
+_COLLECTIVES: Mapping[str, _Collective] = {
+    "all_gather": _Collective(_start_gather, "whole", "reduce_scatter"),
+    "reduce_scatter": _Collective(_start_reduce_scatter, "split", "all_gather"),
+    "all_reduce": _Collective(_start_all_reduce, "replicated", "copy"),
+    "copy": _Collective(lambda x, _, __: x.detach, "whole", "all_reduce"),
+    "replicate": _Collective(_start_gather, "replicated", "take"),
+    "take": _Collective(_start_take, "split", "replicate"),
+    "all_to_all": _Collective(_start_all_to_all, "split", "all_to_all"),
+}
+
+
 # ---- through autograd ----------------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Passage:
-    """State shared by the two autograd functions of one collective, in its forward and its backward."""
+    """One collective in its forward and its backward. `along` and `cat`: parts of the tensor and of the result."""
 
-    def __init__(self, collective: _Map) -> None:
-        self.collective = collective
-        self.finish: Finish | None = None
+    name: str
+    along: _Along
+    cat: _Along
+    finish: Finish | None = None
+
+    def start(self, x: Tensor) -> None:
+        self.finish = _COLLECTIVES[self.name].start(x, self.along, self.cat)
+
+    def start_backward(self, gradient: Tensor) -> None:
+        backward = _COLLECTIVES[_COLLECTIVES[self.name].backward]
+        self.finish = backward.start(gradient, self.cat, self.along)
 
     def arrive(self) -> Tensor:
         assert self.finish is not None
@@ -341,7 +283,7 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, passage: _Passage) -> Tensor:
         ctx.passage = passage
-        passage.finish = passage.collective.start(x)
+        passage.start(x)
         return x.new_empty(0)
 
     @staticmethod
@@ -361,10 +303,10 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.passage.finish = ctx.passage.collective.conjugate().start(gradient)
+        ctx.passage.start_backward(gradient)
         return gradient.new_empty(0), None
 
 
-def _start(x: Tensor, collective: _Map) -> PendingResult:
-    passage = _Passage(collective)
+def _start(name: str, x: Tensor, along: _Along, cat: _Along | None = None) -> PendingResult:
+    passage = _Passage(name, along, cat or along)
     return PendingResult(passage, token=_Depart.apply(x, passage))

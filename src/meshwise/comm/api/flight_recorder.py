@@ -8,8 +8,8 @@ A small collective takes little longer than its record. So records are named tup
 time of a frozen dataclass.
 
 `ActivityStopwatch` measures when a rank begins each activity of a step, and how long it waits in collectives;
-`ProfilerRanges` show both to a profiler. Each time is taken by an event on the current CUDA stream, or on the CPU by
-the clock. So on a GPU the times are GPU times, and the host does not wait for the GPU before `read`.
+`FlightRecorder.profiled` shows both to a profiler. Each time is taken by an event on the current CUDA stream, or on the
+CPU by the clock. So on a GPU the times are GPU times, and the host does not wait for the GPU before `read`.
 
 `stack_of` returns a Python stack for reports, without frames of the folder comm and of threading."""
 
@@ -26,14 +26,13 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.profiler import record_function
@@ -80,11 +79,6 @@ class CallRecord(NamedTuple):
         and its recv have only number of elements and dtype. All-to-all, gather and scatter lack the elements."""
         return _agreed(self.kind, self.how, self.shape, self.dtype)
 
-    @property
-    def tag(self) -> int:
-        """CRC32 of `agreed`."""
-        return _tag(self.agreed)
-
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         how = f" {self.how}" if self.how else ""
@@ -97,11 +91,6 @@ def _agreed(kind: str, how: str, shape: tuple[int, ...], dtype: str) -> str:
     elements = "" if kind in _SIZES_MAY_DIFFER else f" {math.prod(shape)} elements"
     call = "message" if kind in _MESSAGES else f"{kind} {how}"
     return f"{call}{elements} {dtype}"
-
-
-@lru_cache(maxsize=4096)
-def _tag(agreed: str) -> int:
-    return zlib.crc32(agreed.encode())
 
 
 class CallLine(NamedTuple):
@@ -162,25 +151,6 @@ class TimedSpan:
     """True for a wait in a collective."""
     in_background: bool = False
     """True for work of another thread of the rank, at the same time as the activities."""
-
-
-class ProfilerRanges:
-    """Ranges of torch's profiler around the activities and waits of one rank, by which a trace is read.
-
-    Inside `torch.autograd.profiler.emit_nvtx()` they are NVTX ranges, for Nsight Systems."""
-
-    def __init__(self) -> None:
-        self._activity = contextlib.ExitStack()
-
-    def begins(self, what: Activity) -> None:
-        """End the range of the current activity and begin the range of `what`; none for `StepPhase.OUTSIDE`."""
-        self._activity.close()
-        if what != StepPhase.OUTSIDE:
-            self._activity.enter_context(record_function(str(what)))
-
-    def waiting(self, what: str) -> AbstractContextManager[Any]:
-        """Return the range of a wait for the collective `what`."""
-        return record_function(f"wait {what}")
 
 
 class ActivityStopwatch:
@@ -248,7 +218,7 @@ class FlightRecorder:
         self._waiter: int | None = None
         self._doing: Activity = StepPhase.OUTSIDE
         self._stopwatch: ActivityStopwatch | None = None
-        self._ranges: ProfilerRanges | None = None
+        self._range: contextlib.ExitStack | None = None
         self.digests: dict[tuple[int, ...], int] = {}
         self._recordings: list[list[CallRecord]] = []
 
@@ -262,8 +232,10 @@ class FlightRecorder:
         self._doing = what
         if self._stopwatch is not None:
             self._stopwatch.begins(what)
-        if self._ranges is not None:
-            self._ranges.begins(what)
+        if self._range is not None:
+            self._range.close()
+            if what != StepPhase.OUTSIDE:
+                self._range.enter_context(record_function(str(what)))
 
     def write(self, record: CallRecord, *, ranks: tuple[int, ...]) -> None:
         """Store the record of a call that is about to be made, and make it the position of the rank. ranks: the ranks
@@ -331,13 +303,14 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
-        """Show the rank's activities and waits inside the block to torch's profiler, as ranges."""
-        self._ranges = ProfilerRanges()
+        """Show the rank's activities and waits inside the block to torch's profiler, as ranges. Inside
+        `torch.autograd.profiler.emit_nvtx()` they are NVTX ranges, for Nsight Systems."""
+        self._range = contextlib.ExitStack()
         try:
             yield
         finally:
-            self._ranges.begins(StepPhase.OUTSIDE)
-            self._ranges = None
+            self._range.close()
+            self._range = None
 
 
 class _Waiting:
@@ -354,8 +327,7 @@ class _Waiting:
         self._since = time.monotonic()
         flight_recorder.position = Position(self._new_record, self._since)
         self._moment = None if self._watch is None else self._watch.now()
-        ranges = flight_recorder._ranges
-        self._range = None if ranges is None else ranges.waiting(self._what)
+        self._range = None if flight_recorder._range is None else record_function(f"wait {self._what}")
         if self._range is not None:
             self._range.__enter__()
 

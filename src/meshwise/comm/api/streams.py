@@ -157,10 +157,6 @@ class Streams:
         """Make `stream` this thread's current stream inside the block. The value of the context manager is unused."""
         return contextlib.nullcontext()
 
-    def guard(self) -> AbstractContextManager[Any]:
-        """Make the device this thread's current one inside the block."""
-        return contextlib.nullcontext()
-
     def select(self) -> None:
         """Make the device this thread's current one."""
 
@@ -220,10 +216,6 @@ class CudaStreams(Streams):
         """Make `stream` this thread's current stream inside the block."""
         assert isinstance(stream, torch.cuda.Stream)
         return torch.cuda.stream(stream)
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Make the device this thread's current one inside the block."""
-        return torch.cuda.device(self.device)
 
     def select(self) -> None:
         """Make the device this thread's current one."""

@@ -170,11 +170,12 @@ class Work:
         record: CallRecord | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """finish: called by the first `wait`, to complete the collective; None if a subclass overrides `_finish`."""
+        """finish: called by the first `wait`, to complete the collective; None if a subclass overrides `_finish`.
+        world: None if `finish` only waits for other works, or without `finish`, for a collective that is complete."""
         self._world = world
         self._new_record = record
         self._at_wait = finish
-        self._done = world is None
+        self._done = world is None and finish is None
         self._posted = time.monotonic()
 
     @property
@@ -186,16 +187,12 @@ class Work:
         """Block until the result is complete; on CUDA, block the current stream only. Raises RankLostError."""
         if self._done:
             return
-        assert self._world is not None
-        assert self._new_record is not None
-        if self._world.link is not None:
-            with self._world.flight_recorder.waiting(self._new_record):
-                self._world.over_link(self._finish, record=self._new_record, posted=self._posted)
-        elif self.ready:
+        if self._world is None or (self._world.link is None and self.ready):
             self._finish()
         else:
+            assert self._new_record is not None
             with self._world.flight_recorder.waiting(self._new_record):
-                self._finish()
+                self._world.over_link(self._finish, record=self._new_record, posted=self._posted)
         self._done = True
 
     def _finish(self) -> None:

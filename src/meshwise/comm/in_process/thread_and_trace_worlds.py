@@ -109,10 +109,6 @@ class PendingCollective:
         self.records[rank] = record
         self._deposits[rank] = deposit
 
-    def complete(self) -> bool:
-        """Return True if every rank has called the collective."""
-        return len(self.records) == len(self.ranks)
-
     def missing(self) -> list[int]:
         """Return the ranks that have not called the collective."""
         return [rank for rank in self.ranks if rank not in self.records]
@@ -180,7 +176,7 @@ class Rendezvous:
             if table := disagreement(pending.records):
                 self._fail(RanksDisagree(f"the ranks called different collectives:\n{table}"))
                 raise RunEnded
-            if pending.complete():
+            if not pending.missing():
                 del self._pending[line, ranks, ordinal]
                 for other in ranks:
                     if self._waiting.get(other) is pending:
@@ -193,12 +189,12 @@ class Rendezvous:
         ends = None if self.timeout is None else time.monotonic() + self.timeout
         with self._lock:
             self._end_if_failed()
-            if pending.complete():
+            if not pending.missing():
                 return
             self._waiting[rank] = pending
             self._look_for_the_impossible()
             self.turn.give()
-            if not pending.changed.wait_for(lambda: pending.complete() or self.failure, _left(ends)):
+            if not pending.changed.wait_for(lambda: not pending.missing() or self.failure, _left(ends)):
                 self._fail(RanksDisagree(f"rank {rank} has waited for {self.timeout:g} s:\n{self._report()}"))
             self._end_if_failed()
         self.turn.take()
@@ -271,7 +267,7 @@ def _left(ends: float | None) -> float | None:
     return None if ends is None else max(0.0, ends - time.monotonic())
 
 
-_Take: TypeAlias = Callable[[PendingCollective], None]
+_Take: TypeAlias = Callable[[PendingCollective], object]
 
 
 def run_threads(
@@ -310,23 +306,22 @@ def run_threads(
     return [results[rank] for rank in range(size)]
 
 
-class _GuardedTensors:
-    """Check that the caller does not write to the tensors of one call before its `wait`."""
+def _guarded(record: CallRecord, *, inputs: Mapping[Tensor, Tensor], outputs: Sequence[Tensor]) -> Callable[[], None]:
+    """Fill the outputs of a call with 0xFF bytes. Return a function that raises RuntimeError if the caller has written
+    to a tensor of the call since. inputs: copy of each input; an input that is also an output is an output."""
+    filled = [(x.view(torch.uint8), 1 if x.dtype == torch.bool else 0xFF) for x in outputs if x.numel()]
+    for x, filling in filled:
+        x.fill_(filling)
+    addresses = {x.data_ptr() for x, _ in filled}
+    copies = [(x, copy) for x, copy in inputs.items() if x.data_ptr() not in addresses]
 
-    def __init__(self, *, inputs: Sequence[tuple[Tensor, Tensor]], outputs: Sequence[Tensor]) -> None:
-        """Fill the outputs with 0xFF bytes. inputs: each with a copy; an input that is also an output is an output."""
-        self._outputs = [(x.view(torch.uint8), 1 if x.dtype == torch.bool else 0xFF) for x in outputs if x.numel()]
-        filled = {x.data_ptr() for x, _ in self._outputs}
-        self._inputs = [(x, copy) for x, copy in inputs if x.data_ptr() not in filled]
-        for x, filling in self._outputs:
-            x.fill_(filling)
-
-    def check(self, record: CallRecord | None) -> None:
-        """Raise RuntimeError when the caller has written to one of the tensors."""
-        intact = all(bool(x.min() == filling) for x, filling in self._outputs)
-        kept = (torch.equal(x, y) or torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in self._inputs)
+    def check() -> None:
+        intact = all(bool(x.min() == filling) for x, filling in filled)
+        kept = (torch.equal(x, y) or torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in copies)
         if not (intact and all(kept)):
             raise RuntimeError(f"a tensor was written to before wait(); until then it belongs to {record}")
+
+    return check
 
 
 class ThreadWorld(World):
@@ -334,10 +329,8 @@ class ThreadWorld(World):
 
     medium = "threads"
 
-    def __init__(
-        self, rendezvous: Rendezvous, *, rank: int, mesh: Mesh, flight_recorder: FlightRecorder | None = None
-    ) -> None:
-        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"), flight_recorder=flight_recorder)
+    def __init__(self, rendezvous: Rendezvous, *, rank: int, mesh: Mesh) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"))
         self.rendezvous = rendezvous
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
@@ -351,19 +344,12 @@ class ThreadWorld(World):
         return self._meet(record, group, give=give, fill=fill, take=collect)
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
-        target, op = how
-
-        def take(met: PendingCollective) -> None:
-            if group.index == target:
-                met.reduce(op, into=x)
-
-        return self._meet(record, group, give={0: x}, fill=[x], take=take)
+        if group.index == how[0]:
+            return self._all_reduce(record, group, x, how[1])
+        return self._meet(record, group, give={0: x}, fill=[x])
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        def take(met: PendingCollective) -> None:
-            x.copy_(met.reduced(op))
-
-        return self._meet(record, group, give={0: x}, fill=[x], take=take)
+        return self._meet(record, group, give={0: x}, fill=[x], take=lambda met: x.copy_(met.reduced(op)))
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
@@ -371,30 +357,29 @@ class ThreadWorld(World):
         return self._meet(record, group, give=dict(enumerate(parts)), fill=[into], take=take)
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
-        self._meet(record, group, take=lambda _: None).wait()
+        self._meet(record, group).wait()
 
     def _meet(
         self,
         record: CallRecord,
         group: Group,
         *,
-        take: _Take,
+        take: _Take = lambda _: None,
         give: Mapping[int, Tensor] = MappingProxyType({}),
         fill: Sequence[Tensor] = (),
     ) -> Work:
         """Call with copies of `give`, and return the work. At `wait`, `take` copies the results into `fill`."""
         copies = {x: x.clone() for x in dict.fromkeys(give.values())}  # one tensor may be for several ranks
-        guarded = _GuardedTensors(inputs=list(copies.items()), outputs=fill)
+        check = _guarded(record, inputs=copies, outputs=fill)
         deposit = {part: copies[x] for part, x in give.items()}
         pending = self.rendezvous.meet(self.rank, ranks=group.ranks, record=record, deposit=deposit)
-        collect = keep_inference_mode(partial(take, pending))
 
         def finish() -> None:
-            guarded.check(record)
+            check()
             self.rendezvous.wait(pending, rank=self.rank)
-            collect()
+            take(pending)
 
-        return Work(self, record=record, finish=finish)
+        return Work(self, record=record, finish=keep_inference_mode(finish))
 
 
 class TraceWorld(World):
@@ -457,9 +442,5 @@ class TraceWorld(World):
 
 def _with_zeros(x: Tensor, op: str) -> None:
     """Reduce `x` in place with zeros for the other ranks; do nothing for meta tensors."""
-    if x.is_meta:
-        return
-    if op == "max":
-        x.copy_(torch.maximum(x, torch.zeros_like(x)))
-    elif op == "min":
-        x.copy_(torch.minimum(x, torch.zeros_like(x)))
+    if not x.is_meta and op != "sum":
+        x.copy_((torch.maximum if op == "max" else torch.minimum)(x, torch.zeros_like(x)))

@@ -6,7 +6,8 @@ import atexit
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import cast, get_args
 
@@ -117,20 +118,24 @@ def _known(named: str, *, source: str) -> Comm:
     raise ValueError(f"{source} is unknown; the ways to connect the ranks of one host are {', '.join(get_args(Comm))}")
 
 
-@contextlib.contextmanager
-def comm_setting(comm: Comm | None) -> Iterator[None]:
+def comm_setting(comm: Comm | None) -> AbstractContextManager[None]:
     """Set MESHWISE_COMM to `comm` inside the block (None: unchanged). Raises ValueError for an unknown value."""
-    kept = os.environ.get(COMM_VARIABLE)
-    asked_comm() if comm is None else _known(comm, source=f"comm={comm!r}")
-    if comm is not None:
-        os.environ[COMM_VARIABLE] = comm
+    asked = asked_comm() if comm is None else _known(comm, source=f"comm={comm!r}")
+    return environment({COMM_VARIABLE: asked})
+
+
+@contextlib.contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the block, and restore them after it."""
+    kept = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        if kept is not None:
-            os.environ[COMM_VARIABLE] = kept
-        elif comm is not None:
-            del os.environ[COMM_VARIABLE]
+        for name, value in kept.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:

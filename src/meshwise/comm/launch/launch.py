@@ -27,6 +27,7 @@ import os
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -34,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -44,8 +45,8 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from meshwise.comm.api.job_processes import has_ended, launched_rank
 from meshwise.comm.api.streams import cuda_in_use
-from meshwise.comm.health.watchdog import stall_seconds_from_environment
-from meshwise.comm.launch.connect import comm_setting, connect, has_world, leave_undone
+from meshwise.comm.health.watchdog import report_to_stderr, stall_seconds_from_environment
+from meshwise.comm.launch.connect import comm_setting, connect, environment, has_world, leave_undone
 from meshwise.comm.launch.fork_server import LauncherEnvironment, start_context
 from meshwise.comm.launch.rank_process import (
     POLL_SECONDS,
@@ -53,17 +54,13 @@ from meshwise.comm.launch.rank_process import (
     RankOutcome,
     asked_threads,
     first_error,
-    job_folder,
     last_start,
     rank_main,
     results,
-    save_statuses,
+    start_folder,
 )
 from meshwise.comm.network.job_store import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.network.process_world import Comm
-
-ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, Any], object]
-"""Function like `sys.excepthook`: (type, exception, traceback)."""
 
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
@@ -121,7 +118,12 @@ def run(
     method = _start_method(main)
     ended: BaseException | signal.Signals
     try:
-        with _as_launcher(size, method=method), comm_setting(comm), job_folder() as folder:
+        with (
+            _as_launcher(size, method=method),
+            comm_setting(comm),
+            tempfile.TemporaryDirectory(prefix="meshwise-job-", ignore_cleanup_errors=True) as name,
+        ):
+            folder = Path(name)
             passed = (folder, LauncherEnvironment(), main, tuple(args), device)
             statuses = launch(rank_main, args=passed, size=size, restarts=restarts, method=method, folder=folder)
             outcomes = last_start(folder)
@@ -132,12 +134,7 @@ def run(
         ended = received.sigval
     if isinstance(ended, BaseException):
         raise ended
-    # torch's handler has received the signal. Now that all ranks have ended, raise it again for this program's own
-    # handler. For Ctrl-C, print a plain message: the traceback would only show the wait for the ranks.
-    if signal.getsignal(ended) == signal.SIG_DFL:
-        util._exit_function()  # type: ignore[attr-defined] # not in the stubs; multiprocessing's own exit function
-    sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
-    signal.raise_signal(ended)
+    _raise_again(ended)
     raise SystemExit(128 + ended)
 
 
@@ -148,7 +145,16 @@ def torchrun_line(size: int, argv: Sequence[str], *, restarts: int = 0) -> str:
     return shlex.join(["torchrun", "--standalone", f"--nproc-per-node={size}", *again, *argv])
 
 
-def _say_stopped(otherwise: ExceptHook, kind: type[BaseException], error: BaseException, at: Any) -> None:
+def _raise_again(received: signal.Signals) -> None:
+    """Raise a signal, which torch's handler has received, again for this program's own handler; all ranks have ended.
+    For Ctrl-C, print a plain message: the traceback would only show the wait for the ranks."""
+    if signal.getsignal(received) == signal.SIG_DFL:
+        util._exit_function()  # type: ignore[attr-defined] # not in the stubs; multiprocessing's own exit function
+    sys.excepthook = functools.partial(_say_stopped, sys.excepthook)
+    signal.raise_signal(received)
+
+
+def _say_stopped(otherwise: Callable[..., object], kind: type[BaseException], error: BaseException, at: Any) -> None:
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write("stopped by Ctrl-C; all ranks have ended\n")
     else:
@@ -190,7 +196,6 @@ def _received(handled: Sequence[signal.Signals], number: int, _frame: FrameType 
 @contextlib.contextmanager
 def _as_launcher(size: int, *, method: str) -> Iterator[None]:
     """Set what torch's launcher needs (signal handlers, environment, logging), and restore it after the block."""
-    kept_environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", _HANDLED)}
     in_main_thread = threading.current_thread() is threading.main_thread()
     found = {number: signal.getsignal(number) for number in SIGNALS} if in_main_thread else {}
     kept_handlers = {number: handler for number, handler in found.items() if handler is not None}
@@ -201,28 +206,24 @@ def _as_launcher(size: int, *, method: str) -> Iterator[None]:
         for name, logger in logging.Logger.manager.loggerDict.items()
         if name.startswith(_LOUD) and isinstance(logger, logging.Logger) and not logger.disabled
     ]
+    variables = {_HANDLED: ""}  # torch sets no handlers: `_received` is the handler
     if method == "fork" and has_world():
         # A fork has none of the threads with which torch computes in this process, and would wait for them for ever.
-        os.environ["OMP_NUM_THREADS"] = "1"
+        variables["OMP_NUM_THREADS"] = "1"
     elif size > 1 and asked_threads() is None:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // size))
-    os.environ[_HANDLED] = ""  # torch sets no handlers: `_received` is the handler
+        variables["OMP_NUM_THREADS"] = str(max(1, cores() // size))
     for logger in silenced:
         logger.disabled = True
     try:
         for number in handled:
             signal.signal(number, functools.partial(_received, handled))
-        yield
+        with environment(variables):
+            yield
     finally:
         for number, handler in kept_handlers.items():
             signal.signal(number, handler)
         for logger in silenced:
             logger.disabled = False
-        for name, value in kept_environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def cores() -> int:
@@ -271,7 +272,11 @@ def launch(
         result = _Agent(spec, logs=logs, method=method, folder=folder).run()
     finally:
         rendezvous.shutdown()
-    return {rank: failure.exitcode for rank, failure in result.failures.items()}
+    return _statuses(result.failures)
+
+
+def _statuses(failures: Mapping[int, ProcessFailure]) -> Mapping[int, int]:
+    return {rank: failure.exitcode for rank, failure in failures.items()}
 
 
 class _Agent(LocalElasticAgent):
@@ -287,8 +292,11 @@ class _Agent(LocalElasticAgent):
         self._since = 0.0
         self._silent: Set[int] = frozenset()
         self._silent_since = 0.0
+        self._failures: Mapping[int, ProcessFailure] = {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._failures:
+            self._print_restart_reason(worker_group.spec)
         self._pcontext = None  # frees the semaphores of the last start before the next start makes new ones
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)
@@ -307,10 +315,15 @@ class _Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and (failures := self._left_nothing(worker_group)):
             result = RunResult(WorkerState.FAILED, failures=failures)
-        if result.failures:  # the ranks of the next start print these statuses as the reason
-            statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            save_statuses(last_start(self._folder), statuses=statuses)
+        self._failures = result.failures
         return result
+
+    def _print_restart_reason(self, spec: WorkerSpec) -> None:
+        restart, statuses = spec.max_restarts - self._remaining_restarts, _statuses(self._failures)
+        previous = start_folder(self._folder, number=restart - 1)
+        error = first_error(previous, size=spec.local_world_size, statuses=statuses)
+        why = f"{type(error).__name__}: {error}"
+        report_to_stderr(f"meshwise: restart {restart} of {spec.max_restarts}, because {why}")
 
     def _left_nothing(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Return a failure for each rank that has certainly ended with status 0 and has saved no outcome."""

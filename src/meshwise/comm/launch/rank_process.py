@@ -11,20 +11,17 @@ Unlike an exit status or a pipe, a file is complete even if the process dies rig
 error, from which the first of several errors is known. `results` and `first_error` read the files for `run`."""
 
 import atexit
-import contextlib
 import functools
 import io
-import json
 import multiprocessing
 import os
 import pickle
 import re
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +30,8 @@ import torch
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_processes import JobAttempt, LauncherProcess, RankKilledError, RankLostError
-from meshwise.comm.health.watchdog import report_to_stderr
 from meshwise.comm.launch.connect import connected_world
 from meshwise.comm.launch.fork_server import END_SIGNALS, LauncherEnvironment
-
-_STATUSES = "statuses"
 
 POLL_SECONDS = 0.1
 """Seconds between two checks of the ranks by the launcher."""
@@ -49,13 +43,6 @@ CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
 """Seconds that a rank stays alive after it failed because another rank was lost.
 
 In this time, even an overloaded machine's launcher notices the rank that ended first, and ends this rank."""
-
-
-@contextlib.contextmanager
-def job_folder() -> Iterator[Path]:
-    """Make a temporary folder for a job, and remove it after the block."""
-    with tempfile.TemporaryDirectory(prefix="meshwise-job-", ignore_cleanup_errors=True) as name:
-        yield Path(name)
 
 
 def start_folder(folder: Path, *, number: int) -> Path:
@@ -135,20 +122,6 @@ def results(folder: Path, *, size: int) -> list[Any]:
     return [outcome.result for outcome in outcomes if outcome is not None]
 
 
-def save_statuses(folder: Path, *, statuses: Mapping[int, int]) -> None:
-    """Store the exit statuses of failed ranks, by rank, in the folder of their outcomes. A full disk is ignored."""
-    with contextlib.suppress(OSError):  # only the message about a restart needs the statuses
-        (folder / _STATUSES).write_text(json.dumps(list(statuses.items())), encoding="utf-8")
-
-
-def load_statuses(folder: Path) -> Mapping[int, int]:
-    """Return the exit statuses that `save_statuses` stored in `folder`, by rank; empty if there are none."""
-    try:
-        return dict(json.loads((folder / _STATUSES).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-
-
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
     """Return the exception that `run` raises: the first one in `folder` that is no consequence of another rank's end.
     If all are consequences, it is a RankLostError for the rank that ended without an outcome. statuses: exit status of
@@ -156,8 +129,6 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
     outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
     silent = [rank for rank in statuses if rank not in raised]
-    if not silent and not raised:
-        return RankLostError("ranks ended without an exception and without an exit status")
     if not silent or any(not outcome.is_consequence and not outcome.exited_cleanly for outcome in raised.values()):
         rank, first = min(
             raised.items(), key=lambda item: (item[1].exited_cleanly, item[1].is_consequence, item[1].seconds)
@@ -227,15 +198,13 @@ def rank_main(
     rank = int(os.environ["RANK"])
     attempt = JobAttempt.current()
     assert attempt is not None, "torch's launcher names the start"
-    starts, folder = folder, start_folder(folder, number=attempt.restarts)
+    folder = start_folder(folder, number=attempt.restarts)
 
     def take_report(report: str) -> None:
         RankOutcome(error=RanksDisagree(report), seconds=time.time()).save(folder, rank=rank)
 
     try:
         folder.mkdir(exist_ok=True)
-        if rank == 0 and attempt.restarts:
-            _print_restart_reason(starts, attempt)
         torch.set_num_threads(asked_threads() or torch.get_num_threads())
         world = connected_world(device, sink=take_report)
         outcome = _outcome(functools.partial(main, world, *args))
@@ -285,14 +254,6 @@ def asked_threads() -> int | None:
     the variable, and for a value that is no number above 0, which OpenMP ignores too."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(first) if re.fullmatch("0*[1-9][0-9]{0,5}", first) else None
-
-
-def _print_restart_reason(folder: Path, attempt: JobAttempt) -> None:
-    """Print why the ranks were started again: the first error of the previous start. folder: folder of the job."""
-    previous = start_folder(folder, number=attempt.restarts - 1)
-    error = first_error(previous, size=int(os.environ["WORLD_SIZE"]), statuses=load_statuses(previous))
-    why = f"{type(error).__name__}: {error}"
-    report_to_stderr(f"meshwise: restart {attempt.restarts} of {attempt.max_restarts}, because {why}")
 
 
 def _leave(status: int) -> None:

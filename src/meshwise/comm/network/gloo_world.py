@@ -12,8 +12,8 @@ of two phases is completed by a thread, so that the second phase does not have t
 for each group, which runs its calls in order. Every rank sends to every other rank directly, which suits few ranks.
 
 gloo's own collectives copy more than necessary, run on two threads one after the other, and sum in an order that
-depends on the size. If two ranks pass different sizes, gloo ends the process (SIGABRT). So a `Mailbox` uses gloo's
-sends and receives. They are started at once, in any number, and use the memory of the tensors without a copy.
+depends on the size. If two ranks pass different sizes, gloo ends the process (SIGABRT). So `GlooTransport` uses
+gloo's sends and receives. They are started at once, in any number, and use the memory of the tensors without a copy.
 
     | 64 MB, 4 ranks, CPU ms per rank       all-reduce   reduce-scatter   all-gather   broadcast
     | gloo's collectives                    58 to 81     114 to 135       77 to 99     27 to 43
@@ -43,8 +43,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import PrivateBuffers, put, reduce_in_order, require_op
-from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
+from meshwise.comm.api.collective_buffers import PrivateBuffers, put, reduce_in_order
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.streams import Streams
 from meshwise.comm.api.world import Group, Work, World, keep_inference_mode
@@ -70,44 +70,6 @@ class PendingMessages:
                 work.wait()
             except RuntimeError as error:
                 raise lost(peer, about=self.about, error=error) from error
-
-
-class Mailbox:
-    """Connections of this rank with all ranks of the job, for messages. Every rank makes one, over the same store."""
-
-    def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
-        self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)
-
-    @property
-    def closed(self) -> bool:
-        """True if `close` was called."""
-        return self._group is None
-
-    def post(
-        self,
-        *,
-        sends: Iterable[tuple[int, Tensor]],
-        receives: Iterable[tuple[int, Tensor]],
-        label: str,
-        about: object,
-    ) -> PendingMessages:
-        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each. A receive gets
-        the messages of that rank with the same `label`, size and dtype in the order of sending. Empty tensors are
-        skipped. about: the call, for the message of an error. Raises RankLostError."""
-        assert self._group is not None, "the world was closed"
-        pending = []
-        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
-            for peer, tensor in messages:
-                if tensor.numel():
-                    try:
-                        pending.append((peer, tensor, start([tensor], peer, _tag(label, tensor))))
-                    except RuntimeError as error:
-                        raise lost(peer, about=about, error=error) from error
-        return PendingMessages(pending, about)
-
-    def close(self) -> None:
-        """Close the connections. Messages that are not complete fail."""
-        self._group = None
 
 
 def _tag(label: str, tensor: Tensor) -> int:
@@ -177,13 +139,41 @@ class WorkerThread:
 
 
 class GlooTransport:
-    """Messages, threads and unfinished collectives of one rank, shared by all views of its world."""
+    """Connections, threads and unfinished collectives of one rank, shared by all views of its world. Every rank of the
+    job makes one, over the same store."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.mailbox = mailbox
+    def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
+        self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)
         self.scratch = PrivateBuffers()
         self.unfinished: set[Work] = set()
         self._workers: dict[str, WorkerThread] = {}
+
+    @property
+    def closed(self) -> bool:
+        """True if `close` was called."""
+        return self._group is None
+
+    def post(
+        self,
+        *,
+        sends: Iterable[tuple[int, Tensor]],
+        receives: Iterable[tuple[int, Tensor]],
+        label: str,
+        about: object,
+    ) -> PendingMessages:
+        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each. A receive gets
+        the messages of that rank with the same `label`, size and dtype in the order of sending. Empty tensors are
+        skipped. about: the call, for the message of an error. Raises RankLostError."""
+        assert self._group is not None, "the world was closed"
+        pending = []
+        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
+            for peer, tensor in messages:
+                if tensor.numel():
+                    try:
+                        pending.append((peer, tensor, start([tensor], peer, _tag(label, tensor))))
+                    except RuntimeError as error:
+                        raise lost(peer, about=about, error=error) from error
+        return PendingMessages(pending, about)
 
     def worker(self, queue: str) -> WorkerThread:
         """Return the thread that runs the collectives with the queue name `queue` in their order."""
@@ -198,13 +188,16 @@ class GlooTransport:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
-        self.mailbox.close()
+        self._group = None
 
 
 @dataclass(frozen=True)
 class _Call:
+    """One collective of a group, with the transport of its messages."""
+
     record: CallRecord
     group: Group
+    transport: GlooTransport
 
     @property
     def label(self) -> str:
@@ -218,40 +211,42 @@ class _Call:
         around = [(group.index + step) % group.size for step in range(1, group.size)]
         return [(index, group.ranks[index]) for index in around]
 
+    def post(
+        self, *, sends: Iterable[tuple[int, Tensor]] = (), receives: Iterable[tuple[int, Tensor]] = (), phase: str = ""
+    ) -> PendingMessages:
+        """Start messages as `GlooTransport.post` does. phase: text that only messages of the same phase have."""
+        label = f"{self.label}{phase}"
+        return self.transport.post(sends=sends, receives=receives, label=label, about=self.record)
+
 
 class GlooWorld(World):
     """World over a `GlooTransport`. A world of one rank has no transport (None)."""
 
     medium = "gloo"
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        mesh: Mesh,
-        device: torch.device,
-        transport: GlooTransport | None,
-        flight_recorder: FlightRecorder | None = None,
-    ) -> None:
-        super().__init__(rank=rank, mesh=mesh, device=device, flight_recorder=flight_recorder)
+    def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, transport: GlooTransport | None) -> None:
+        super().__init__(rank=rank, mesh=mesh, device=device)
         self._transport = transport
 
     def close(self) -> None:
         """Wait until all ranks have called this method, finish all collectives, and close the connections."""
-        if self._transport is not None and not self._transport.mailbox.closed:
+        if self._transport is not None and not self._transport.closed:
             self._meet_to_close()
             self._transport.close()
+
+    def _call(self, record: CallRecord, group: Group) -> _Call:
+        assert self._transport is not None, "a world of one rank"
+        return _Call(record, group, self._transport)
 
     # ---- one phase ---------------------------------------------------------------------------------------------
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
-        call = _Call(record, group)
+        call = self._call(record, group)
         given = list(dict.fromkeys(give.values()))  # one tensor may go to several ranks
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             read_of, write_of = dict(zip(given, reads, strict=True)), dict(zip(take, writes, strict=True))
-            messages = self._post(
-                call,
+            messages = call.post(
                 sends=[(rank, read_of[give[index]]) for index, rank in call.peers if index in give],
                 receives=[(rank, write_of[index]) for index, rank in reversed(call.peers) if index in take],
             )
@@ -263,9 +258,7 @@ class GlooWorld(World):
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = how
-        require_op(op)
-        call = _Call(record, group)
-
+        call = self._call(record, group)
         return self._start(
             call, lambda reads, writes: self._reduced(call, reads, writes[0], op), reads=parts, writes=[into]
         )
@@ -278,56 +271,40 @@ class GlooWorld(World):
     # ---- two phases --------------------------------------------------------------------------------------------
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        require_op(op)
-        call = _Call(record, group)
-        return self._start(
-            call,
-            lambda reads, writes: self._all_reduced(call, reads[0], writes[0], op),
-            reads=[x],
-            writes=[x],
-            carried=record.bytes > _ONE_PHASE_BYTES,
-        )
-
-    def _all_reduced(self, call: _Call, x: Tensor, into: Tensor, op: str) -> Steps:
-        group = call.group
-        if call.record.bytes <= _ONE_PHASE_BYTES:
-            yield from self._reduced(call, [x] * group.size, into, op)
-            return
-        slices = into.tensor_split(group.size)
-        own = slices[group.index]
-        yield from self._reduced(call, list(x.tensor_split(group.size)), own, op)
-        yield self._post(
-            call,
-            sends=[(rank, own) for _, rank in call.peers],
-            receives=[(rank, slices[index]) for index, rank in reversed(call.peers)],
-            label=f"{call.label} sums",
-        )
+        return self._begin_sum(record, group, x, op, targets=range(group.size))
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
-        require_op(op)
-        call = _Call(record, group)
+        return self._begin_sum(record, group, x, op, targets=[target])
+
+    def _begin_sum(self, record: CallRecord, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
+        """Start a reduction in which each rank reduces its slice of `x`, and sends it to the group indices `targets`;
+        a small all-reduce has one phase."""
+        call, small = self._call(record, group), len(targets) > 1 and record.bytes <= _ONE_PHASE_BYTES
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
+            if small:
+                yield from self._reduced(call, reads * group.size, writes[0], op)
+                return
             slices = writes[0].tensor_split(group.size)
             own = slices[group.index]
             yield from self._reduced(call, list(reads[0].tensor_split(group.size)), own, op)
-            if group.index == target:
-                sums = [(rank, slices[index]) for index, rank in call.peers]
-                yield self._post(call, receives=sums, label=f"{call.label} sums")
-            else:
-                yield self._post(call, sends=[(group.ranks[target], own)], label=f"{call.label} sums")
+            sources = reversed(call.peers) if group.index in targets else []
+            yield call.post(
+                sends=[(rank, own) for index, rank in call.peers if index in targets],
+                receives=[(rank, slices[index]) for index, rank in sources],
+                phase=" sums",
+            )
 
-        return self._start(call, program, reads=[x], writes=[x], carried=True)
+        return self._start(call, program, reads=[x], writes=[x], carried=not small)
 
     def _reduced(self, call: _Call, parts: list[Tensor], into: Tensor, op: str) -> Steps:
         """Send every rank its part, and reduce the received parts and this rank's own part into `into`."""
         own = call.group.index
-        assert self._transport is not None
-        scratch = self._transport.scratch
+        scratch = call.transport.scratch
         outgoing = [(rank, parts[index]) for index, rank in call.peers]
         received = {index: scratch.borrow(like=parts[own]) for index, _ in call.peers}
-        yield self._post(call, sends=outgoing, receives=[(rank, received[at]) for at, rank in reversed(call.peers)])
+        yield call.post(sends=outgoing, receives=[(rank, received[at]) for at, rank in reversed(call.peers)])
         ordered = [received.get(index, parts[own]) for index in range(call.group.size)]
         reduce_in_order(ordered, into=into, scratch=received[1 if own == 0 else 0], op=op)
         for part in received.values():
@@ -346,57 +323,23 @@ class GlooWorld(World):
     ) -> Work:
         """Start `program` on the input tensors `reads` and output tensors `writes`, and return its work. CUDA tensors
         are replaced by pinned copies. carried: True if a thread completes the collective."""
-        assert self._transport is not None
-        transport = self._transport
+        transport = call.transport
         queue = f"{call.group.purpose} {call.group.ranks}"
         if self.device.type == "cuda":
-            staged = _staged(self.streams, program, reads, writes, worker=transport.worker(queue))
-            return _Started(self, call.record, transport, staged)
-        steps = program(reads, writes)
-        rest = keep_inference_mode(_once(partial(_complete, itertools.chain([next(steps)], steps))))
-        if not carried:
-            return _Started(self, call.record, transport, rest)
-        ticket = transport.worker(queue).submit(rest)
-        return _Started(self, call.record, transport, ticket.result, ticket)
+            rest = _staged(self.streams, program, reads, writes, worker=transport.worker(queue))
+        else:
+            steps = program(reads, writes)
+            rest = keep_inference_mode(_once(partial(_complete, itertools.chain([next(steps)], steps))))
+            if carried:
+                rest = transport.worker(queue).submit(rest).result
 
-    def _post(
-        self,
-        call: _Call,
-        *,
-        sends: Iterable[tuple[int, Tensor]] = (),
-        receives: Iterable[tuple[int, Tensor]] = (),
-        label: str = "",
-    ) -> PendingMessages:
-        assert self._transport is not None
-        label = label or call.label
-        return self._transport.mailbox.post(sends=sends, receives=receives, label=label, about=call.record)
+        def finish() -> None:
+            transport.unfinished.discard(work)
+            rest()
 
-
-class _Started(Work):
-    """A collective that was started. The transport keeps it until `wait`: a dropped work is finished at `close`."""
-
-    def __init__(
-        self,
-        world: World,
-        record: CallRecord,
-        transport: GlooTransport,
-        finish: Callable[[], None],
-        ticket: Future[None] | None = None,
-    ) -> None:
-        super().__init__(world, record=record)
-        self._transport = transport
-        self._rest = finish
-        self._ticket = ticket
-        transport.unfinished.add(self)
-
-    @property
-    def ready(self) -> bool:
-        """True after `wait`, or when the thread has completed the collective."""
-        return super().ready or (self._ticket is not None and self._ticket.done())
-
-    def _finish(self) -> None:
-        self._transport.unfinished.discard(self)
-        self._rest()
+        work = Work(self, record=call.record, finish=finish)
+        transport.unfinished.add(work)  # a work that the caller drops is finished at `close`
+        return work
 
 
 def _complete(steps: Steps) -> None:

@@ -149,28 +149,15 @@ class RollCallEntry:
     """Facts that should be equal on all ranks, such as versions, by name."""
 
 
-@dataclass(frozen=True)
-class RollCall:
-    """Result of a roll call."""
+def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> tuple[list[RollCallEntry], Store]:
+    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks by rank,
+    and the store. Keep the store until the ranks are connected: they do this through the server that rank 0 opened.
 
-    entries: Sequence[RollCallEntry]
-    """Ordered by rank."""
-    store: Store
-    """Store of the job. Keep it until the ranks are connected: they do this through the server that rank 0 opened."""
-
-
-def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
-    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks. Every
-    rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at
-    the latest. Rank 0 opens the store, unless torchrun has. Raises torch's DistError or OSError if it cannot be reached
-    or opened."""
+    Every rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at the latest.
+    Rank 0 opens the store, unless torchrun has. Raises torch's DistError or OSError if it cannot be reached or opened.
+    """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = store_of(
-        os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        opens=rank == 0 and not is_opened_by_launcher(),
-        timeout=timedelta(seconds=seconds + _GRACE_SECONDS),
-    )
+    store = _store_at_master(rank, timeout=timedelta(seconds=seconds + _GRACE_SECONDS))
     roll = PrefixStore(f"meshwise/roll call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     roll.set(f"entry/{roll.add('count', 1)}", json.dumps(asdict(RollCallEntry(rank, size, dict(facts)))))
     if rank == 0:
@@ -183,7 +170,7 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> RollCall:
     roll.add("read", 1)
     if rank == 0:
         _await(lambda: roll.add("read", 0) >= len(entries), until=time.monotonic() + _GRACE_SECONDS)
-    return RollCall(sorted(entries, key=lambda entry: entry.rank), store)
+    return sorted(entries, key=lambda entry: entry.rank), store
 
 
 def _present(roll: Store) -> list[RollCallEntry]:
@@ -212,9 +199,12 @@ def job_store() -> Store | None:
     rank, size = launched_rank() or (0, 1)
     if size == 1:
         return None
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return unused_store(_store_at_master(rank, timeout=_TIME), rank=rank, size=size)
+
+
+def _store_at_master(rank: int, *, timeout: timedelta) -> TCPStore:
     opens = rank == 0 and not is_opened_by_launcher()
-    return unused_store(store_of(host, port=port, opens=opens), rank=rank, size=size)
+    return store_of(os.environ["MASTER_ADDR"], port=int(os.environ["MASTER_PORT"]), opens=opens, timeout=timeout)
 
 
 def unused_store(store: Store, *, rank: int, size: int, timeout: timedelta = _TIME) -> Store:

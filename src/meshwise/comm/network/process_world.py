@@ -27,7 +27,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.job_processes import launched_rank
 from meshwise.comm.api.streams import gpu_count, gpu_properties, nccl_version
 from meshwise.comm.api.world import Work, World
-from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld, Mailbox
+from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
 from meshwise.comm.network.job_store import LOOPBACK, job_store, on_one_host
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
 from meshwise.comm.shared_memory.group_queue import GroupQueues
@@ -62,8 +62,8 @@ def process_world(device: torch.device, *, store: c10d.Store | None = None, comm
     host = _share_memory(own, rank, size, comm) if device.type == "cpu" and comm != "gloo" else None
     if host is not None:
         return LocalWorld(rank=rank, mesh=mesh, queues=GroupQueues(host))
-    mailbox = Mailbox(c10d.PrefixStore("gloo", own), rank=rank, size=size)
-    return GlooWorld(rank=rank, mesh=mesh, device=device, transport=GlooTransport(mailbox))
+    transport = GlooTransport(c10d.PrefixStore("gloo", own), rank=rank, size=size)
+    return GlooWorld(rank=rank, mesh=mesh, device=device, transport=transport)
 
 
 def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostConnection | None:

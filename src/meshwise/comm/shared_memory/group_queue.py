@@ -50,7 +50,7 @@ IN_PRIVATE: in private memory of the rank. IN_JOINT: in memory that all ranks ha
 TensorLocation: TypeAlias = tuple[int, int, int]
 """Location of a tensor: its place, its offset in bytes there, and its size in bytes.
 
-The place is a constant above or `SharedSegment.place`. The offset counts from the start of the payload or segment. For
+The place is a constant above or `SharedSegment.place`. The offset counts from the start of the board or segment. For
 private memory it is the address. For a joint tensor the second number is `JointTensors.name`, and the third is 0."""
 
 _POSTED, _DONE, _RECORDS = 0, 8, 16
@@ -91,24 +91,19 @@ class QueueState:
     # ---- read ----------------------------------------------------------------------------------------------------
 
     @property
-    def posted(self) -> int:
-        """Number of calls that the rank has posted."""
-        return self.board.read(self._posted)
-
-    @property
     def done(self) -> int:
         """Number of calls for which the rank has done its part."""
         return self.board.read(self._done)
 
     def has_posted(self, number: int, *, tag: int) -> bool:
         """Return whether the rank has posted call `number`, after the same calls as this rank, which has this tag."""
-        return self.posted > number and self.board.words[self._record(number)] == tag
+        return self.board.read(self._posted) > number and self.board.words[self._record(number)] == tag
 
-    def location_on_board(self, number: int, *, which: int) -> TensorLocation:
-        """Return the location of tensor `which` of call `number`; an IN_PAYLOAD offset is from the board's start."""
+    def location(self, number: int, *, which: int) -> TensorLocation:
+        """Return the location of tensor `which` of call `number`."""
         at = self._record(number) + _HEAD + _PART * which
         place, offset, size = self.board.words[at : at + _PART]
-        return (place, self._payload(number) + offset, size) if place == IN_PAYLOAD else (place, offset, size)
+        return place, offset, size
 
     # ---- write, by the rank itself ---------------------------------------------------------------------------------
 
@@ -122,10 +117,11 @@ class QueueState:
 
     def write_payload(self, number: int, *, gives: Sequence[Tensor]) -> list[TensorLocation]:
         """Copy small tensors into the payload of call `number`, and return their locations."""
-        address, offset, locations = self.board.address + self._payload(number), 0, []
+        offset = self._payloads + number % RECORDS_PER_QUEUE * PAYLOAD_BYTES
+        locations = []
         for x in gives:
             size = x.nbytes
-            memmove(address + offset, x.data_ptr(), size)
+            memmove(self.board.address + offset, x.data_ptr(), size)
             locations.append((IN_PAYLOAD, offset, size))
             offset += _aligned(size)
         return locations
@@ -142,9 +138,6 @@ class QueueState:
     def _record(self, number: int) -> int:
         return self._records + number % RECORDS_PER_QUEUE * self._size
 
-    def _payload(self, number: int) -> int:
-        return self._payloads + number % RECORDS_PER_QUEUE * PAYLOAD_BYTES
-
 
 def _aligned(size: int) -> int:
     return (size + _ALIGNMENT - 1) & -_ALIGNMENT
@@ -159,9 +152,6 @@ def _payload_words(ranks: int) -> int:
     return -(-(_RECORDS + RECORDS_PER_QUEUE * _record_words(ranks)) // PAYLOAD_WORDS) * PAYLOAD_WORDS
 
 
-_PRIME, _WORD = 0x100000001B3, 0x7FFFFFFFFFFFFFFF  # the prime of the FNV hash, and the largest number of a word
-
-
 class QueuedCall(Work):
     """One collective as this rank calls it: the tensors that other ranks use, and this rank's part of the work.
 
@@ -173,6 +163,7 @@ class QueuedCall(Work):
     | act         function that does this rank's part of the call; None if there is nothing to do
     | after       function called when all ranks have done their part; None if there is nothing to do
     | number      number of the call in its queue, from 0; -1 before `GroupQueue.post`
+    | tag         hash of this call and all calls before it in its queue; 0 before `GroupQueue.post`
     | acted       True when this rank has done its part"""
 
     gives: Sequence[Tensor] = ()
@@ -183,13 +174,13 @@ class QueuedCall(Work):
     act: Callable[[], None] | None = None
     after: Callable[[], None] | None = None
     number = -1
+    tag = 0
     acted = False
     adds = False  # True when `act` has begun to overwrite its inputs; a second `act` would add overwritten values
 
     def __init__(self, world: World, *, record: CallRecord, queue: "GroupQueue") -> None:
         super().__init__(world, record=record)
         self.record = record
-        self.tag = record.tag
         self.queue = queue
         self.others = queue.others
 
@@ -197,10 +188,6 @@ class QueuedCall(Work):
     def ready(self) -> bool:
         """True if the results are complete and no rank uses this rank's tensors any more."""
         return self._done or self.queue.is_over(self)
-
-    def take(self, index: int, *, into: Tensor, which: int = 0) -> None:
-        """Copy into `into` tensor `which` of the tensors that group index `index` gave."""
-        self.queue.take(self, index=index, into=into, which=which)
 
     def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
         """Return tensor `which` of every rank, in group order. `own` is this rank's; the others must be as large."""
@@ -239,7 +226,7 @@ class GroupQueue:
         self._own = QueueState.make(host.board, key=key, ranks=len(ranks))
         self._sides: list[QueueState | None] = [self._own if rank == host.rank else None for rank in ranks]
         self._digest = 0
-        """Hash of all calls so far. After a different call, the tags of two ranks differ in all later calls too."""
+        """CRC32 of all calls so far. After a different call, the tags of two ranks differ in all later calls too."""
         self._posted = 0
         self._done = 0
         self._free = RECORDS_PER_QUEUE
@@ -256,7 +243,7 @@ class GroupQueue:
     def post(self, call: QueuedCall) -> None:
         """Post the call to the other ranks as soon as the board has a free record."""
         call.number = self._posted + len(self._unposted)
-        call.tag = self._digest = (_PRIME * self._digest + call.tag) & _WORD
+        call.tag = self._digest = zlib.crc32(call.record.agreed.encode(), self._digest)
         self._unposted.append(call)
         self._publish()
 
@@ -385,14 +372,14 @@ class GroupQueue:
 
     # ---- the tensors and calls of the other ranks --------------------------------------------------------------
 
-    def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int = 0) -> Span:
+    def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int) -> Span:
         """Return tensor `which` of group index `index`, with the size and dtype of `like`, or raise RanksDisagree."""
         place, offset, size = self._given(call, index, like, which)
         if place == IN_PAYLOAD:
             return MappedSpan(self._board(index).view(offset, size, like.dtype))
         return self._elsewhere(index, place, offset, like)
 
-    def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int = 0) -> None:
+    def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int) -> None:
         """Copy tensor `which` that group index `index` gave to this call into `into`, of its size and dtype. Raises
         RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be read."""
         place, offset, size = self._given(call, index, into, which)
@@ -405,7 +392,7 @@ class GroupQueue:
         """Return the location of tensor `which` of group index `index`. Raises RanksDisagree if it does not fit."""
         side = self._side(index)
         assert side is not None, "the rank has called it"
-        found = side.location_on_board(call.number, which=which)
+        found = side.location(call.number, which=which)
         if found[0] == IN_JOINT:
             raise self._apart(index, self._host.rank, call)
         if found[2] != like.nbytes:
@@ -419,7 +406,7 @@ class GroupQueue:
         """Raise RanksDisagree unless every rank passed the joint tensor that this rank passed to the call."""
         for index in self.others:
             side = self._side(index)
-            if side is None or side.location_on_board(call.number, which=0)[:2] != (IN_JOINT, call.joint):
+            if side is None or side.location(call.number, which=0)[:2] != (IN_JOINT, call.joint):
                 raise self._apart(self.index, self.ranks[index], call)
 
     def _apart(self, index: int, other: int, call: QueuedCall) -> RanksDisagree:
@@ -435,7 +422,7 @@ class GroupQueue:
         if place == IN_PRIVATE:
             assert self._host.memory is not None
             return RemoteSpan(self._host.memory, rank, offset, like.numel(), like.element_size())
-        return MappedSpan(self._host.peer(rank).slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
+        return MappedSpan(self._host.peers[rank].slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
         """Return whether group index `index` has posted the same call. A rank that posted a different call counts as
@@ -459,7 +446,7 @@ class GroupQueue:
         return self._sides[index]
 
     def _board(self, index: int) -> Board:
-        return self._host.peer(self.ranks[index]).board
+        return self._host.peers[self.ranks[index]].board
 
     def _await_done(self, call: QueuedCall, index: int, number: int) -> None:
         self._await(call, index, lambda: self._count_done(index) > number)

@@ -28,9 +28,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
-import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
@@ -44,7 +43,6 @@ from meshwise.comm.shared_memory.shared_segment import (
     SharedSegment,
     TensorSlabs,
     open_segment,
-    words_of,
 )
 
 PAYLOAD_BYTES = 64 << 10
@@ -102,9 +100,11 @@ class Board:
         self.place = place
         self._segment = segment
         self.bytes = memory
-        self.words = words_of(memory)
+        self.words = memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
         self.address = memory.data_ptr()
-        self.view = lru_cache(maxsize=_MOST_VIEWS)(partial(_view, memory))
+        self.view = lru_cache(maxsize=_MOST_VIEWS)(
+            lambda offset, size, dtype: memory[offset : offset + size].view(dtype)
+        )
         """Function (offset, bytes, dtype) → tensor over these bytes. Cached, because payloads often repeat offsets."""
         self._bell = ctypes.c_void_p(self.address)
         self._lock = threading.Lock()
@@ -193,10 +193,6 @@ class Board:
             _syscall(_FUTEX, self._bell, _WAIT, ctypes.c_int(seen), ctypes.byref(most), None, 0)
 
 
-def _view(memory: Tensor, offset: int, size: int, dtype: torch.dtype) -> Tensor:
-    return memory[offset : offset + size].view(dtype)
-
-
 class Progress(enum.IntEnum):
     """Result of an attempt of a waiting rank to do its part of other calls."""
 
@@ -222,6 +218,7 @@ class HostConnection:
     """Connection of one rank with the other ranks of its host.
 
     | board           this rank's own board
+    | peers           the other ranks of the host, by rank
     | slabs           shared memory for this rank's tensors
     | joint_tensors   tensors whose memory several ranks share
     | memory          access to private memory of other ranks; None if no rank can read another rank's memory
@@ -234,7 +231,7 @@ class HostConnection:
         self.joint_tensors = JointTensors()
         self.memory = memory
         self.scratch = PrivateBuffers()
-        self._peers = {peer.rank: peer for peer in peers}
+        self.peers = {peer.rank: peer for peer in peers}
 
     @classmethod
     def enter(
@@ -256,10 +253,6 @@ class HostConnection:
         if board is None:
             raise OSError(f"rank {rank}: {json.loads(own)}")
         return cls(rank, board=board, peers=peers, memory=memory)
-
-    def peer(self, rank: int) -> HostPeer:
-        """Return the peer with the number `rank` in the world."""
-        return self._peers[rank]
 
     def wait_for(
         self,
@@ -285,7 +278,7 @@ class HostConnection:
             os.sched_yield()
             if condition():
                 return
-        board, wakes = self._peers[rank].board, 0
+        board, wakes = self.peers[rank].board, 0
         while True:
             seen = board.bell
             if condition():
@@ -307,12 +300,12 @@ class HostConnection:
         any more, because afterwards no rank can map this rank's board or notice the end of another rank."""
         self.board.hide()
         self.slabs.keep_none()
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.life.close()
 
     def missing(self, ranks: Sequence[int]) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. This rank itself may be among them."""
-        return next((rank for rank in ranks if rank != self.rank and self._peers[rank].life.ended), None)
+        return next((rank for rank in ranks if rank != self.rank and self.peers[rank].life.ended), None)
 
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory. The

@@ -15,7 +15,7 @@ Every rank posts the locations of its tensors (see `group_queue`), and reads the
 
 Ranks are added up in group order. So sums have the same bits wherever the tensors are, and on whichever rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.collective_buffers import put
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import lost
-from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode, message_group
+from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode
 from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall, travels_in_payload
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.shared_segment import Span, reduce_spans
@@ -60,7 +60,7 @@ class LocalWorld(World):
         place = torch.tensor([segment.place if segment else 0])
         self.broadcast(place, axes=axes).wait()
         try:
-            memory = segment.memory if segment else host.peer(group.ranks[0]).slabs.map(int(place))
+            memory = segment.memory if segment else host.peers[group.ranks[0]].slabs.map(int(place))
         except OSError as error:
             if (gone := host.lost_by(group.ranks, error=error)) is not None:
                 raise lost(gone, about="World.shared_empty", error=error) from error
@@ -83,62 +83,29 @@ class LocalWorld(World):
 
     # ---- every rank reads what it needs --------------------------------------------------------------------------
 
-    def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        call = self._call(record, group)
-        if group.index == source:
-            return self._begin(call, gives=[x], users=call.others)
-        return self._begin(call, needs=[source], act=lambda: call.take(source, into=x))
+    def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
+        call, me, own = self._call(record, group), group.index, give.get(group.index)
+        has_parts = record.kind in ("all_to_all", "scatter")  # then a rank gives each other rank another tensor
+        users = [index for index in call.others if index in give]
+        needs = [index for index in call.others if index in take]
+
+        def act() -> None:
+            if own is not None and me in take:
+                put(own, into=take[me])
+            for index in needs:
+                call.queue.take(call, index=index, into=take[index], which=me if has_parts else 0)
+
+        gives = list(give.values()) if users else []
+        return self._begin(call, gives=gives if has_parts else gives[:1], needs=needs, users=users, act=act)
 
     def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        joint = self._queues.host.joint_tensors.name(parts, ranks=group.ranks)
+        if not joint:
+            return super()._all_gather(record, group, x, parts)
         call = self._call(record, group)
-        call.joint = self._queues.host.joint_tensors.name(parts, ranks=group.ranks)
-        if call.joint:
-            put(x, into=parts[group.index])
-            return self._begin(call, needs=call.others, act=lambda: call.queue.require_joint(call))
-
-        return self._begin(
-            call, gives=[x], needs=call.others, users=call.others, act=lambda: _collect(call, group, x, parts)
-        )
-
-    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        call = self._call(record, group)
-        own = parts[group.index]
-        return self._begin(
-            call,
-            gives=parts,
-            needs=call.others,
-            users=call.others,
-            act=lambda: _collect(call, group, own, into, which=group.index),
-        )
-
-    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
-        parts, target = how
-        call = self._call(record, group)
-        if parts is None:
-            return self._begin(call, gives=[x], users=[target])
-        return self._begin(call, needs=call.others, act=lambda: _collect(call, group, x, parts))
-
-    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
-        parts, source = how
-        call = self._call(record, group)
-        if parts is None:
-            return self._begin(
-                call,
-                needs=[source],
-                act=lambda: call.take(source, into=into, which=group.index),
-            )
-        put(parts[source], into=into)
-        return self._begin(call, gives=parts, users=call.others)
-
-    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        ends = message_group(group, source=group.index, target=to)
-        call = self._call(record, ends)
-        return self._begin(call, gives=[x], users=[1])
-
-    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        ends = message_group(group, source=source, target=group.index)
-        call = self._call(record, ends)
-        return self._begin(call, needs=[0], act=lambda: call.take(0, into=x))
+        call.joint = joint
+        put(x, into=parts[group.index])
+        return self._begin(call, needs=call.others, act=lambda: call.queue.require_joint(call))
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         call = self._call(record, group)
@@ -156,22 +123,20 @@ class LocalWorld(World):
         return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        call = self._call(record, group)
-        if travels_in_payload([x]):
-            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
-        return self._begin_sum(call, group, x, op, targets=range(group.size))
+        return self._begin_sum(record, group, x, op, targets=range(group.size))
 
     def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
         target, op = how
-        call = self._call(record, group)
-        if not travels_in_payload([x]):
-            return self._begin_sum(call, group, x, op, targets=[target])
-        if group.index == target:
-            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
-        return self._begin(call, gives=[x], users=[target])
+        return self._begin_sum(record, group, x, op, targets=[target])
 
-    def _begin_sum(self, call: QueuedCall, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
-        """Start a reduction in which each rank reduces its slice of `x`, and writes it to group indices `targets`."""
+    def _begin_sum(self, record: CallRecord, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
+        """Start a reduction whose result the group indices `targets` receive. If `x` travels in the payload, each of
+        them reduces all of `x`; else each rank reduces its slice of `x`, and writes it to them."""
+        call = self._call(record, group)
+        if travels_in_payload([x]):
+            if group.index not in targets:
+                return self._begin(call, gives=[x])
+            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
         [reachable] = self._reachable([x], group.ranks)
@@ -238,10 +203,3 @@ class LocalWorld(World):
         for copy, x in zip(copies, tensors, strict=True):
             put(x, into=copy)
         return copies
-
-
-def _collect(call: QueuedCall, group: Group, own: Tensor, parts: list[Tensor], which: int = 0) -> None:
-    """Copy this rank's `own` part, and tensor `which` that each other rank gave, into `parts`, in group order."""
-    put(own, into=parts[group.index])
-    for index in call.others:
-        call.take(index, into=parts[index], which=which)

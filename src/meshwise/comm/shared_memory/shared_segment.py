@@ -136,11 +136,6 @@ def _is_there(process: int, place: int) -> bool:
         return False
 
 
-def words_of(memory: Tensor) -> memoryview:
-    """Return a view of `memory` as integers of 8 bytes; each is read and written in one piece."""
-    return memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
-
-
 def fits(size: int, *, slab: int) -> bool:
     """Return whether a slab of `slab` bytes may hold `size` bytes: at most size / 4 + one page is unused."""
     return size <= slab <= size + size // 4 + _PAGE
@@ -218,9 +213,8 @@ class JointTensors:
     """Register of the joint tensors of this rank: tensors whose memory several ranks share (`World.shared_empty`)."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[tuple[int, ...], int]] = {}
-        """By address: the ranks that share the tensor, and its number among their joint tensors, from 1."""
-        self._leases: dict[int, weakref.ref[memoryview]] = {}
+        self._known: dict[int, tuple[tuple[int, ...], int, weakref.ref[memoryview]]] = {}
+        """By address: the ranks that share the tensor, its number among their joint tensors, from 1, and its lease."""
         self._counts: Counter[tuple[int, ...]] = Counter()
 
     def add(self, memory: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
@@ -228,8 +222,7 @@ class JointTensors:
         lease = memoryview(memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = memory.data_ptr()
         self._counts[ranks] += 1
-        self._known[address] = ranks, self._counts[ranks]
-        self._leases[address] = weakref.ref(lease, lambda _: self._forget(address))
+        self._known[address] = ranks, self._counts[ranks], weakref.ref(lease, lambda _: self._known.pop(address))
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
@@ -239,14 +232,11 @@ class JointTensors:
         where: list[int] = []
         for x in tensors:
             start = x.untyped_storage().data_ptr()
-            holders, number = self._known.get(start, ((), 0))
-            if holders != ranks:
+            if start not in self._known or self._known[start][0] != ranks:
                 return 0
+            number = self._known[start][1]
             where += number, x.data_ptr() - start, x.nbytes
         return hash(tuple(where)) & _NAMES | 1  # integers have the same hash in every process
-
-    def _forget(self, address: int) -> None:
-        del self._known[address], self._leases[address]
 
 
 class PeerMappings:

@@ -82,9 +82,9 @@ def _summed_by(node: Node, *, axes: Axes) -> Axes | None:
         replicated = operation.y.axes if operation.y.dim is None else ()
         return tuple(axis for axis in axes if axis not in replicated)
     source = gradient.source_of_output(node)
-    if source is None or not {*source.whole, *source.replicated, *source.split}.intersection(axes):
+    if source is None or not set(source[1]).intersection(axes):
         return None
-    return source.whole
+    return source[1] if source[0] == "whole" else ()
 
 
 class BoundToRank:
