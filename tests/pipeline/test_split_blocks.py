@@ -22,7 +22,7 @@ from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, MatrixPairs, cut_model
-from meshwise.pipeline.cut.piece_calls import CallCost, CutError, ProbeResult, inner_modules, typical
+from meshwise.pipeline.cut.piece_calls import CallCost, CutError, ProbeResult, inner_modules, with_typical_costs
 from meshwise.pipeline.cut.probe import probe
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import StepClock
@@ -375,5 +375,6 @@ def test_a_head_that_runs_once_is_measured_as_blocks_that_run_often() -> None:
         steps = tuple(replace(step, cost=one) for step, one in zip(seen.calls, cost, strict=True))
         return replace(seen, calls=steps)
 
-    works = [[step.cost.work for step in typical([restless() for _ in range(3)], model=model).calls] for _ in range(40)]
+    runs = [[restless() for _ in range(3)] for _ in range(40)]
+    works = [[step.cost.work for step in with_typical_costs(seen, runs=some, model=model).calls] for some in runs]
     assert abs(mean(work[-1] for work in works) - mean(work[0] for work in works)) < 0.03
