@@ -110,9 +110,8 @@ class ScheduleInterpreter:
                 f"an earlier step broke off {self._broken_off}, and its messages between stages may still arrive. "
                 "Start the ranks again, and load the last checkpoint: trainer.load(path)"
             )
-        walk = _Walk(self, schedule, jobs)
         try:
-            return walk.run()
+            return _Walk(self, schedule, jobs).run()
         except BaseException:
             self._broken_off = f"in {self._world.flight_recorder.doing} on rank {self._rank} of the pipeline"
             raise
