@@ -11,8 +11,9 @@ norms, by layer, are part of the step's own all-reduce. Parameters whose gradien
 are left out: norms under `sequence_parallel`, weights that several stages hold. The counts of all micro-batches are
 taken as equal."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class NoiseMeter:
                 if here and bucket.counts:
                     layer = self.layers.index(layer_of(piece.row.name))
                     self._measured.append((bucket, piece, layer))
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._adder(layer)))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._add, layer)))
 
     def begin(self) -> None:
         """Begin a step."""
@@ -105,12 +106,9 @@ class NoiseMeter:
         for handle in self._handles:
             handle.remove()
 
-    def _adder(self, layer: int) -> Callable[[Tensor], None]:
-        def add(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                self._small[layer] += torch.linalg.vector_norm(parameter.grad).double() ** 2
-
-        return add
+    def _add(self, layer: int, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._small[layer] += torch.linalg.vector_norm(parameter.grad).double() ** 2
 
 
 def layer_of(name: str) -> str:
