@@ -13,7 +13,7 @@ from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.world import World
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import Forward, Loss, call_loss
-from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, MatrixPairs, ModelCut, cut_model
+from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, ModelCut, cut_model
 from meshwise.pipeline.cut.piece_calls import CutError
 from meshwise.pipeline.schedules.named_schedules import planned_schedule
 from meshwise.pipeline.schedules.schedule_table import Schedule
@@ -49,14 +49,9 @@ def cutter(
     where: CutOptions,
     parts: Mapping[str, Part] = MappingProxyType({}),
 ) -> Cutter:
-    """Return the function that cuts a model for a plan and its schedule. `parts`: the role of each module under tp.
-
-    Between a colwise and a rowwise matrix the ranks of tp have different features, so no stage begins there."""
-    colwise, rowwise = (
-        frozenset(name for name, part in parts.items() if part.role == role) for role in ("colwise", "rowwise")
-    )
-    pairs = MatrixPairs(colwise, rowwise)
-    request = CutRequest(by=plan.partition, where=where, schedule=schedule, pairs=pairs)  # type: ignore[arg-type]
+    """Return the function that cuts a model for a plan and its schedule. `parts`: the role of each module under tp."""
+    roles = {name: part.role for name, part in parts.items()}
+    request = CutRequest(by=plan.partition, where=where, schedule=schedule, roles=roles)  # type: ignore[arg-type]
     return partial(cut_model, model, stages=schedule.stages, request=request)
 
 

@@ -63,30 +63,25 @@ class LiveStage:
     statistics: BatchStatistics
     tied: bool = False
     """True if another stage holds a parameter of this stage too."""
-    _micro_batches: Sequence[MicroBatch] = ()
     _on_gradient: OnGradient | None = None
     _index: int = 0
     _waits: bool = False
 
-    def begin(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient | None = None) -> None:
-        """Begin a step of these micro-batches. With `on_gradient`, pass gradients to it, and keep or reduce none."""
-        self._micro_batches, self._on_gradient, self._waits = micro_batches, on_gradient, False
+    def begin(self, *, on_gradient: OnGradient | None = None) -> None:
+        """Begin a step. With `on_gradient`, pass gradients to it, and keep or reduce none."""
+        self._on_gradient, self._waits = on_gradient, False
         if on_gradient is None:
             self.engine.begin_step()
         self.engine.accumulate(None if on_gradient is None else self._show)
 
-    def begin_forwards(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Begin forwards without backwards: an evaluation of these micro-batches, or a prediction if there are none."""
-        self._micro_batches = micro_batches
-
     @contextlib.contextmanager
-    def running(self, index: int, *, again: bool) -> Iterator[None]:
+    def running(self, index: int, *, batch: MicroBatch | None, again: bool) -> Iterator[None]:
         """Run micro-batch `index` inside the block: its forward, or with `again` its backward."""
         self._index = index
-        if not self._micro_batches:
+        if batch is None:
             yield
             return
-        with prepared(self._micro_batches[index], draws=self.draws, statistics=self.statistics, again=again):
+        with prepared(batch, draws=self.draws, statistics=self.statistics, again=again):
             yield
         if again:
             self.engine.collect()
@@ -180,7 +175,7 @@ class StagedRunner:
         """Train on the micro-batches, as in `WholeModelRunner.train`; loss and count are 0 except on the last stage."""
         sums = zeros(self._world)
         for live in self._stages.values():
-            live.begin(micro_batches)
+            live.begin()
         self._runtime.run(self.schedule, jobs=self._jobs(micro_batches, sums, scale))
         self._world.flight_recorder.doing = StepPhase.SETTLE
         on_count(sums[1])
@@ -192,15 +187,13 @@ class StagedRunner:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Sums:
         """Run all forwards; return loss and count of this rank's rows, which are 0 except on the last stage."""
         sums = zeros(self._world)
-        for live in self._stages.values():
-            live.begin_forwards(micro_batches)
         self._runtime.run(self._forwards, jobs=self._jobs(micro_batches, sums))
         return sums
 
     def inspect(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient) -> None:
         """Run forward and backward again, and pass each gradient to `on_gradient`; no gradient is kept or reduced."""
         for live in self._stages.values():
-            live.begin(micro_batches, on_gradient=on_gradient)
+            live.begin(on_gradient=on_gradient)
         self._runtime.run(self.schedule, jobs=self._jobs(micro_batches, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
@@ -209,8 +202,6 @@ class StagedRunner:
         def call(model: nn.Module) -> Any:
             return self._task.forward(model, self._given(batch))
 
-        for live in self._stages.values():
-            live.begin_forwards(())
         returned = self._runtime.run(self._forwards, jobs={0: MicrobatchJob(call, (signature(batch), False))})
         skeleton, parts = pack({"output": whole_output(returned[0])}) if returned else (None, ())
         if names := "".join(self._world.exchange(_absent(returned[0]) if returned else "", axes="pp")):
@@ -236,7 +227,9 @@ class StagedRunner:
         grads = torch.is_grad_enabled()
         return {
             index: MicrobatchJob(
-                functools.partial(self._run, micro_batch, sums, scale), (signature(micro_batch.rows), grads)
+                functools.partial(self._run, micro_batch, sums, scale),
+                (signature(micro_batch.rows), grads),
+                micro_batch,
             )
             for index, micro_batch in enumerate(micro_batches)
             if micro_batch.rows is not None
