@@ -31,7 +31,8 @@ class Plain:
     def __init__(self) -> None:
         self.did: list[str] = []
 
-    def running(self, index: int, *, again: bool) -> Any:
+    def running(self, index: int, *, batch: Any, again: bool) -> Any:
+        assert batch is None
         self.did.append(f"{'B' if again else 'F'}{index}")
         return contextlib.nullcontext()
 

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, MatrixPairs, cut_model
-from meshwise.pipeline.cut.piece_calls import CallCost, CutError, ProbeResult, inner_modules, typical
+from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, cut_model
+from meshwise.pipeline.cut.piece_calls import CallCost, CutError, ProbeResult, inner_modules, with_typical_costs
 from meshwise.pipeline.cut.probe import probe
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import StepClock
@@ -220,23 +220,24 @@ def test_a_block_that_checkpoints_itself_stays_whole() -> None:
         cut_model(model, stages=2, call=call, request=CutRequest("params", where=CutOptions(at=("blocks.1.up",))))
 
 
+ROLES = {"qkv": "colwise", "project": "rowwise"}
+
+
 def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
     model = Decoder().double()
-    pairs = MatrixPairs(
-        frozenset({"blocks.0.qkv", "blocks.1.qkv"}), frozenset({"blocks.0.project", "blocks.1.project"})
-    )
+    pairs = {f"blocks.{block}.{name}": role for block in range(2) for name, role in ROLES.items()}
     with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.again'"):
         cut_model(
             model,
             stages=2,
             call=loss_of,
-            request=CutRequest("params", where=CutOptions(at=("blocks.1.again",)), pairs=pairs),
+            request=CutRequest("params", where=CutOptions(at=("blocks.1.again",)), roles=pairs),
         )
     whole = small_gpt()
-    inner = MatrixPairs(frozenset({"blocks.1.attention.qkv"}), frozenset({"blocks.1.attention.projection"}))
+    inner = {"blocks.1.attention.qkv": "colwise", "blocks.1.attention.projection": "rowwise"}
     at = CutOptions(at=("blocks.1.mlp_norm",))
     assert cut_model(
-        whole, stages=2, call=small_lm, request=CutRequest("params", where=at, pairs=inner)
+        whole, stages=2, call=small_lm, request=CutRequest("params", where=at, roles=inner)
     ).split_blocks == ("blocks.1",)
 
 
@@ -375,5 +376,6 @@ def test_a_head_that_runs_once_is_measured_as_blocks_that_run_often() -> None:
         steps = tuple(replace(step, cost=one) for step, one in zip(seen.calls, cost, strict=True))
         return replace(seen, calls=steps)
 
-    works = [[step.cost.work for step in typical([restless() for _ in range(3)], model=model).calls] for _ in range(40)]
+    runs = [[restless() for _ in range(3)] for _ in range(40)]
+    works = [[step.cost.work for step in with_typical_costs(seen, runs=some, model=model).calls] for some in runs]
     assert abs(mean(work[-1] for work in works) - mean(work[0] for work in works)) < 0.03

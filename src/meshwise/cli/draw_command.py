@@ -29,7 +29,7 @@ from meshwise.cli.shared_flags import (
     write_drawings,
     write_picture,
 )
-from meshwise.engine.cut_agreement import CutInputs, cut_source, plan_schedule
+from meshwise.engine.cut_agreement import cut_source, cutter, plan_schedule
 from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward
 from meshwise.pipeline.schedules.named_schedules import read_schedule
@@ -124,8 +124,9 @@ def _draw_cut(words: Sequence[str]) -> None:
     source = build_with_values(prepared.model, seed=job.train.seed)
     source.fill_buffers()
     rows = default_collate([prepared.data.train[0]] * job.train.batch)
-    example = CutInputs(rows, default_forward, job.model.cut_options)
-    cut = cut_source(source, plan=plan, schedule=plan_schedule(plan), example=example, device=torch.device("cpu"))
+    make = cutter(source.module, plan=plan, schedule=plan_schedule(plan), where=job.model.cut_options)
+    cpu = torch.device("cpu")
+    cut = cut_source(source, plan=plan, make=make, example=rows, forward=default_forward, device=cpu)
     drawing_console().print(str(cut), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -66,11 +66,12 @@ class BatchShards:
     def samples(self, number: int, *, count: int) -> SampleRows:
         """Return the sample numbers of micro-batch `number`; without rows, it is the number of the spare row."""
         start, stop = self.row_ranges(count)[number]
-        return SampleRows(start, max(1, stop - start), further=functools.partial(self._further, number, count))
 
-    def _further(self, number: int, count: int, shares: int) -> SampleRows:
-        there = dataclasses.replace(self, index=(self.index + shares) % len(self.shares))
-        return there.samples(number, count=count)
+        def further(shares: int) -> SampleRows:
+            there = dataclasses.replace(self, index=(self.index + shares) % len(self.shares))
+            return there.samples(number, count=count)
+
+        return SampleRows(start, max(1, stop - start), further=further)
 
 
 @dataclass(frozen=True)

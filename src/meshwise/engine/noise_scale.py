@@ -11,8 +11,9 @@ norms, by layer, are part of the step's own all-reduce. Parameters whose gradien
 are left out: norms under `sequence_parallel`, weights that several stages hold. The counts of all micro-batches are
 taken as equal."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor

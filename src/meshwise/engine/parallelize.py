@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.data_parallel.reduction import ZERO, compressed
 from meshwise.data_parallel.staged_engine import Engine
-from meshwise.engine.cut_agreement import CutInputs, agreed_schedule, cut_on_first_rank, cut_source, matrix_pairs
+from meshwise.engine.cut_agreement import agreed_schedule, cut_source, cutter
+from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.microbatch_runner import MicrobatchTask, WholeModelRunner
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
@@ -46,7 +48,7 @@ from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.deferred_init import ParameterSource, build_with_values
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
-from meshwise.model.forward import Forward, ForwardReplay, Loss, call_with, default_forward, no_loss
+from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call_with, default_forward, no_loss
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
@@ -188,7 +190,8 @@ def parallelize(
         on_error.callback(tiers.close)
         on_error.callback(policy.close)
         with memory_errors_explained(plan):
-            engine, runner = (_in_stages if plan.pp > 1 else _whole)(source, setting=setting)
+            build = _in_stages if plan.pp > 1 else _whole
+            engine, runner = build(source, setting=_with_roles(setting, source.module))
         _connect(engine, runner, setting.context)
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
         scale = options.loss_scale if precision.needs_loss_scale else None
@@ -300,10 +303,11 @@ def _optimizer(
 
 @dataclass(frozen=True)
 class ParallelSetting:
-    """Everything besides the model that `parallelize` builds engines and runners from."""
+    """Everything besides the model that `parallelize` builds engines and runners from, for the model or for a stage."""
 
     plan: Plan
     world: World
+    """World over the plan's mesh; after `_with_roles` with an axis `kv` if ranks share KV heads."""
     options: Options
     task: MicrobatchTask
     storage: StorageConfig
@@ -314,6 +318,21 @@ class ParallelSetting:
     """How replicas agree across steps; None under `sync=step`."""
     routers: RouterUpdates
     """Updates of the routers' buffers after a step."""
+    parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
+    """Role in tensor parallelism of each module, by name; empty without tp."""
+    mixtures: Mapping[str, Mixture] = dataclasses.field(default_factory=dict)
+    """Modules that hold experts, by name; empty if the plan does not divide them."""
+    joined: bool = False
+    """True if batch norms take their statistics over the rows of several ranks."""
+    absent: frozenset[str] = frozenset()
+    """Pieces of the model that this stage does not compute."""
+    extents: ShardSizes = dataclasses.field(default_factory=ShardSizes)
+    """Sizes of the current activations' shards on the ranks of tp."""
+
+    @property
+    def shares_rows(self) -> bool:
+        """True if ranks split the rows of one matmul or exchange tokens; then all run every micro-batch."""
+        return _splits_rows(self.plan, self.world) or bool(self.mixtures and self.plan.ep > 1)
 
     @property
     def token_task(self) -> MicrobatchTask:
@@ -365,47 +384,22 @@ def _computed(forward: Forward, *, plan: Plan, precision: Precision, device: tor
     return forward if plan.tp == 1 and precision.computes is None else run
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """What `parallelize` knows of a model or a stage before its engine is built."""
-
-    setting: ParallelSetting
-    world: World
-    """World over the plan's mesh, with an axis `kv` if ranks share KV heads."""
-    parts: Mapping[str, Part]
-    """Role in tensor parallelism of each module, by name; empty without tp."""
-    mixtures: Mapping[str, Mixture]
-    """Modules that hold experts, by name; empty if the plan does not divide them."""
-    joined: bool
-    """True if batch norms take their statistics over the rows of several ranks."""
-    absent: frozenset[str] = frozenset()
-    """Pieces of the model that this stage does not compute."""
-    extents: ShardSizes = dataclasses.field(default_factory=ShardSizes)
-    """Sizes of the current activations' shards on the ranks of tp."""
-
-    @classmethod
-    def of(cls, source: ParameterSource, setting: ParallelSetting) -> "_Shared":
-        """Find the roles of the model's modules and the world of their axes; install hooks on the model for dtypes."""
-        plan, module = setting.plan, source.module
-        with _as_plan_error():
-            parts = setting.options.parts
-            if parts is None:
-                parts = assign_roles(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
-        setting.policy.undo.push(hook_casts(module, precision=setting.storage.precision))
-        world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
-        refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
-        with _as_plan_error():
-            mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
-        if parts:  # a rule may keep experts whole
-            mixtures = {
-                name: each for name, each in mixtures.items() if name in parts and parts[name].role == "experts"
-            }
-        return cls(setting, world, parts, mixtures, _batch_norms_join(module, setting, world))
-
-    @property
-    def shares_rows(self) -> bool:
-        """True if ranks split the rows of one matmul or exchange tokens; then all run every micro-batch."""
-        return _splits_rows(self.setting.plan, self.world) or bool(self.mixtures and self.setting.plan.ep > 1)
+def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:
+    """Add the roles of the model's modules and the world of their axes; install hooks on the model for dtypes."""
+    plan = setting.plan
+    with _as_plan_error():
+        parts = setting.options.parts
+        if parts is None:
+            parts = assign_roles(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
+    setting.policy.undo.push(hook_casts(module, precision=setting.storage.precision))
+    world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
+    refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
+    with _as_plan_error():
+        mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
+    if parts:  # a rule may keep experts whole
+        mixtures = {name: each for name, each in mixtures.items() if name in parts and parts[name].role == "experts"}
+    joined = _batch_norms_join(module, setting, world)
+    return dataclasses.replace(setting, world=world, parts=parts, mixtures=mixtures, joined=joined)
 
 
 @contextlib.contextmanager
@@ -420,28 +414,27 @@ def _as_plan_error() -> Iterator[None]:
 
 
 def _build_engine(
-    source: ParameterSource, shared: _Shared, *, recall: ForwardReplay, earlier: frozenset[str] | None = None
+    source: ParameterSource, setting: ParallelSetting, *, recall: ForwardReplay, earlier: frozenset[str] | None = None
 ) -> tuple[DataParallel, RandomDraws, BatchStatistics]:
     """Build the engine, random draws and batch statistics of the model or of a stage on this rank.
 
     earlier: names of a stage's parameters that an earlier stage also holds; None for the whole model."""
-    setting, world, module = shared.setting, shared.world, source.module
-    plan, options = setting.plan, setting.options
+    plan, world, options, module = setting.plan, setting.world, setting.options, source.module
     convert(module, precision=setting.storage.precision)
     setting.routers.follow(module)
-    table = parameter_table(module, options=options.parameter_options, replicas=setting.plan.replica_axes)
+    table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes)
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)
-    outside = SplitContext(world, scheme, shared.extents, streaming=options.streaming, recall=recall)
-    if shared.parts:
+    outside = SplitContext(world, scheme, setting.extents, streaming=options.streaming, recall=recall)
+    if setting.parts:
         with _as_plan_error():
-            split = tensor_parallel(module, plan=plan, parts=shared.parts, outside=outside)
+            split = tensor_parallel(module, plan=plan, parts=setting.parts, outside=outside)
         table = table.placed(split)
-    if shared.mixtures:
+    if setting.mixtures:
         placed = expert_parallel(
             module,
-            mixtures=shared.mixtures,
+            mixtures=setting.mixtures,
             world=world,
             plan=plan,
             recall=recall,
@@ -449,45 +442,43 @@ def _build_engine(
         )
         table = table.placed(placed)
     engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=earlier is None)
-    draws = _draws(module, shared, outside)
+    draws = _draws(module, setting, outside)
     recall.remember(draws)
     setting.compile(module, draws=draws)
-    return engine, draws, BatchStatistics(module, world=world, axes=plan.loss_axes, joined=shared.joined)
+    return engine, draws, BatchStatistics(module, world=world, axes=plan.loss_axes, joined=setting.joined)
 
 
 def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
     """Build the engine and runner of a plan without pp, under which every rank runs all layers."""
-    shared, recall = _Shared.of(source, setting), ForwardReplay()
-    blocks = setting.policy.blocks.names(source.module)
-    _place_buffers(source, shared.world, setting.storage.precision)
-    engine, draws, statistics = _build_engine(source, shared, recall=recall)
+    recall, blocks = ForwardReplay(), setting.policy.blocks.names(source.module)
+    _place_buffers(source, setting.world, setting.storage.precision)
+    engine, draws, statistics = _build_engine(source, setting, recall=recall)
     setting.policy.blocks.install(source.module, names=blocks, recall=recall)
     if not source.deferred:
-        rank, mesh = shared.world.rank, shared.world.mesh
+        rank, mesh = setting.world.rank, setting.world.mesh
         absent = [row.name for row in engine.table.rows if not row.is_on(mesh, rank=rank)]
         _release(source.module.get_parameter(name) for name in absent)
-    return Engine({0: engine}, ranks=[0], world=shared.world), WholeModelRunner(
+    return Engine({0: engine}, ranks=[0], world=setting.world), WholeModelRunner(
         engine,
         task=setting.token_task,
         draws=draws,
         statistics=statistics,
         schedule=naive(1, microbatches=setting.plan.microbatches),
-        shares_rows=shared.shares_rows,
+        shares_rows=setting.shares_rows,
     )
 
 
 def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
     """Cut the model into stages, and build the engine and runner of this rank's stages; free a given model's values."""
-    plan, options = setting.plan, setting.options
-    shared = _Shared.of(source, setting)
-    world, parts = shared.world, shared.parts
+    plan, options, world, parts = setting.plan, setting.options, setting.world, setting.parts
     schedule = agreed_schedule(plan, world=world)
     _agree(source, world)
     _place_buffers(source, world, setting.storage.precision)
-    example = CutInputs(options.example, setting.task.forward, options.cut, setting.task.loss, matrix_pairs(parts))
-    cut = cut_on_first_rank(
-        lambda: cut_source(source, plan=plan, schedule=schedule, example=example, device=world.device), world=world
-    )
+    task = setting.task
+    make = cutter(source.module, plan=plan, schedule=schedule, where=options.cut, parts=parts)
+    run = partial(cut_source, source, plan=plan, make=make, forward=task.forward, loss=task.loss)
+    run = partial(run, example=options.example, device=world.device)
+    cut = on_first_rank(run, world=world, shared=(PlanError, LossError))
     blocks = setting.policy.blocks.names(source.module)
     like = model_without_values(source.module)
     convert(like, precision=setting.storage.precision)
@@ -506,7 +497,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
         contents = cut.contents(index)
         absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
-        own = dataclasses.replace(shared, parts=here, absent=absent, extents=extents)
+        own = dataclasses.replace(setting, parts=here, absent=absent, extents=extents)
         own_source = source.for_module(stage.module)
         stages[index] = LiveStage(stage, *_build_engine(own_source, own, recall=recall, earlier=earlier))
         kept = in_flight(schedule)[index]
@@ -517,7 +508,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     engines = {index: live.engine for index, live in stages.items()}
     whole = Engine(engines, ranks=schedule.rank_of, world=world)
     runner = StagedRunner(
-        whole, stages=stages, task=setting.token_task, schedule=schedule, cut=cut, shares_rows=shared.shares_rows
+        whole, stages=stages, task=setting.token_task, schedule=schedule, cut=cut, shares_rows=setting.shares_rows
     )
     return whole, runner
 
@@ -545,13 +536,12 @@ def _release(parameters: Iterable[nn.Parameter]) -> None:
         parameter.data = nothing.expand(parameter.shape)
 
 
-def _draws(module: nn.Module, shared: _Shared, outside: SplitContext) -> RandomDraws:
-    setting, parts = shared.setting, shared.parts
-    local = setting.plan.random == "local"
-    threads = isinstance(shared.world, ThreadWorld) and shared.world.size > 1
+def _draws(module: nn.Module, setting: ParallelSetting, outside: SplitContext) -> RandomDraws:
+    parts, local = setting.parts, setting.plan.random == "local"
+    threads = isinstance(setting.world, ThreadWorld) and setting.world.size > 1
     if local and parts and threads:
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
-    before, after = activation_regions(module, plan=setting.plan, parts=parts, outside=outside, absent=shared.absent)
+    before, after = activation_regions(module, plan=setting.plan, parts=parts, outside=outside, absent=setting.absent)
     tokens = None if setting.context is None else setting.context.mode
     draws = RandomDraws(
         module,

@@ -51,76 +51,66 @@ from meshwise.pipeline.schedules.schedule_table import (
 from meshwise.plan import PlanError
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LiveStage:
-    """A stage of this rank, the storage of its parameters, its random draws, and the statistics of its batch norms."""
+    """A stage of this rank, with its random draws and the statistics of its batch norms.
+
+    As a `StageStorage` it is the storage of the stage's parameters for the schedule's interpreter."""
 
     stage: Stage
     engine: DataParallel
     draws: RandomDraws
     statistics: BatchStatistics
+    tied: bool = False
+    """True if another stage holds a parameter of this stage too."""
+    _on_gradient: OnGradient | None = None
+    _index: int = 0
+    _waits: bool = False
 
-
-class StageParameters:
-    """Parameters of one stage, as the schedule's interpreter uses them: a `StageStorage`."""
-
-    def __init__(self, live: LiveStage, *, tied: frozenset[str]) -> None:
-        """`tied`: names of the model's parameters that several stages hold."""
-        self._engine, self._draws, self._statistics = live.engine, live.draws, live.statistics
-        self._late = any(row.name in tied for row in live.engine.table.rows)
-        self._micro_batches: Sequence[MicroBatch] = ()
-        self._on_gradient: OnGradient | None = None
-        self._index = 0
-        self._waits = False
-
-    def begin(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient | None = None) -> None:
-        """Begin a step of these micro-batches. With `on_gradient`, pass gradients to it, and keep or reduce none."""
-        self._micro_batches, self._on_gradient, self._waits = micro_batches, on_gradient, False
+    def begin(self, *, on_gradient: OnGradient | None = None) -> None:
+        """Begin a step. With `on_gradient`, pass gradients to it, and keep or reduce none."""
+        self._on_gradient, self._waits = on_gradient, False
         if on_gradient is None:
-            self._engine.begin_step()
-        self._engine.accumulate(None if on_gradient is None else self._show)
-
-    def begin_forwards(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Begin forwards without backwards: an evaluation of these micro-batches, or a prediction if there are none."""
-        self._micro_batches = micro_batches
+            self.engine.begin_step()
+        self.engine.accumulate(None if on_gradient is None else self._show)
 
     @contextlib.contextmanager
-    def running(self, index: int, *, again: bool) -> Iterator[None]:
+    def running(self, index: int, *, batch: MicroBatch | None, again: bool) -> Iterator[None]:
         """Run micro-batch `index` inside the block: its forward, or with `again` its backward."""
         self._index = index
-        if not self._micro_batches:
+        if batch is None:
             yield
             return
-        with prepared(self._micro_batches[index], draws=self._draws, statistics=self._statistics, again=again):
+        with prepared(batch, draws=self.draws, statistics=self.statistics, again=again):
             yield
         if again:
-            self._engine.collect()
+            self.engine.collect()
 
     def gather(self) -> None:
         """Start to gather the parameters."""
-        self._engine.gather()
+        self.engine.gather()
 
     def ready(self) -> None:
         """Wait until the parameters are gathered."""
-        for unit in self._engine.units:
+        for unit in self.engine.units:
             unit.ready()
 
     def free(self) -> None:
         """Free the gathered parameters; the shards stay."""
-        for unit in self._engine.units:
+        for unit in self.engine.units:
             unit.free()
 
     def reduce(self) -> None:
         """Reduce the accumulated gradients over the ranks; if the stage has a shared parameter, `settle` does so."""
-        self._waits = self._late
-        if self._on_gradient is None and not self._late:
-            self._engine.reduce()
+        self._waits = self.tied
+        if self._on_gradient is None and not self.tied:
+            self.engine.reduce()
 
     def settle(self) -> None:
         """End the step: reduce the gradients of a stage with a shared parameter, and wait for all reductions."""
         if self._waits:
-            self._engine.reduce()
-        self._engine.settle()
+            self.engine.reduce()
+        self.engine.settle()
 
     def _show(self, row: ParameterRow, gradient: Tensor) -> None:
         assert self._on_gradient is not None
@@ -151,9 +141,10 @@ class StagedRunner:
         self.schedule, self._plain = lower(schedule, gathers=self._gathers), schedule
         self.lines = engine.lines | lines_of(self.schedule)
         self.evaluation_micro_batches = schedule.microbatches
-        self._parameters = {index: StageParameters(live, tied=engine.tied) for index, live in stages.items()}
+        for live in stages.values():
+            live.tied = any(row.name in engine.tied for row in live.engine.table.rows)
         runs = {index: live.stage for index, live in stages.items()}
-        self._runtime = ScheduleInterpreter(runs, storages=self._parameters, world=self._world)
+        self._runtime = ScheduleInterpreter(runs, storages=stages, world=self._world)
 
     @cached_property
     def _forwards(self) -> Schedule:
@@ -183,28 +174,26 @@ class StagedRunner:
     def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
         """Train on the micro-batches, as in `WholeModelRunner.train`; loss and count are 0 except on the last stage."""
         sums = zeros(self._world)
-        for parameters in self._parameters.values():
-            parameters.begin(micro_batches)
+        for live in self._stages.values():
+            live.begin()
         self._runtime.run(self.schedule, jobs=self._jobs(micro_batches, sums, scale))
         self._world.flight_recorder.doing = StepPhase.SETTLE
         on_count(sums[1])
         self._engine.sum_ties()
-        for parameters in self._parameters.values():
-            parameters.settle()
+        for live in self._stages.values():
+            live.settle()
         return sums
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Sums:
         """Run all forwards; return loss and count of this rank's rows, which are 0 except on the last stage."""
         sums = zeros(self._world)
-        for parameters in self._parameters.values():
-            parameters.begin_forwards(micro_batches)
         self._runtime.run(self._forwards, jobs=self._jobs(micro_batches, sums))
         return sums
 
     def inspect(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient) -> None:
         """Run forward and backward again, and pass each gradient to `on_gradient`; no gradient is kept or reduced."""
-        for parameters in self._parameters.values():
-            parameters.begin(micro_batches, on_gradient=on_gradient)
+        for live in self._stages.values():
+            live.begin(on_gradient=on_gradient)
         self._runtime.run(self.schedule, jobs=self._jobs(micro_batches, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
@@ -213,8 +202,6 @@ class StagedRunner:
         def call(model: nn.Module) -> Any:
             return self._task.forward(model, self._given(batch))
 
-        for parameters in self._parameters.values():
-            parameters.begin_forwards(())
         returned = self._runtime.run(self._forwards, jobs={0: MicrobatchJob(call, (signature(batch), False))})
         skeleton, parts = pack({"output": whole_output(returned[0])}) if returned else (None, ())
         if names := "".join(self._world.exchange(_absent(returned[0]) if returned else "", axes="pp")):
@@ -240,7 +227,9 @@ class StagedRunner:
         grads = torch.is_grad_enabled()
         return {
             index: MicrobatchJob(
-                functools.partial(self._run, micro_batch, sums, scale), (signature(micro_batch.rows), grads)
+                functools.partial(self._run, micro_batch, sums, scale),
+                (signature(micro_batch.rows), grads),
+                micro_batch,
             )
             for index, micro_batch in enumerate(micro_batches)
             if micro_batch.rows is not None

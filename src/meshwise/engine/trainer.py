@@ -119,12 +119,6 @@ class ParameterAverage:
         self.swapped = not self.swapped
 
 
-def drop_average(optimizer: optim.Optimizer) -> None:
-    """Remove an average that a checkpoint had and that no update has moved since."""
-    for state in optimizer.state.values():
-        state.pop(AVERAGE, None)
-
-
 class Trainer:
     """Handle on a model under a plan: trains, evaluates, predicts, saves and loads. `parallelize` returns it."""
 
@@ -475,7 +469,8 @@ class Trainer:
         not changed by a failed save."""
         self._refuse_averaged()
         if self._average is None:
-            drop_average(self.optimizer)
+            for state in self.optimizer.state.values():
+                state.pop(AVERAGE, None)  # of a checkpoint, and not moved since
         kept = {**self._stepping.state(), "user": dict(extra or {})}
         saving = self._state.save(Path(folder), extra=kept, keep_last=keep_last)
         if wait:

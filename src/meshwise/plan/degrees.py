@@ -90,11 +90,12 @@ def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (number,)
         return
-    for first in _divisors(number):
+    for first in divisors(number):
         for rest in factorisations(number // first, parts=parts - 1):
             yield (first, *rest)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})

@@ -17,16 +17,17 @@ from meshwise.plan.degrees import AXES, GRIDS, OUTER_REPLICAS, REPLICAS, factori
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
     NO_OFFLOAD,
+    OFFLOAD_FORM,
+    WIRE_DTYPES,
+    WIRE_FORM,
     Key,
     Offload,
-    OffloadKey,
     PlanError,
-    WireKey,
+    Wire,
     check_keys,
     keys_of,
     one_of,
     plan_notation,
-    read_codec,
     read_words,
     whole_number,
 )
@@ -100,8 +101,11 @@ class Plan:
     precision: str = one_of(
         "fp32 bf16 fp16", means="dtype of the computation, with fp32 masters; fp32: the model's own dtype"
     )
-    wire: str = WireKey(
-        "dtype in which gradients are reduced, or the codec that compresses them; auto: the dtype of the computation"
+    wire: str = Key(
+        "dtype in which gradients are reduced, or the codec that compresses them; auto: the dtype of the computation",
+        words=WIRE_DTYPES,
+        parse=Wire.parse,
+        form=WIRE_FORM,
     ).field("auto")
     feedback: int = whole_number(
         1,
@@ -115,8 +119,11 @@ class Plan:
         "(`local`), an outer momentum (`slowmo`, `diloco`) or with neighbours (`gossip`)",
     )
     every: int = whole_number(1, means="with `sync` other than `step`, steps between two agreements")
-    offload: str = OffloadKey(
-        "memory in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`"
+    offload: str = Key(
+        "memory in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`",
+        words=(NO_OFFLOAD,),
+        parse=Offload.parse,
+        form=OFFLOAD_FORM,
     ).field(NO_OFFLOAD)
 
     def __post_init__(self) -> None:
@@ -153,8 +160,7 @@ class Plan:
         return {key: keys[key].show(value) for key, value in self._items()}
 
     def __str__(self) -> str:
-        defaults = {item.name: item.default for item in dataclasses.fields(self)}
-        shown = {key: value for key, value in self.to_toml().items() if getattr(self, key) != defaults[key]}
+        shown = {key: value for key, value in self.to_toml().items() if getattr(self, key) != getattr(Plan, key)}
         if self.shards and self.dp is not None and self.dp % self.shards == 0:
             rest = {key: value for key, value in shown.items() if key not in ("dp", "shards")}
             shown = {"dp": f"{self.dp // self.shards}x{self.shards}", **rest}
@@ -235,6 +241,11 @@ class Plan:
         return (*REPLICAS, *GRIDS[self.tp_mode].rows)
 
     @property
+    def row_parts(self) -> int:
+        """Number of parts into which the ranks divide the rows of a batch. Raises ValueError while dp is auto."""
+        return math.prod(map(self.mesh().degree, self.row_axes))
+
+    @property
     def token_axes(self) -> tuple[str, ...]:
         """Axes whose ranks hold different tokens of the same samples."""
         return ("cp",) if self.cp > 1 else ()
@@ -262,7 +273,8 @@ class Plan:
     @property
     def codec(self) -> tuple[str, float] | None:
         """Name and number of the codec in `wire`; None if it is a dtype."""
-        return read_codec(self.wire)
+        wire = Wire.parse(self.wire)
+        return None if wire.codec == "none" else (wire.codec, wire.number)
 
     @property
     def tiers(self) -> Offload:

@@ -44,7 +44,10 @@ class Key:
     | words         the words; empty for a whole number
     | auto          whether `auto` is allowed: None in Python, until `Plan.resolve` replaces it
     | size          whether the number counts bytes, and may be written with K, M, G or T for powers of 1024: `2G`
-    | file          whether the path of a file is allowed too: a text with `/` or `.`"""
+    | file          whether the path of a file is allowed too: a text with `/` or `.`
+    | parse         for values with their own notation: reads a text into an object that prints as a text of the same
+    |               meaning, or raises PlanError
+    | form          with `parse`, the values besides `words`, as Markdown"""
 
     meaning: str
     least: int = 0
@@ -53,19 +56,20 @@ class Key:
     auto: bool = False
     size: bool = False
     file: bool = False
+    parse: Callable[[str], Any] | None = None
+    form: str = ""
 
     def field(self, default: int | str) -> Any:
         """Return a dataclass field with this key."""
         return dataclasses.field(default=default, metadata={"key": self})
 
-    def part(self, value: Any, *, name: str) -> str:
-        """Return the part `name` of a value, for keys whose values have parts."""
-        raise NotImplementedError
-
     def read(self, value: Any) -> Any:
         """Return the Python value of a TOML value. A value that cannot be read is unchanged, and `check` refuses it."""
         if self.auto and value == "auto":
             return None
+        if self.parse is not None and isinstance(value, str):
+            with contextlib.suppress(PlanError):
+                return str(self.parse(value))
         size = read_size(value) if self.size and isinstance(value, str) else None
         return value if size is None else size
 
@@ -81,8 +85,8 @@ class Key:
     def range(self) -> str:
         """Return a description of the allowed values, as Markdown."""
         if self.words:
-            file = ", or the path of a file" if self.file else ""
-            return ", ".join(f"`{word}`" for word in self.words) + file
+            form = "or the path of a file" if self.file else self.form
+            return ", ".join(filter(None, [*(f"`{word}`" for word in self.words), form]))
         auto = ", or `auto` (None in Python)" if self.auto else ""
         size = ", with K, M, G or T for powers of 1024" if self.size else ""
         return (f"{self.least} and up" if self.most is None else f"{self.least} to {self.most}") + auto + size
@@ -90,6 +94,11 @@ class Key:
     def check(self, value: Any, *, name: str) -> None:
         """Raise PlanError when a value is of the wrong type or out of range. `name`: the key, for the message."""
         if self.auto and value is None:
+            return
+        if self.parse is not None:
+            if not isinstance(value, str):
+                raise PlanError(f"{name}={value!r}: {name} is a text; write it as in '{name}={self.words[0]}'")
+            self.parse(value)
             return
         if self.words:
             if value not in self.words and not (self.file and is_path(value)):
@@ -218,33 +227,8 @@ OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))
 """Names of the parts of the state that have a tier."""
 
 
-@dataclass(frozen=True)
-class OffloadKey(Key):
-    """The key `offload`, whose values are texts of `Offload`."""
-
-    words: tuple[str, ...] = (NO_OFFLOAD,)
-
-    def part(self, value: Any, *, name: str) -> str:
-        """Return the tier of the state `name`."""
-        return str(getattr(Offload.parse(value), name))
-
-    def read(self, value: Any) -> Any:
-        """Return the shortest text with the same meaning; a value that cannot be read unchanged: `check` refuses it."""
-        try:
-            return str(Offload.parse(value)) if isinstance(value, str) else value
-        except PlanError:
-            return value
-
-    def range(self) -> str:
-        """Return a description of the allowed values, as Markdown."""
-        return f"`none`, or `state:tier` joined by commas: {', '.join(OFFLOADABLE)}; {', '.join(TIERS[1:])}"
-
-    def check(self, value: Any, *, name: str) -> None:
-        """Raise PlanError for a value that is not a text of `Offload`. `name`: the key, for the message."""
-        if not isinstance(value, str):
-            raise PlanError(f"{name}={value!r}: {name} is a text; write it as in '{name}=optimizer:cpu'")
-        Offload.parse(value)
-
+OFFLOAD_FORM = f"or `state:tier` joined by commas: {', '.join(OFFLOADABLE)}; {', '.join(TIERS[1:])}"
+"""Values of `offload`, as Markdown."""
 
 WIRE_DTYPES = ("auto", "fp32", "bf16", "fp16")
 """Values of `wire` that are a dtype."""
@@ -262,42 +246,40 @@ WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyTyp
 """Values of `wire` that compress: name, an example of its number (empty: it has none), and the test of a number."""
 
 
-def read_codec(wire: str) -> tuple[str, float] | None:
-    """Return (name, number) of a compressed `wire`, such as `topk:0.01`; None for a dtype. Raises PlanError."""
-    if wire in WIRE_DTYPES:
-        return None
-    name, colon, number = wire.partition(":")
-    example, fits = WIRE_CODECS.get(name, ("", lambda _: False))
-    if name in WIRE_CODECS and (not colon if not example else re.fullmatch(r"[0-9.e-]+", number)):
-        with contextlib.suppress(ValueError):
-            if not example or fits(float(number)):
-                return name, float(number or 0)
-    near = name if name in WIRE_CODECS else _near(name, (*WIRE_DTYPES, *WIRE_CODECS))
-    hint = f"{near}:{WIRE_CODECS[near][0]}".rstrip(":") if near in WIRE_CODECS else near
-    raise PlanError(f"wire={wire}: wire is {WireKey('').range()}. Nearest that works: 'wire={hint}'".replace("`", ""))
+WIRE_FORM = (
+    ", ".join(f"`{name}:{example}`".replace(":`", "`") for name, (example, _) in WIRE_CODECS.items())
+    + " (or another number)"
+)
+"""Values of `wire` that compress, as Markdown."""
 
 
 @dataclass(frozen=True)
-class WireKey(Key):
-    """The key `wire`: a dtype, or a codec of gradients with its number."""
+class Wire:
+    """Value of `wire`: a dtype, or a codec of gradients with its number. Prints as the text from which it was read."""
 
-    words: tuple[str, ...] = WIRE_DTYPES
+    text: str
+    codec: str = "none"
+    """Name of the codec; `none` for a dtype."""
+    number: float = 0.0
 
-    def part(self, value: Any, *, name: str) -> str:  # noqa: ARG002 - its only part is `codec`
-        """Return the name of the codec in a value, or `none`."""
-        found = read_codec(value)
-        return found[0] if found else "none"
+    @classmethod
+    def parse(cls, text: str) -> "Wire":
+        """Return the value of a text such as `bf16` or `topk:0.01`. Raises PlanError for another text."""
+        if text in WIRE_DTYPES:
+            return cls(text)
+        name, colon, number = text.partition(":")
+        example, fits = WIRE_CODECS.get(name, ("", lambda _: False))
+        if name in WIRE_CODECS and (not colon if not example else re.fullmatch(r"[0-9.e-]+", number)):
+            with contextlib.suppress(ValueError):
+                if not example or fits(float(number)):
+                    return cls(text, name, float(number or 0))
+        near = name if name in WIRE_CODECS else _near(name, (*WIRE_DTYPES, *WIRE_CODECS))
+        hint = f"{near}:{WIRE_CODECS[near][0]}".rstrip(":") if near in WIRE_CODECS else near
+        choices = f"{', '.join(WIRE_DTYPES)}, {WIRE_FORM}".replace("`", "")
+        raise PlanError(f"wire={text}: wire is {choices}. Nearest that works: 'wire={hint}'")
 
-    def range(self) -> str:
-        """Return a description of the allowed values, as Markdown."""
-        codecs = (f"`{name}:{example}`".replace(":`", "`") for name, (example, _) in WIRE_CODECS.items())
-        return ", ".join([*(f"`{word}`" for word in WIRE_DTYPES), *codecs]) + " (or another number)"
-
-    def check(self, value: Any, *, name: str) -> None:
-        """Raise PlanError for a value that is neither a dtype nor a codec. `name`: the key, for the message."""
-        if not isinstance(value, str):
-            raise PlanError(f"{name}={value!r}: {name} is a text; write it as in '{name}=int8'")
-        read_codec(value)
+    def __str__(self) -> str:
+        return self.text
 
 
 def _followed(given: dict[str, str]) -> dict[str, str]:

@@ -24,16 +24,16 @@ from torch import nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import StepPhase
-from meshwise.engine.cut_agreement import finest_cut
+from meshwise.engine.cut_agreement import cut_and_note_writes
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
 from meshwise.model.parameter_units import partition
 from meshwise.model.shape_constants import ShapeConstants
-from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut
+from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut, cut_pieces
 from meshwise.pipeline.cut.piece_calls import CutError
 from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan
-from meshwise.planner.plan_space import rows_shared, splits_backward
+from meshwise.planner.plan_space import splits_backward
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cost_model import CostModel, entry_times
 from meshwise.simulate.predicted_memory import memory_of
@@ -100,7 +100,7 @@ class ProfileKey:
     @classmethod
     def of(cls, plan: Plan, *, batch: int, pieces: int) -> "ProfileKey":
         """Return the profile key of a plan; `batch`: rows of the global batch, `pieces`: pieces of the model."""
-        mine = -(-batch // (rows_shared(plan) * plan.microbatches))
+        mine = -(-batch // (plan.row_parts * plan.microbatches))
         alone: dict[str, Any] = {
             "dp": plan.ep // math.gcd(plan.ep, plan.tp * plan.cp // plan.etp),
             "shards": 0,
@@ -114,7 +114,7 @@ class ProfileKey:
         tiers = "none" if activations == "device" else f"activations:{activations}"
         schedule = "zb-h1" if splits_backward(plan) else "naive"
         own = dataclasses.replace(plan, **alone, schedule=schedule, offload=tiers, wire="auto")
-        return cls(own, mine * rows_shared(own))
+        return cls(own, mine * own.row_parts)
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,9 @@ def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
     micro = MetaBatch.of(subject.batch, rows=rows)
     with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
         run = wrap_for_rehearsal(subject.options.forward or default_forward, constants=constants)
-        return finest_cut(model, micro=micro.batch, run=run, pieces=subject.options.cut.pieces)
+        make = partial(cut_pieces, model, pieces=subject.options.cut.pieces)
+        cut = cut_and_note_writes(make, micro=micro.batch, run=run)
+        return cut if cut.stages > 1 else None
     return None
 
 

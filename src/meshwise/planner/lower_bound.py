@@ -24,7 +24,7 @@ import torch
 
 from meshwise.base.timeline import TimelineRow
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.pipeline.schedules.named_schedules import SCHEDULES
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule
 from meshwise.plan import Plan
@@ -131,8 +131,8 @@ def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the rank along pp of each stage."""
     if pp == 1:
         return (0,)
-    recipe = SCHEDULES[schedule]
-    return recipe.build(pp, recipe.least(pp), virtual_stages).rank_of
+    microbatches, virtual = SCHEDULES[schedule].nearest(pp, microbatches=1, virtual_stages=virtual_stages)
+    return make_schedule(schedule, pp=pp, microbatches=microbatches, virtual_stages=virtual).rank_of
 
 
 def bound(

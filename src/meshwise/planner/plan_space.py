@@ -27,6 +27,7 @@ from typing import Any
 
 from meshwise.pipeline.schedules.named_schedules import SCHEDULES, planned_schedule
 from meshwise.plan import Plan, PlanError
+from meshwise.plan.degrees import divisors
 from meshwise.plan.plan_keys import is_path, keys_of, read_words
 
 SEARCHED = (
@@ -103,9 +104,9 @@ class PlanSpace:
 
     def plans(self) -> Iterator[Plan]:
         """Yield all plans without memory savings; `leaner` yields the variants with less memory."""
-        for tensor, pp in itertools.product(self._tensor(), _divisors(self.ranks)):
+        for tensor, pp in itertools.product(self._tensor(), divisors(self.ranks)):
             each, rest = divmod(self.ranks, tensor["tp"] * pp)
-            cp = next((cp for cp in _divisors(each) if self._splits(each // cp, cp)), None)
+            cp = next((cp for cp in divisors(each) if self._splits(each // cp, cp)), None)
             if rest or cp is None or pp > self.pieces or not self._allows({"pp": pp}):
                 continue
             split = {key: self.fixed.get(key, getattr(Plan, key)) for key in SPLIT_TOKENS}
@@ -123,7 +124,7 @@ class PlanSpace:
                 continue
             for value in values[values.index(now) + 1 :][:1]:
                 yield from _made(plan, {key: value})
-        by = min(_divisors(plan.dp or 1)[1:], default=0)  # fewer rows at a time, each of fewer tokens
+        by = min(divisors(plan.dp or 1)[1:], default=0)  # fewer rows at a time, each of fewer tokens
         if by and "microbatches" not in self.fixed and self._splits((plan.dp or 1) // by, plan.cp * by):
             fewer = {"dp": (plan.dp or 1) // by, "cp": plan.cp * by, "microbatches": plan.microbatches * by}
             yield from _made(plan, fewer)
@@ -160,7 +161,7 @@ class PlanSpace:
 
     def _microbatches(self, chosen: Mapping[str, Any]) -> list[int]:
         """Return the numbers of micro-batches to try with which the schedule works."""
-        mine = -(-self.batch // rows_shared(Plan(**{key: chosen[key] for key in ("dp", "tp", "tp_mode", "tp_depth")})))
+        mine = -(-self.batch // Plan(**{key: chosen[key] for key in ("dp", "tp", "tp_mode", "tp_depth")}).row_parts)
         counts = {-(-mine // rows) for rows in ROWS if rows <= mine} | ({1} if chosen["pp"] == 1 else set())
         wanted = [self.fixed["microbatches"]] if "microbatches" in self.fixed else sorted(counts)
         recipe, virtual = SCHEDULES.get(chosen["schedule"]), chosen["virtual_stages"]
@@ -171,10 +172,10 @@ class PlanSpace:
 
     def _tensor(self) -> Iterator[dict[str, Any]]:
         """Yield the combinations of `tp`, `tp_mode`, `tp_depth` and `sequence_parallel` to try."""
-        for tp in _divisors(self.ranks):
+        for tp in divisors(self.ranks):
             if tp > self.node and "tp" not in self.fixed:
                 continue
-            for mode, depth, split in itertools.product(keys_of(Plan)["tp_mode"].words, _divisors(tp), (0, 1)):
+            for mode, depth, split in itertools.product(keys_of(Plan)["tp_mode"].words, divisors(tp), (0, 1)):
                 chosen = {"tp": tp, "tp_mode": mode, "tp_depth": depth, "sequence_parallel": split}
                 trivial = tp == 1 and (mode != "1d" or split)
                 flat = mode == "2.5d" and (depth == 1 or depth == tp)
@@ -221,11 +222,6 @@ def splits_backward(plan: Plan) -> bool:
     return plan.pp > 1 and plan.schedule.startswith(("zb-", "dual"))
 
 
-def rows_shared(plan: Plan) -> int:
-    """Return the number of ranks among which the rows of a batch are divided."""
-    return math.prod(plan.mesh().degree(axis) for axis in plan.row_axes)
-
-
 def parse_fixed(text: str) -> dict[str, Any]:
     """Return the keys and values of a text such as `tp=2 zero=1`. Raises PlanError if they are no valid plan."""
     words = read_words(text)
@@ -239,7 +235,3 @@ def _made(plan: Plan, changes: Mapping[str, Any]) -> Iterator[Plan]:
     """Yield the changed plan; nothing if the compatibility table refuses it."""
     with contextlib.suppress(PlanError):
         yield dataclasses.replace(plan, **changes)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -547,6 +547,6 @@ def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:
             candidate = Plan.from_toml({**plan.to_toml(), **changes})
         except PlanError:
             continue
-        parts = candidate.microbatches * math.prod(candidate.mesh().degree(axis) for axis in candidate.row_axes)
+        parts = candidate.microbatches * candidate.row_parts
         if candidate != plan and (not times or parts <= needs.rows):
             yield candidate

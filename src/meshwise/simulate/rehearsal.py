@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import Activity, FlightRecorder, StepPhase
-from meshwise.engine.cut_agreement import cut_and_note_writes, matrix_pairs, plan_schedule
+from meshwise.engine.cut_agreement import cut_and_note_writes, cutter, plan_schedule
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.activation_offload import RehearsedMover
@@ -53,8 +53,9 @@ from meshwise.model.forward import Loss, default_forward
 from meshwise.model.parameter_table import check_trains
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.optim.flat_optimizer import OptimizerClass
-from meshwise.pipeline.cut.model_cut import CutRequest, ModelCut
+from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import Offload
@@ -424,9 +425,8 @@ def rehearse(
     if not rows:
         raise ValueError("the batch has no rows; rehearse with a batch of one row or more")
     schedule = schedule_of(plan)
-    shares = math.prod(plan.mesh().degree(axis) for axis in plan.row_axes)
-    each = -(-rows // (shares * plan.microbatches))
-    batch = MetaBatch.of(subject.batch, rows=each * plan.microbatches * shares)
+    shares = plan.row_parts * plan.microbatches
+    batch = MetaBatch.of(subject.batch, rows=-(-rows // shares) * shares)
     options = dataclasses.replace(subject.options, example=batch.batch)
     source = shapes_of(subject.model, seed=options.seed)
     check_trains(source.module)
@@ -439,8 +439,7 @@ def rehearse(
         subject_here, plan, _representatives(schedule), source, device, StageMessages(like), shared, batch.values
     )
     tapes = part.tapes()
-    split = math.prod(plan.mesh().degree(axis) for axis in plan.token_axes)
-    tokens = round(rows * counts[0] * split) if counts else _tokens(subject.batch)
+    tokens = round(rows * counts[0] * plan.cp) if counts else _tokens(subject.batch)
     return Rehearsal(plan, rows, tokens, schedule, tapes, device)
 
 
@@ -470,16 +469,16 @@ def _kinds(
     if plan.pp == 1:
         return (0,), options
     forward = wrap_for_rehearsal(options.forward or default_forward, constants=constants)
-    shares = math.prod(plan.mesh().degree(axis) for axis in plan.row_axes) * plan.microbatches
+    shares = plan.row_parts * plan.microbatches
     micro = tree.take_rows(options.example, start=0, stop=tree.row_count(options.example) // shares)
     try:
         parts = assign_roles(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
     except ValueError:
         return tuple(range(plan.pp)), options  # parallelize refuses it
     options = dataclasses.replace(options, parts=parts)
-    request = CutRequest(by=plan.partition, where=options.cut, schedule=schedule, pairs=matrix_pairs(parts))  # type: ignore[arg-type]
+    make = cutter(source.module, plan=plan, schedule=schedule, where=options.cut, parts=parts)
     try:
-        cut = cut_and_note_writes(source.module, stages=schedule.stages, micro=micro, run=forward, request=request)
+        cut = cut_and_note_writes(make, micro=micro, run=forward)
     except CutError:
         return tuple(range(plan.pp)), options  # parallelize refuses it
     at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])
@@ -491,8 +490,7 @@ def _kinds(
 def schedule_of(plan: Plan) -> Schedule:
     """Return the schedule of a plan, with transfers and gathers for pp > 1. Raises PlanError if it does not exist."""
     if plan.pp == 1:
-        each = range(plan.microbatches)
-        return Schedule((tuple(Action(0, kind, index) for index in each for kind in (ActionKind.F, ActionKind.B)),))
+        return naive(1, microbatches=plan.microbatches)
     return lower(plan_schedule(plan), gathers=plan.zero == 3)
 
 

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import EmulatedLink, World
 from meshwise.data_parallel.stored_slices import buffers
+from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import StepMeasurement, Trainer, measure, profile
 from meshwise.memory.allocator import is_out_of_memory
+from meshwise.plan import PlanError
 from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train import run_events
 from meshwise.train.batch_and_lr import BatchSizes, batch_factor, lr_schedule
@@ -60,7 +63,6 @@ from meshwise.train.run_checkpoints import (
     RunStart,
     checked_run_start,
     claim_run_folder,
-    on_first_rank,
     restore_run,
     run_extra,
     run_outputs,
@@ -88,7 +90,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     prepared = prepare(job, ranks=world.size)
     job = prepared.job
     attempt = JobAttempt.current()
-    start = on_first_rank(lambda: checked_run_start(prepared, attempt=attempt), world=world)
+    refused = (JobError, PlanError)
+    start = on_first_rank(lambda: checked_run_start(prepared, attempt=attempt), world=world, shared=refused)
     world.link = None if job.emulate is None else EmulatedLink.parse(job.emulate)
     if world.link is not None and world.device.type == "cuda":
         raise JobError(f"emulate = {job.emulate!r} lets CPU ranks wait, and GPUs do not wait for it; leave emulate out")
@@ -101,7 +104,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         options=prepared.options(example=default_collate([prepared.data.train[0]])),
         **prepared.optimizer_arguments,
     )
-    folder = on_first_rank(lambda: claim_run_folder(job, path=start.folder, attempt=attempt), world=world)
+    claim = partial(claim_run_folder, job, path=start.folder, attempt=attempt)
+    folder = on_first_rank(claim, world=world, shared=refused)
     sinks: list[EventSink] = []
     if world.rank == 0:
         lines = ProgressLines(console or OutputConsole(), every=job.train.log_every)

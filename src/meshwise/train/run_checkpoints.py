@@ -39,7 +39,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -49,10 +49,8 @@ from meshwise.checkpoint.hugging_face import is_pretrained
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.checkpoint.training_state import RestoredState
 from meshwise.comm.api.job_processes import JobAttempt
-from meshwise.comm.api.world import World
 from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
-from meshwise.plan import PlanError
 from meshwise.train.batch_and_lr import NoiseAverage
 from meshwise.train.flags_and_toml import to_toml
 from meshwise.train.job import Job, JobError
@@ -175,8 +173,6 @@ def _new_folder(wanted: Path) -> Path:
     raise AssertionError("the numbers never end")
 
 
-T = TypeVar("T")
-
 FREE_KEYS = (
     *("plan", "ranks", "restarts", "comm", "emulate", "swap", "sample"),
     *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
@@ -222,20 +218,6 @@ class RunProgress:
         self.samples += batch
         self.updates += not result.skipped
         self.loss = result.loss
-
-
-def on_first_rank(call: Callable[[], T], *, world: World) -> T:
-    """Return the result of `call` on rank 0 to every rank. Its JobError or PlanError is raised on every rank."""
-    own: list[T | JobError | PlanError] = []
-    if world.rank == 0:
-        try:
-            own.append(call())
-        except (JobError, PlanError) as error:
-            own.append(error)
-    found: T | JobError | PlanError = world.exchange(own)[0][0]
-    if isinstance(found, JobError | PlanError):
-        raise found
-    return found
 
 
 def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunStart:

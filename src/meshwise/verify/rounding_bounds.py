@@ -43,7 +43,8 @@ from meshwise.model.find_mixtures import compute_experts_by_loops, find_mixtures
 from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.torch_private import TorchDispatchMode
-from meshwise.precision.dtype_policy import LossScale, Precision
+from meshwise.plan import Plan
+from meshwise.precision.dtype_policy import LossScale, Precision, precision_of
 from meshwise.testing import ReferenceRun, difference, largest_magnitude, rounding_floor, whole
 
 
@@ -235,24 +236,24 @@ class BoundJudge:
         """Return the scale below which a tensor is only rounding; 0 unless `exact`. `largest`: its family's largest."""
         return rounding_floor(largest, bound=FLOAT64_BOUND, dtype=self.precision) if self.exact else 0.0
 
-    def measure(
-        self, value: Tensor, *, expected: Tensor, neighbours: Sequence[Tensor], least: float, step: int
-    ) -> BoundedDifference:
-        """Return the relative difference of `value` from `expected`, with the bound that the neighbours give.
+    def measure(self, value: Tensor, *, sides: Sequence[Tensor], least: float, step: int) -> BoundedDifference:
+        """Return the relative difference of `value` from the expected tensor, with the bound that the neighbours give.
 
-        `neighbours`: the same tensor in the neighbours' runs; not used if `exact`. `least`: the scale from `floor`."""
+        `sides`: the tensor in the trusted run, and then in its neighbours. `least`: the scale from `floor`."""
+        expected, *neighbours = sides
         found = difference(value, expected, floor=least).relative
         if self.exact:
             return BoundedDifference(found, FLOAT64_BOUND, step)
         spread = max(difference(neighbour, expected, floor=least).relative for neighbour in neighbours)
         return BoundedDifference(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
 
-    def undecided(self, gradient: Tensor, *, neighbours: Sequence[Tensor], largest: float) -> Tensor | None:
+    def undecided(self, sides: Sequence[Tensor], *, largest: float) -> Tensor | None:
         """Return a mask of the elements whose gradient is so small that rounding may decide its sign; None: no element.
 
-        `neighbours`: the gradient in the neighbours' runs. `largest`: largest magnitude of all gradients. For such an
-        element, an optimizer that divides by the size of the gradient makes a full update. The caller then no longer
-        compares this element of the parameter, but still its gradient."""
+        `sides`: as in `measure`. `largest`: largest magnitude of all gradients. For such an element, an optimizer that
+        divides by the size of the gradient makes a full update. The caller then no longer compares this element of the
+        parameter, but still its gradient."""
+        gradient, *neighbours = sides
         if self.exact:
             rounding, nonzero = gradient.abs() <= self.floor(largest) * FLOAT64_BOUND, gradient != 0
             if not rounding.all():
@@ -277,22 +278,22 @@ Model = nn.Module | Callable[[], nn.Module]
 class VerificationInputs:
     """The model, loss, batches and settings of one call of `verify`, used by both sides.
 
-    | dtype          dtype to which model and batches are converted; None: they keep theirs
-    | training       keywords of `parallelize`: the optimizer, its arguments, the options
-    | precision      dtypes of computation, masters and gradients on both sides
-    | local          True if every rank draws its own random numbers (`random=local`)
-    | microbatches   micro-batches of each rank's rows under the plan; the reference run has one
-    | evaluating     True if the model is compared in eval mode"""
+    | dtype        dtype to which model and batches are converted; None: they keep theirs
+    | training     keywords of `parallelize`: the optimizer, its arguments, the options
+    | evaluating   True if the model is compared in eval mode"""
 
     model: Model
     loss: Loss
     batches: Sequence[Any]
     dtype: torch.dtype | None
     training: Mapping[str, Any]
-    precision: Precision = dataclasses.field(default_factory=Precision)
-    local: bool = False
-    microbatches: int = 1
+    plan: Plan
     evaluating: bool = False
+
+    @property
+    def precision(self) -> Precision:
+        """Dtypes of computation, masters and gradients on both sides."""
+        return (self.training.get("options") or Options()).precision or precision_of(self.plan)
 
     @property
     def options(self) -> Options:
@@ -336,14 +337,14 @@ class VerificationInputs:
         single = ReferenceRun(self.prepared(), device=device, **self.arguments(self.listener()))
         quietly = dataclasses.replace(self, evaluating=True)
         pooled = [name for name, norm in batch_norms(single.model).items() if norm.training]
-        if pooled and self.microbatches > 1:
+        if pooled and self.plan.microbatches > 1:
             return dataclasses.replace(quietly.try_out(device), pooled=pooled[0])
         batch = next(self.converted())
         with _Narrowest(single.model) as seen:
             first = single.evaluate(batch)
         apart = abs(first - single.evaluate(batch)) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
         unknown, drew = tuple(sorted(single.draws.unknown)), single.draws.drew
-        if not (apart or unknown or (self.local and drew)):
+        if not (apart or unknown or (self.plan.random == "local" and drew)):
             return TrialForward(seen.dtype, seen.where, random=False, drew=drew, unknown=unknown)
         if self.evaluating:
             raise ValueError(
@@ -362,10 +363,11 @@ class VerificationInputs:
         if trial.pooled:
             yield (
                 f"note: {trial.pooled} computes statistics of each micro-batch, and the plan cuts a batch into "
-                f"{self.microbatches}; the model was compared in eval mode, without these statistics"
+                f"{self.plan.microbatches}; the model was compared in eval mode, without these statistics"
             )
         elif self.evaluating:
-            whose = "with random=local every rank draws its own" if self.local else "these depend on the plan"
+            local = self.plan.random == "local"
+            whose = "with random=local every rank draws its own" if local else "these depend on the plan"
             names = f" ({', '.join(trial.unknown)})" if trial.unknown else ""
             yield (
                 f"note: the model draws random numbers in training{names}, and {whose}; it was compared in eval mode, "

@@ -16,16 +16,15 @@ one process; `ReplayedSide` takes its place for replicas that agree across steps
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import row_count, take_rows
-from meshwise.comm.api.world import World
-from meshwise.comm.launch.rank_process import RankOutcome
+from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.trainer import Trainer
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 from meshwise.testing import ReferenceRun, largest_magnitude
@@ -39,7 +38,6 @@ from meshwise.verify.rounding_bounds import (
 )
 from meshwise.verify.verification_report import Divergence, ParameterFigures, StepFigures
 
-Result = TypeVar("Result")
 _GRADIENT, _VALUE = "the gradient of", "the value of"
 _COLLINEAR = 1e-6
 """Largest remainder, as a part of the largest element, for which a tensor counts as a multiple of another."""
@@ -70,11 +68,10 @@ class ReferenceSide:
         for outputs in self.outputs:
             outputs.begin()
         losses = [run.backward(batch) for run in self.runs]
-        trusted, *others = self.gradients()
-        largest = max((largest_magnitude(gradient) for gradient in trusted.values()), default=0.0)
-        for name, gradient in trusted.items():
-            neighbours = [other[name] for other in others]
-            undecided = self._judge.undecided(gradient, neighbours=neighbours, largest=largest)
+        sides = self.gradients()
+        largest = max((largest_magnitude(gradient) for gradient in sides[0].values()), default=0.0)
+        for name in sides[0]:
+            undecided = self._judge.undecided([side[name] for side in sides], largest=largest)
             if undecided is not None:
                 self._undecided[name] = undecided | self._undecided.get(name, False)
         return losses
@@ -97,20 +94,6 @@ class ReferenceSide:
     def values(self) -> list[dict[str, Tensor]]:
         """Return the parameters and the floating-point buffers of each run, by name."""
         return [dict(run.parameters()) | dict(_floating(run.model.named_buffers())) for run in self.runs]
-
-
-def on_first_rank(world: World, *, call: Callable[[], Result]) -> Result | None:
-    """Run `call` on the first rank. Return its result there and None elsewhere; raise its exception on every rank."""
-    result, problem = None, None
-    if world.rank == 0:
-        try:
-            result = call()
-        except Exception as error:  # noqa: BLE001 - it is raised below, on every rank
-            problem = error
-    sent = world.exchange(None if problem is None else RankOutcome.of(problem).error)[0]
-    if failed := problem or sent:
-        raise failed
-    return result
 
 
 class StepComparison:
@@ -142,14 +125,13 @@ class StepComparison:
         trainer, reference = self._trainer, self._reference
         self._outputs.begin(passes_with_data(trainer, batch=batch))
         result = trainer.step(batch)
-        losses = on_first_rank(trainer.world, call=lambda: [] if reference is None else reference.backward(batch))
+        losses = on_first_rank(lambda: [] if reference is None else reference.backward(batch), world=trainer.world)
         mean_squares = self._outputs.mean_squares(trainer.world)
         gradients = self._compare(_GRADIENT, trainer.full_gradients(), number)
         norms = reference.update() if reference else []
         values, replicas = self._compare_values(number)
         if reference is None:
             return
-        assert losses is not None
         mean, count = losses[0]
         loss = self._number(result.loss, [loss for loss, _ in losses], number)
         norm = self._number(result.grad_norm, norms, number)
@@ -215,19 +197,17 @@ class StepComparison:
         theirs = self._reference.gradients() if kind == _GRADIENT else self._reference.values()
         least = self._judge.floor(max((largest_magnitude(tensor) for tensor in theirs[0].values()), default=0.0))
         for name, value in ours:
-            expected, *neighbours = (side[name] for side in theirs)
+            sides = [side[name] for side in theirs]
             if kind == _VALUE:
-                value = self._reference.comparable(name, value=value)
-                neighbours = [self._reference.comparable(name, value=other) for other in neighbours]
-            figures[name] = self._judge.measure(value, expected=expected, neighbours=neighbours, least=least, step=step)
+                value, *sides = (self._reference.comparable(name, value=one) for one in (value, *sides))
+            figures[name] = self._judge.measure(value, sides=sides, least=least, step=step)
             if figures[name].over:
-                self._factors[f"{kind} {name}"] = _factor(value, expected)
+                self._factors[f"{kind} {name}"] = _factor(value, sides[0])
         return figures
 
     def _number(self, value: float, sides: Sequence[float], step: int) -> BoundedDifference:
-        expected, *neighbours = (torch.tensor(side, dtype=torch.float64) for side in sides)
-        ours = torch.tensor(value, dtype=torch.float64)
-        return self._judge.measure(ours, expected=expected, neighbours=neighbours, least=0.0, step=step)
+        ours, *theirs = (torch.tensor(one, dtype=torch.float64) for one in (value, *sides))
+        return self._judge.measure(ours, sides=theirs, least=0.0, step=step)
 
     # ---- judging -----------------------------------------------------------------------------------------------
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.connect import connect
-from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.first_rank import on_first_rank
+from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
 from meshwise.plan import Plan
-from meshwise.precision.dtype_policy import precision_of
-from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, TrialForward, VerificationInputs
-from meshwise.verify.step_comparison import ReferenceSide, ReplayedSide, StepComparison, on_first_rank
+from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, VerificationInputs
+from meshwise.verify.step_comparison import ReferenceSide, ReplayedSide, StepComparison
 from meshwise.verify.verification_report import SAME_MODEL, Divergence, Report
 
 
@@ -47,25 +47,16 @@ def verify(
     that the codec's gradient and errors add up to the true gradient. Raises ValueError without a batch, for a loss that
     does not return (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
     plan = Plan.of(plan)
-    precision = (training.get("options") or Options()).precision or precision_of(plan)
-    dtype = dtype if precision.computes is None else None
-    subject = VerificationInputs(
-        model,
-        loss,
-        list(batches),
-        dtype,
-        training,
-        precision=precision,
-        local=plan.random == "local",
-        microbatches=plan.microbatches,
-    )
+    subject = VerificationInputs(model, loss, list(batches), dtype, training, plan)
+    if subject.precision.computes is not None:
+        subject = dataclasses.replace(subject, dtype=None)
     if not subject.batches:
         raise ValueError("batches is empty; give one global batch for each step to compare")
     world = world or connect()
     needed = 1 if plan.dp is None else plan.mesh().size
     if world.size == 1 < needed:
-        return run_threads(needed, _verify, args=(subject, plan), timeout=None)[0]
-    return _verify(world, subject, plan)
+        return run_threads(needed, _verify, args=(subject,), timeout=None)[0]
+    return _verify(world, subject)
 
 
 def _reference(subject: VerificationInputs, trainer: Trainer, judge: BoundJudge) -> ReferenceSide:
@@ -76,8 +67,9 @@ def _reference(subject: VerificationInputs, trainer: Trainer, judge: BoundJudge)
     return ReplayedSide(subject, judge=judge, device=device, scheme=scheme, units=units, replicas=trainer.plan.dp or 1)
 
 
-def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
-    trial: TrialForward = world.exchange(on_first_rank(world, call=lambda: subject.try_out(world.device)))[0]
+def _verify(world: World, subject: VerificationInputs) -> Report:
+    plan = subject.plan
+    trial = on_first_rank(lambda: subject.try_out(world.device), world=world)
     replayed = bool(plan.sync_axes)  # a replica's draws are of its rows' numbers in the batch
     evaluating = trial.random or bool(trial.pooled) or (replayed and bool(trial.drew))
     subject = dataclasses.replace(subject, evaluating=evaluating)
@@ -86,7 +78,9 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
     exact = dataclasses.replace(plan, wire="auto") if plan.codec else plan
     trainer = parallelize(subject.prepared(), exact, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
-    reference = on_first_rank(world, call=lambda: _reference(subject, trainer, judge))
+    references: list[ReferenceSide] = []
+    on_first_rank(lambda: references.append(_reference(subject, trainer, judge)), world=world)
+    reference = references[0] if references else None
     comparison = StepComparison(trainer, outputs=outputs, judge=judge, reference=reference)
     comparison.start()
     for number, batch in enumerate(subject.converted(), start=1):
@@ -95,7 +89,7 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
     gap = None if reference is None else reference.outputs[0].choices.smallest
     notes, first = tuple(subject.notes(trial)), comparison.first
     if plan.codec:
-        note, broken = codec_contract(subject, plan=plan, world=world)
+        note, broken = codec_contract(subject, world=world)
         notes, first = (*notes, note), first or broken
     if replayed:
         notes = (
@@ -122,12 +116,13 @@ def _verify(world: World, subject: VerificationInputs, plan: Plan) -> Report:
     return shared
 
 
-def codec_contract(subject: VerificationInputs, *, plan: Plan, world: World) -> tuple[str, Divergence | None]:
-    """Return a note on the codec of `plan`, and the divergence if its contract is broken (collectives).
+def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
+    """Return a note on the codec of the plan, and the divergence if its contract is broken (collectives).
 
     From equal parameters, one step is run with the codec and one without. For every bucket, the gradient with the codec
     and the errors of all ranks / count must add up to the gradient without it. Clipping is left out. Without feedback
     nothing keeps the errors, and nothing is checked."""
+    plan = subject.plan
     note = f"note: wire={plan.wire} makes the training inexact; the plan was compared with wire=auto"
     if not plan.feedback:
         return f"{note}; feedback=0 keeps no errors, so no contract of the codec was checked", None

@@ -70,7 +70,7 @@ class RankOutcome:
     def of(cls, error: BaseException) -> "RankOutcome":
         """Return the outcome of a rank that ends now with the exception `error`."""
         text, message = map("".join, (traceback.format_exception(error), traceback.format_exception_only(error)))
-        return cls(error=_picklable(error), trace=text.removesuffix(message), seconds=time.time())
+        return cls(error=picklable(error), trace=text.removesuffix(message), seconds=time.time())
 
     @property
     def is_consequence(self) -> bool:
@@ -169,7 +169,7 @@ def _with_notes(error: BaseException, others: Mapping[int, RankOutcome]) -> Base
     return error
 
 
-def _picklable(error: BaseException) -> BaseException:
+def picklable(error: BaseException) -> BaseException:
     """Return `error` itself if pickle can copy it, else a RuntimeError with its type name, message and notes."""
     try:
         copy = pickle.loads(pickle.dumps(error))

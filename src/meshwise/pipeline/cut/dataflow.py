@@ -16,7 +16,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,14 +50,13 @@ def unchanged(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """A piece that stores values in its inputs or attributes."""
+_Writer: TypeAlias = tuple[str, Callable[[Any], Any]]
+"""A piece that stores values in its inputs or attributes: its key, and a function from a stored value to its
+replacement outside the piece, such as zeros for a meta tensor."""
 
-    dependencies: Dependencies
-    """Dependencies of the stored values."""
-    stand_in: Callable[[Any], Any]
-    """Function from a stored value to its replacement outside the piece, such as zeros for a meta tensor."""
+
+def _effect_of(key: str) -> Dependencies:
+    return Dependencies(effects=frozenset((key,)))
 
 
 class DataflowTracer(TorchDispatchMode):
@@ -73,16 +72,8 @@ class DataflowTracer(TorchDispatchMode):
         self._names: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
         self._read = self._used = _NOTHING
         self._piece: str | None = None
-        self._reads = _ValueReads(self)
-
-    def __enter__(self) -> "DataflowTracer":
-        self._reads.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._reads.__exit__(*error)
+        self.reads = _ValueReads(self)
+        """Mode to enter before this one: it records reads of values that are no operation of torch."""
 
     def of(self, values: Any) -> Dependencies:
         """Return the dependencies of a tree of tensors and of all numbers that the model has read."""
@@ -128,7 +119,7 @@ class DataflowTracer(TorchDispatchMode):
         before = map_tensors(unchanged, copy)
         yield
         if copy is not values:
-            self._write_back(values, before, copy, _Writer(Dependencies(effects=frozenset((key,))), stand_in))
+            self._write_back(values, before, copy, (key, stand_in))
 
     @contextlib.contextmanager
     def writing_back_attributes(
@@ -137,10 +128,9 @@ class DataflowTracer(TorchDispatchMode):
         """Set on a piece, after the block, the attributes that its `copy`, which ran instead, has set on itself."""
         before = [dict(vars(one)) for one in copy.modules()]
         yield
-        writer = _Writer(Dependencies(effects=frozenset((key,))), stand_in)
         for one, other, was in zip(module.modules(), copy.modules(), before, strict=True):
             kept = {name: value for name, value in vars(other).items() if value is not was.get(name)}
-            vars(one).update((name, self._copy(value, writer)) for name, value in kept.items())
+            vars(one).update((name, self._copy(value, (key, stand_in))) for name, value in kept.items())
 
     @property
     def used(self) -> Dependencies:
@@ -172,19 +162,20 @@ class DataflowTracer(TorchDispatchMode):
                 self._write_back(*three, writer)
         elif now is not was:
             return self._copy(now, writer)
-        elif isinstance(old, Tensor) and writer.dependencies.effects <= self._of(now).effects:
-            self.record_change(old, dependencies=writer.dependencies)
+        elif isinstance(old, Tensor) and writer[0] in self._of(now).effects:
+            self.record_change(old, dependencies=_effect_of(writer[0]))
         return old
 
     def _copy(self, values: Any, writer: _Writer) -> Any:
         """Return copies for use outside of the piece that stored these values."""
+        key, stand_in = writer
 
         def made(tensor: Tensor) -> Tensor:
             own = tensor.detach().clone()
-            self._dependencies[own.untyped_storage()] = writer.dependencies
+            self._dependencies[own.untyped_storage()] = _effect_of(key)
             return own
 
-        return map_tensors(made, writer.stand_in(values))
+        return map_tensors(made, stand_in(values))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -195,7 +186,7 @@ class DataflowTracer(TorchDispatchMode):
         dependencies = self._of((args, kwargs))
         if self._piece is not None:
             self._used |= dependencies
-            dependencies = Dependencies(effects=frozenset((self._piece,)))
+            dependencies = _effect_of(self._piece)
         elif not func.is_view and func.overloadpacket not in _SHAPE_READERS:
             memories = (tensor.untyped_storage() for tensor in tensors((args, kwargs)))
             dependencies |= Dependencies(

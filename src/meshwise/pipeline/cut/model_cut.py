@@ -45,23 +45,6 @@ class CutOptions:
 
 
 @dataclass(frozen=True)
-class MatrixPairs:
-    """Names of the matrices that tensor parallelism splits in pairs; no stage begins inside a pair."""
-
-    colwise: frozenset[str] = frozenset()
-    """The first matrix of each pair."""
-    rowwise: frozenset[str] = frozenset()
-    """The second matrix of each pair."""
-
-    def are_whole(self, module: str) -> bool:
-        """Return whether the module contains both a colwise and a rowwise matrix, or neither."""
-        colwise, rowwise = (
-            any(f"{name}.".startswith(f"{module}.") for name in side) for side in (self.colwise, self.rowwise)
-        )
-        return colwise == rowwise
-
-
-@dataclass(frozen=True)
 class CutRequest:
     """Request for a cut: the quantity to balance and the options."""
 
@@ -73,8 +56,14 @@ class CutRequest:
     schedule: Schedule | None = None
     """Schedule of the stages. With it, `memory` counts the micro-batches that each stage holds, and `time` minimizes
     the training step instead of the largest stage."""
-    pairs: MatrixPairs = MatrixPairs()
-    """Pairs of matrices that tensor parallelism splits; no stage begins inside a pair."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """Role of each module in tensor parallelism, by name. No stage begins between a `colwise` and a `rowwise` matrix,
+    because there the ranks have different features."""
+
+    def keeps_pairs(self, module: str) -> bool:
+        """Return whether a module contains both a colwise and a rowwise matrix, or neither."""
+        inside = {role for name, role in self.roles.items() if f"{name}.".startswith(f"{module}.")}
+        return ("colwise" in inside) == ("rowwise" in inside)
 
 
 @dataclass(frozen=True)
@@ -216,7 +205,7 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
     splittable = [
         called.key
         for called in seen.calls
-        if called.inside and all(request.pairs.are_whole(part.module) for part in called.inside)
+        if called.inside and all(request.keeps_pairs(part.module) for part in called.inside)
     ]
     fit = sum(bool(called.parameters) for called in seen.with_split_blocks(splittable).calls)
     if fit < stages:

@@ -121,11 +121,6 @@ class ProbeResult:
             place += len(parts) or 1
         return found
 
-    def ends(self, keys: Collection[str]) -> frozenset[int]:
-        """Return the places of these blocks' own remaining code, in the calls of `with_split_blocks(keys)`."""
-        calls = self.with_split_blocks(keys).calls
-        return frozenset(place for place, called in enumerate(calls) if called.key in keys)
-
     def keys_sent(self, position: int) -> tuple[str, ...]:
         """Return the keys of the outputs that must be sent if a stage begins at call number `position`."""
         return tuple(
@@ -170,8 +165,8 @@ def has_no_values(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
-    """Return the first of several runs of one model; each call gets the median work of its equal calls in all runs.
+def with_typical_costs(seen: ProbeResult, *, runs: Sequence[ProbeResult], model: nn.Module) -> ProbeResult:
+    """Return `seen` with the costs of timed runs; each call gets the median work of its equal calls in all runs.
 
     Equal calls (blocks of one kind) do the same work; their times differ only by disturbances of the machine. A minimum
     would be unfair: the more calls of a kind are measured, the smaller is their minimum."""
@@ -184,14 +179,17 @@ def typical(runs: Sequence[ProbeResult], *, model: nn.Module) -> ProbeResult:
         for kind, some in found.items()
     }
 
-    def with_medians(calls: Sequence[PieceCall], *within: Any) -> tuple[PieceCall, ...]:
+    def with_medians(calls: Sequence[PieceCall], timed: Sequence[PieceCall], *within: Any) -> tuple[PieceCall, ...]:
+        kinds = [(kind, one.inside) for kind, one in _kinds(timed, model, *within) if kind[:-1] == within]
         return tuple(
-            dataclasses.replace(called, cost=medians[kind], inside=with_medians(called.inside, *kind))
-            for kind, called in _kinds(calls, model, *within)
-            if kind[:-1] == within
+            dataclasses.replace(
+                called, cost=medians[kind], inside=called.inside and with_medians(called.inside, inside, *kind)
+            )
+            for called, (kind, inside) in zip(calls, kinds, strict=True)
         )
 
-    return dataclasses.replace(runs[0], calls=with_medians(runs[0].calls), tail=median(run.tail for run in runs))
+    calls = with_medians(seen.calls, runs[0].calls)
+    return dataclasses.replace(seen, calls=calls, tail=median(run.tail for run in runs))
 
 
 def _kinds(calls: Sequence[PieceCall], model: nn.Module, *within: Any) -> Iterator[tuple[Any, PieceCall]]:
@@ -211,7 +209,9 @@ def inner_modules(block: nn.Module) -> tuple[str, ...]:
     if any(map(has_backward_hooks, block.modules())):
         return ()
     computes = any(id(parameter) not in theirs for parameter in block.parameters()) or read_from_children(block)
-    return () if computes or len(names) < 2 or _has_equal_modules(block, names) else names
+    kinds = Counter((name.rpartition(".")[0], type(block.get_submodule(name))) for name in names if "." in name)
+    has_equal = any(count > 1 for count in kinds.values())  # such as experts
+    return () if computes or len(names) < 2 or has_equal else names
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
@@ -237,9 +237,3 @@ def _modules_with_forward(module: nn.Module, path: str) -> Iterator[str]:
                 yield from _modules_with_forward(child, f"{path}{name}.")
             else:
                 yield f"{path}{name}"
-
-
-def _has_equal_modules(block: nn.Module, names: tuple[str, ...]) -> bool:
-    """Return whether a list of modules in the block has two modules of one class, such as experts."""
-    kinds = Counter((name.rpartition(".")[0], type(block.get_submodule(name))) for name in names if "." in name)
-    return any(count > 1 for count in kinds.values())

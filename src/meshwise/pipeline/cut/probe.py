@@ -40,9 +40,9 @@ from meshwise.pipeline.cut.piece_calls import (
     has_no_values,
     inner_modules,
     is_repeated,
-    typical,
+    with_typical_costs,
 )
-from meshwise.pipeline.run.stage_backward import StageEntrance, is_reentrant
+from meshwise.pipeline.run.stage_backward import entered, is_reentrant
 
 Call = Callable[[nn.Module], Any]
 """Function that runs a model on an example, and returns the output or the loss."""
@@ -98,23 +98,15 @@ def _seen(
     """Return the result of a traced run and, if `timed`, of separate runs that measure time."""
     watch = _Watch(found, timed=timed and has_no_values(model))
     with contextlib.ExitStack() as stack:
-        for mode in (MetaKernels(), watch.known, watch.tracer) if has_no_values(model) else (watch.tracer,):
+        meta = (MetaKernels(), watch.known) if has_no_values(model) else ()
+        for mode in (*meta, watch.tracer.reads, watch.tracer):
             stack.enter_context(mode)
         seen = _run(model, call, found, watch, parts=parts)
     if not timed or has_no_values(model):
         return seen
     with keep_freed_memory():
         runs = [_run(model, call, found, _Watch(found, timed=True), parts=parts) for _ in range(ROUNDS)]
-    costs = typical(runs, model=model)
-    return dataclasses.replace(seen, calls=_with_costs(seen.calls, costs.calls), tail=costs.tail)
-
-
-def _with_costs(calls: Sequence[PieceCall], costs: Sequence[PieceCall]) -> tuple[PieceCall, ...]:
-    """Return the calls with the costs of the same calls in another run."""
-    return tuple(
-        dataclasses.replace(one, cost=cost.cost, inside=_with_costs(one.inside, cost.inside) if one.inside else ())
-        for one, cost in zip(calls, costs, strict=True)
-    )
+    return with_typical_costs(seen, runs=runs, model=model)
 
 
 def _run(
@@ -134,7 +126,7 @@ def _run(
     before = _buffers_outside(watched, pieces=pieces)
     for name, module in pieces.items():
         own = shadow.get_submodule(name) if bare else None
-        module.forward = _Watched(name, module, watch, parts=parts.get(name, ()), shadow=own)
+        module.forward = _Watched(name, module, watch, parts.get(name, ()), own)
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             result = call(watched)
@@ -144,11 +136,6 @@ def _run(
     finally:
         for module in pieces.values():  # else it would keep this run's tensors alive until the next garbage collection
             del module.forward
-
-
-def as_zeros(values: Any, *, device: torch.device) -> Any:
-    """Return a tree of values with each tensor replaced by zeros of its shape and dtype on `device`."""
-    return map_tensors(lambda tensor: torch.zeros_like(tensor, device=device), values)
 
 
 def device_of(inputs: Any) -> torch.device:
@@ -201,14 +188,12 @@ class _Watch:
 
     def output(self, values: Any, *, key: str, made: bool = False) -> Any:
         """Return the output of a call as the start of a new graph. `made`: no other object uses its memory."""
-        return map_tensors(lambda tensor: self._output(tensor, key, made=made), values)
 
-    def _output(self, tensor: Tensor, key: str, *, made: bool) -> Tensor:
-        own = self.tracer.register_output(tensor, key=key, made=made)
-        if not own.dtype.is_floating_point:
-            return own
-        entered: Tensor = StageEntrance.apply(own.requires_grad_())
-        return entered
+        def start(tensor: Tensor) -> Tensor:
+            own = self.tracer.register_output(tensor, key=key, made=made)
+            return entered(own.requires_grad_()) if own.dtype.is_floating_point else own
+
+        return map_tensors(start, values)
 
     def seen(self, result: Any, everywhere: tuple[str, ...]) -> ProbeResult:
         """Return the record of the run. A block can be split if it is called once, and only its output is used."""
@@ -226,15 +211,16 @@ class _Watch:
         return ProbeResult(tuple(calls), needed, everywhere, frozenset(self.tracer.changed))
 
 
+@dataclasses.dataclass(eq=False)
 class _Watched:
     """Replacement for the forward of a piece that records each call."""
 
-    def __init__(
-        self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str], shadow: nn.Module | None
-    ) -> None:
-        """`shadow` is the copy on the meta device that runs in place of the module, or None."""
-        self._name, self._module, self._watch, self._parts = name, module, watch, parts
-        self._shadow = shadow
+    _name: str
+    _module: nn.Module
+    _watch: _Watch
+    _parts: Sequence[str]
+    _shadow: nn.Module | None
+    """Copy on the meta device that runs in place of the module, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the piece, record the call, and return the output."""
@@ -244,7 +230,8 @@ class _Watched:
         if self._shadow is None:
             output, called = self._record(key, self._module, given)
         else:
-            stand_in, inputs = partial(as_zeros, device=device), map_tensors(lambda tensor: tensor.to("meta"), given)
+            stand_in = partial(map_tensors, partial(torch.zeros_like, device=device))
+            inputs = map_tensors(lambda tensor: tensor.to("meta"), given)
             stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # zeros stand for computed values here
             watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.tracer.depends_on_pieces(a))
             _share_hooks(self._module, other=self._shadow)
@@ -355,7 +342,9 @@ def _own_forward(
     module: nn.Module, watch: _Watch, *, key: str, name: str, parameters: tuple[str, ...], inputs: tuple[Any, Any]
 ) -> tuple[Any, PieceCall]:
     """Run the class's own `forward`; return its result and its call, with the dependencies of the values it used."""
-    run, own, separate = partial(type(module).forward, module), list(module.parameters()), detached_inputs(inputs)
+    run, own = partial(type(module).forward, module), list(module.parameters())
+    # in the same memory, without their graph
+    separate = map_tensors(lambda x: entered(x.detach().requires_grad_()) if x.requires_grad else x, inputs)
     counts = watch.timed and any(tensor.is_meta for tensor in (*own, *tensors(separate)))
     kind = operations_key(module, inputs=separate)
     known = watch.counted.get(kind) if counts else None
@@ -408,18 +397,6 @@ def profile_module(
                 torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         work = read() - begin
     return output, CallCost(sum(kept.values()), work)
-
-
-def detached_inputs(inputs: Any) -> Any:
-    """Return the inputs in the same memory without their graph; `requires_grad` stays as it was."""
-
-    def own(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        entered: Tensor = StageEntrance.apply(tensor.detach().requires_grad_())
-        return entered
-
-    return map_tensors(own, inputs)
 
 
 class LossTail:

@@ -15,6 +15,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -59,9 +60,30 @@ class PartitionItems:
     after: Sequence[float] = ()
     """Load that is added to the stage that begins at the item; empty: nothing is added."""
 
-    def largest(self, bounds: Sequence[int]) -> float:
-        """Return the load of the largest stage; stage k has the items from bounds[k] to bounds[k + 1]."""
-        return max(_Table(self).loads(bounds))
+    @cached_property
+    def _sums(self) -> Sequence[Sequence[float]]:
+        """Running sums of `loads`, so that the load of a range is a difference."""
+        return [[0.0, *accumulate(row)] for row in self.loads]
+
+    @cached_property
+    def _solid_before(self) -> Sequence[int]:
+        return [0, *accumulate(self.solid)]
+
+    def stage_loads(self, bounds: Sequence[int]) -> list[float]:
+        """Return the load of each stage; stage k has the items from bounds[k] to bounds[k + 1]."""
+        return [self.load(stage, start=start, end=end) for stage, (start, end) in enumerate(pairwise(bounds))]
+
+    def load(self, stage: int, *, start: int, end: int) -> float:
+        """Return the load of stage `stage` with the items from start to end; infinite if no item has parameters."""
+        if self._solid_before[end] == self._solid_before[start]:
+            return math.inf
+        after = self.after[start] if self.after else 0.0
+        before = self.before[end] if self.before and end < len(self.before) else 0.0
+        return self.alone(stage, start=start, end=end) + after + before
+
+    def alone(self, stage: int, *, start: int, end: int) -> float:
+        """Return the load without the added loads of `before` and `after`; it never falls as the range grows."""
+        return self._sums[stage][end] - self._sums[stage][start]
 
     def merged(self, places: Sequence[int]) -> "PartitionItems":
         """Merge all items between two neighbouring `places` into one item each; the first place is 0."""
@@ -105,18 +127,17 @@ def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
             f"{stages} stages do not fit: the model has {sum(items.solid)} pieces that can stand alone, so at most "
             f"pp·virtual_stages={sum(items.solid)}"
         )
-    table = _Table(items)
     everything = [[math.inf] * (count + 1) for _ in range(stages + 1)]
     everything[0][0] = 0.0
     for stage, end in itertools.product(range(stages), range(1, count + 1)):
         least = math.inf
         for start in range(end - 1, -1, -1):
-            if table.alone(stage, start, end) >= least:
+            if items.alone(stage, start=start, end=end) >= least:
                 break
-            least = min(least, max(everything[stage][start], table.load(stage, start, end)))
+            least = min(least, max(everything[stage][start], items.load(stage, start=start, end=end)))
         everything[stage + 1][end] = least
     limit = everything[stages][count] * (1 + slack) * (1 + 1e-12)
-    return _cheapest(table, limit)
+    return _cheapest(items, limit)
 
 
 def improve_bounds(
@@ -127,16 +148,19 @@ def improve_bounds(
     The search ends when no move shortens the training step, or when `tries` moves were timed. Moves whose largest stage
     is smallest come first. One kind of move shifts several neighbouring bounds by one, so one item moves from stage i
     to stage j. The other shifts one bound by up to REACH items, past items of other kinds to an equal item."""
-    table = _Table(items)
-    best = clock(loads=table.loads(bounds), sent_bytes=table.sent(bounds), limit=math.inf)
+
+    def taken_with(loads: Sequence[float], bounds: tuple[int, ...], limit: float) -> float:
+        return clock(loads=loads, sent_bytes=[items.sent_bytes[bound] for bound in bounds[1:-1]], limit=limit)
+
+    best = taken_with(items.stage_loads(bounds), bounds, math.inf)
     moved = True
     while moved:
         moved = False
-        loads = {other: table.loads(other) for other in _moves(bounds, table.count)}
+        loads = {other: items.stage_loads(other) for other in _moves(bounds, len(items.solid))}
         for other in sorted(loads, key=lambda other: max(loads[other])):
             if tries == 0 or max(loads[other]) == math.inf:
                 break
-            taken = clock(loads=loads[other], sent_bytes=table.sent(other), limit=best)
+            taken = taken_with(loads[other], other, best)
             tries -= taken < math.inf
             if taken < best * (1 - 1e-6):
                 best, bounds, moved = taken, other, True
@@ -158,52 +182,23 @@ def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
                 yield moved
 
 
-def _cheapest(table: "_Table", limit: float) -> tuple[int, ...]:
+def _cheapest(items: PartitionItems, limit: float) -> tuple[int, ...]:
     """Return the bounds without a load above `limit` that send the fewest bytes; then, with the least squared loads."""
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
-    for stage in range(table.stages):
+    count = len(items.solid)
+    for stage in range(len(items.loads)):
         ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
         for start, ((sent, squares), bounds) in best[-1].items():
-            for end in range(start + 1, table.count + 1):
-                if table.alone(stage, start, end) > limit:
+            for end in range(start + 1, count + 1):
+                if items.alone(stage, start=start, end=end) > limit:
                     break
-                load = table.load(stage, start, end)
+                load = items.load(stage, start=start, end=end)
                 if load <= limit:
-                    price = (sent + (table.sent_bytes[start] if start else 0.0), squares + load**2)
+                    price = (sent + (items.sent_bytes[start] if start else 0.0), squares + load**2)
                     if end not in ends or price < ends[end][0]:
                         ends[end] = (price, (*bounds, end))
         best.append(ends)
-    return best[-1][table.count][1]
-
-
-class _Table:
-    """Loads of ranges of items, as differences of running sums."""
-
-    def __init__(self, items: PartitionItems) -> None:
-        self.stages, self.count, self.sent_bytes = len(items.loads), len(items.solid), items.sent_bytes
-        self._sums = [[0.0, *accumulate(row)] for row in items.loads]
-        self._solid = [0, *accumulate(items.solid)]
-        nothing = [0.0] * (self.count + 1)
-        self._before = [*items.before, 0.0] if items.before else nothing
-        self._after = [*items.after, 0.0] if items.after else nothing
-
-    def loads(self, bounds: Sequence[int]) -> list[float]:
-        """Return the loads of the stages between these bounds."""
-        return [self.load(stage, start, end) for stage, (start, end) in enumerate(pairwise(bounds))]
-
-    def sent(self, bounds: Sequence[int]) -> list[float]:
-        """Return the bytes that each stage except the last sends."""
-        return [self.sent_bytes[bound] for bound in bounds[1:-1]]
-
-    def load(self, stage: int, start: int, end: int) -> float:
-        """Return the load of stage `stage` with the items from start to end; infinite if no item has parameters."""
-        if self._solid[end] == self._solid[start]:
-            return math.inf
-        return self.alone(stage, start, end) + self._after[start] + self._before[end]
-
-    def alone(self, stage: int, start: int, end: int) -> float:
-        """Return the load without the added loads of `before` and `after`; it never falls as the range grows."""
-        return self._sums[stage][end] - self._sums[stage][start]
+    return best[-1][count][1]
 
 
 @dataclass(frozen=True)
@@ -256,16 +251,17 @@ def balance(
         device = next(model.parameters()).device
         byte = OPERATIONS_PER_BYTE if has_no_values(model) else _seconds_to_copy_byte(device)
         clock = StepClock(schedule, seconds_per_byte=byte)
+    split = seen.with_split_blocks(splittable)
     whole, fine = (
-        _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule))
-        for row in (seen, seen.with_split_blocks(splittable))
+        _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule)) for row in (seen, split)
     )
     fits = sum(whole.solid) >= stages
     bounds, price = _best(whole, clock) if fits or not splittable else ((), math.inf)
     if splittable:
         begins, count = seen.begins(splittable), len(fine.solid)
         pieces = [begins[called.key] for called in seen.calls]
-        places = (*_places(fine, stages, always=pieces, never=seen.ends(splittable)), count)
+        rests = {place for place, called in enumerate(split.calls) if called.key in splittable}  # of blocks' own code
+        places = (*_places(fine, stages, always=pieces, never=rests), count)
         also = tuple(places.index((*pieces, count)[bound]) for bound in bounds)
         found, finer = _best(fine.merged(places[:-1]), clock, also=also, slack=MIN_GAIN)
         if finer < price * (1 - MIN_GAIN):
@@ -299,7 +295,7 @@ def _best(
     `slack` is as in `divide`. With a clock, a search starts from the bounds of `divide`, and another from `also`."""
     even = divide(items, slack=slack)
     if clock is None:
-        return even, items.largest(even)
+        return even, max(items.stage_loads(even))
     tries = MAX_EVENTS // len(clock)
     starts = [even, also] if also else [even]
     found = [improve_bounds(items, bounds=start, clock=clock, tries=tries) for start in starts]

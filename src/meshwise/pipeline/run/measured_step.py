@@ -27,7 +27,7 @@ from meshwise.base.timeline import Event, Timeline, TimelineRow, time_within
 from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.world import World
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
-from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action, ActionKind, Schedule
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule
 
 _ROUNDS = 8
 """Number of questions to each rank's clock; the quickest answer is taken."""
@@ -169,7 +169,9 @@ class MeasuredStep:
         rows = [tuple(one for one in row if one.microbatch in present) for row in self.schedule.rows]
         events: list[Event] = []
         for ranks, own in zip(self.run.pipelines, means, strict=True):
-            timeline = clock(Schedule(tuple(rows)), costs=[_cost(stage) for stage in own])
+            # kinds of computation that do not occur cost 0
+            costs = [ActionCost(*(stage.get(kind, 0.0) for kind in map(ActionKind, "FIWB"))) for stage in own]
+            timeline = clock(Schedule(tuple(rows)), costs=costs)
             events += (dataclasses.replace(event, rank=ranks[event.rank]) for event in timeline.events)
         return Timeline(tuple(events), self.run.pipelines)
 
@@ -219,11 +221,10 @@ def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule)
     every = world.exchange(watch.read(offset=clock_offset(world)))
     pipelines = world.mesh.groups(["pp"])
     steps = zip(*(_steps(rank, spans) for rank, spans in enumerate(every)), strict=True)
-    made = []
-    for ranks in steps:
-        events = [event for own in ranks for event in own]
-        made.append(MeasuredStep(schedule, Timeline(_from_zero(events), pipelines)))
-    return made
+    return [
+        MeasuredStep(schedule, Timeline(_from_zero([event for own in ranks for event in own]), pipelines))
+        for ranks in steps
+    ]
 
 
 def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
@@ -249,9 +250,3 @@ def _from_zero(events: Sequence[Event]) -> tuple[Event, ...]:
     """Return the events shifted so that the first begins at 0."""
     start = min(event.start for event in events)
     return tuple(dataclasses.replace(one, start=one.start - start, stop=one.stop - start) for one in events)
-
-
-def _cost(means: _Means) -> ActionCost:
-    """Return the cost of a stage; kinds of computation that do not occur cost 0."""
-    absent = dict.fromkeys(COMPUTE, 0.0) | dict(means)
-    return ActionCost(absent[ActionKind.F], absent[ActionKind.I], absent[ActionKind.W], backward=absent[ActionKind.B])

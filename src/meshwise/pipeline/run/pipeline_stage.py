@@ -17,7 +17,7 @@ makes a stage from a model and its cut."""
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from meshwise.model.forward import StageForwardLeft
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.shape_constants import MetaKernels, ShapeConstants
 from meshwise.model.torch_private import without_modes
-from meshwise.pipeline.cut.model_cut import REMEDY, ModelCut, StageContents
+from meshwise.pipeline.cut.model_cut import REMEDY, ModelCut
 from meshwise.pipeline.run.stage_backward import enter
 
 
@@ -107,8 +107,11 @@ def _first(tree: Any) -> Tensor | None:
 class StageForwardState:
     """State of a stage's current forward: received values, values to send, and the place among the calls of pieces."""
 
-    def __init__(self, sends: Sequence[str], *, changed: Collection[str], same_shape: Collection[str]) -> None:
-        self.sends, self.changed, self.same_shape = sends, changed, same_shape
+    def __init__(self, cut: ModelCut, *, index: int, modules: Sequence[nn.Module]) -> None:
+        """`modules`: the module of each call in `cut.contents(index)`."""
+        self.sends = cut.sends[index] if index + 1 < cut.stages else ()
+        self.changed, self.same_shape = cut.changed, cut.same_shape
+        self._contents, self._modules = cut.contents(index), modules
         self.nan = NanPlaceholder()
         self.width = FeatureWidth()
         self.open = self.repeats = False
@@ -124,22 +127,27 @@ class StageForwardState:
         for key, value in self.received.items():
             self.keep(key, value=value)
 
+    def advance(self, module: nn.Module) -> tuple[str, bool]:
+        """Return the key of the next call, which is of `module`, and whether this stage computes it.
+
+        Before a call of a later stage, end the model's forward by raising StageForwardLeft, unless a block is being
+        repeated in the backward. Raises StageError if the next call is of another module."""
+        keys, position = self._contents.keys, self.position
+        if position >= len(keys) or self._modules[position] is not module:
+            due = keys[position] if position < len(keys) else "the end"
+            name = next(key for key, one in zip(keys, self._modules, strict=True) if one is module)
+            raise StageError(
+                f"{name} runs where {due} was due; a pipeline needs a model whose pieces always run in the same order"
+            )
+        if position >= self._contents.stop and not self.repeats:
+            raise StageForwardLeft
+        self.position += 1
+        return keys[position], self._contents.start <= position < self._contents.stop
+
     def keep(self, key: str, *, value: Any) -> None:
         """Store a value that is sent at the end, if it is in `sends`. If the model will change it, store a copy."""
         if key in self.sends and not self.repeats:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
-
-    def device_for(self, given: Tensor) -> torch.device:
-        """Return the device for a result of the input `given`; if `given` is on meta, the device of received values.
-
-        An input is on the meta device if the model moved it to the device of a remote parameter."""
-        here = (tensor.device for tensor in tensors(self.received))
-        return next(here, given.device) if given.is_meta else given.device
-
-    def leave(self) -> None:
-        """End the model's forward by raising StageForwardLeft, unless a block is being repeated in the backward."""
-        if not self.repeats:
-            raise StageForwardLeft
 
     def snapshot(self) -> Place:
         """Return the point that the forward has reached, for `restored` (`model.forward_replay.RememberedState`)."""
@@ -203,22 +211,18 @@ class Stage:
 class PieceForward:
     """Replacement for the forward of a piece in a stage: it computes, returns the received output, or returns NaN."""
 
-    def __init__(self, module: nn.Module, *, shadow: nn.Module, route: "StageRoute", state: StageForwardState) -> None:
+    def __init__(self, module: nn.Module, *, shadow: nn.Module, state: StageForwardState) -> None:
         self.compiled: Callable[..., Any] | None = None
         """Compiled forward of the piece under `compile=blocks`."""
-        self._module, self._shadow, self._route, self._state = module, shadow, route, state
+        self._module, self._shadow, self._state = module, shadow, state
         self._shapes: dict[Any, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the `forward` of the module."""
-        state, route = self._state, self._route
+        state = self._state
         if not state.open:  # called by torch's checkpoint in the backward, or by the user
             return self._own(args, kwargs)
-        key = route.key(state.position, module=self._module)
-        if state.position >= route.stop:
-            state.leave()
-        own = route.start <= state.position < route.stop
-        state.position += 1
+        key, own = state.advance(self._module)
         if own:
             output = self._own(args, kwargs)
             state.keep(key, value=output)
@@ -238,8 +242,9 @@ class PieceForward:
         state = self._state
         first = next(tensors((args, kwargs)), torch.empty(()))
         shapes = first if key in state.same_shape else self._shapes_for(key, args, kwargs)
-        fresh = key in state.changed
-        device = state.device_for(first)
+        fresh, device = key in state.changed, first.device
+        if first.is_meta:  # the model moved the input to the device of a remote parameter
+            device = next((tensor.device for tensor in tensors(state.received)), device)
         return map_tensors(lambda like: state.nan.like(like, device=device, fresh=fresh), shapes)
 
     def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
@@ -250,7 +255,14 @@ class PieceForward:
             args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
             try:
                 # A norm over the batch of all ranks would otherwise communicate with other ranks.
-                with torch.no_grad(), torch._C.DisableTorchFunction(), without_modes(), sizes_known():
+                with (
+                    torch.no_grad(),
+                    torch._C.DisableTorchFunction(),
+                    without_modes(),
+                    MetaKernels(),
+                    ShapeConstants() as constants,  # values that follow from sizes alone, as positions, are known
+                    constants.forward(),
+                ):
                     self._shapes[asked] = self._state.width.ask(
                         self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
                     )
@@ -259,28 +271,17 @@ class PieceForward:
         return self._shapes[asked]
 
 
-@contextlib.contextmanager
-def sizes_known() -> Iterator[ShapeConstants]:
-    """Inside the block, run pieces on meta tensors. Values that follow from sizes alone, as positions, are known."""
-    with MetaKernels(), ShapeConstants() as constants, constants.forward():
-        yield constants
-
-
 class SplitBlockForward:
     """Replacement for the forward of a split block: its modules are pieces, and the rest of its code a last piece."""
 
-    def __init__(self, module: nn.Module, *, route: "StageRoute", state: StageForwardState) -> None:
-        self._module, self._route, self._state = module, route, state
+    def __init__(self, module: nn.Module, *, state: StageForwardState) -> None:
+        self._module, self._state = module, state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the `forward` of the module."""
         output = type(self._module).forward(self._module, *args, **kwargs)
-        state = self._state
-        key = self._route.key(state.position, module=self._module)
-        if state.position >= self._route.stop:
-            state.leave()
-        state.position += 1
-        state.keep(key, value=output)
+        key, _ = self._state.advance(self._module)
+        self._state.keep(key, value=output)
         return output
 
 
@@ -302,24 +303,6 @@ class NanPlaceholder:
                 return flat.view(tensor.shape)
             self._flat[place] = flat
         return flat[: tensor.numel()].view(tensor.shape)
-
-
-class StageRoute:
-    """Order of the calls of all pieces, and the range of calls that one stage computes."""
-
-    def __init__(self, contents: StageContents, *, modules: Sequence[nn.Module]) -> None:
-        self._keys, self._modules = contents.keys, modules
-        self.start, self.stop = contents.start, contents.stop
-
-    def key(self, position: int, *, module: nn.Module) -> str:
-        """Return the key of the call at this position. Raises StageError if it is not a call of `module`."""
-        if position >= len(self._keys) or self._modules[position] is not module:
-            due = self._keys[position] if position < len(self._keys) else "the end"
-            name = next(key for key, one in zip(self._keys, self._modules, strict=True) if one is module)
-            raise StageError(
-                f"{name} runs where {due} was due; a pipeline needs a model whose pieces always run in the same order"
-            )
-        return self._keys[position]
 
 
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
@@ -411,39 +394,31 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
 
     The stage's parameters and buffers are the model's own tensors, not copies, so that the stage trains the model. The
     parameters of other stages become `RemoteParameter`s in the stage; `model` itself stays as it is."""
-    state = StageForwardState(
-        cut.sends[index] if index + 1 < cut.stages else (), changed=cut.changed, same_shape=cut.same_shape
-    )
     like, contents = like or model_without_values(model), cut.contents(index)
     kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     module = copy_modules(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
     pieces = {name: module.get_submodule(name) for name in contents.modules}
-    modules = [pieces[name] for name in contents.modules]
-    route = StageRoute(contents, modules=modules)
-    for (path, owner), bare_owner in zip(module.named_modules(), like.modules(), strict=True):
-        _release(owner, owner._parameters, kept, bare_owner._parameters, path=path)
+    state = StageForwardState(cut, index=index, modules=[pieces[name] for name in contents.modules])
+    _release(module, "_parameters", kept, like=like)
     for name, piece in pieces.items():
         if name in contents.split_blocks:
-            piece.forward = SplitBlockForward(piece, route=route, state=state)
+            piece.forward = SplitBlockForward(piece, state=state)
             continue
+        shadow = like.get_submodule(name)
         if name not in contents.modules[contents.start : contents.stop]:
-            for (path, owner), bare_owner in zip(
-                piece.named_modules(prefix=name), like.get_submodule(name).modules(), strict=True
-            ):
-                _release(owner, owner._buffers, kept, bare_owner._buffers, path=path)
-        piece.forward = PieceForward(piece, shadow=like.get_submodule(name), route=route, state=state)
+            _release(piece, "_buffers", kept, like=shadow, prefix=name)
+        piece.forward = PieceForward(piece, shadow=shadow, state=state)
     receives = cut.sends[index - 1] if index else ()
     return Stage(module, index=index, count=cut.stages, state=state, receives=receives)
 
 
-def _release(
-    owner: nn.Module, tensors: MutableMapping[str, Any], kept: set[int], like: Mapping[str, Any], *, path: str
-) -> None:
-    """Replace parameters or buffers (`tensors`) of the module at `path` by `RemoteParameter`s, except the `kept` ids.
+def _release(module: nn.Module, table: str, kept: set[int], *, like: nn.Module, prefix: str = "") -> None:
+    """Replace parameters or buffers (`table`) of the module at `prefix` by `RemoteParameter`s, except the `kept` ids.
 
     A model can still read the dtype or shape of a released tensor; computing with it is an error."""
-    for name, tensor in list(tensors.items()):
-        bare = like[name]
-        if tensor is not None and bare is not None and id(tensor) not in kept:
-            del tensors[name]
-            setattr(owner, name, RemoteParameter.named(f"{path}.{name}" if path else name, like=bare))
+    for (path, owner), bare_owner in zip(module.named_modules(prefix=prefix), like.modules(), strict=True):
+        for name, bare in vars(bare_owner)[table].items():
+            tensor = vars(owner)[table][name]
+            if tensor is not None and bare is not None and id(tensor) not in kept:
+                del vars(owner)[table][name]
+                setattr(owner, name, RemoteParameter.named(f"{path}.{name}" if path else name, like=bare))

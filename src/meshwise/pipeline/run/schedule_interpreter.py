@@ -46,13 +46,17 @@ class MicrobatchJob:
     """Runs the model on the micro-batch; on the last stage it returns the loss from which the backward starts."""
     shapes: Hashable
     """Key for the shapes of the micro-batch, equal on every rank. With equal keys, messages have equal shapes."""
+    batch: Any = None
+    """The micro-batch, passed to `StageStorage.running`; None for a prediction."""
 
 
 class StageStorage(Protocol):
     """Interface of the storage of a stage's parameters, as the interpreter uses it."""
 
-    def running(self, index: int, *, again: bool) -> AbstractContextManager[None]:
-        """Return a context in which micro-batch `index` runs: its forward, or its backward if `again`."""
+    def running(self, index: int, *, batch: Any, again: bool) -> AbstractContextManager[None]:
+        """Return a context in which micro-batch `index` runs: its forward, or its backward if `again`.
+
+        `batch`: the micro-batch, from its job."""
 
     def gather(self) -> None:
         """Start to gather the parameters."""
@@ -110,9 +114,8 @@ class ScheduleInterpreter:
                 f"an earlier step broke off {self._broken_off}, and its messages between stages may still arrive. "
                 "Start the ranks again, and load the last checkpoint: trainer.load(path)"
             )
-        walk = _Walk(self, schedule, jobs)
         try:
-            return walk.run()
+            return _Walk(self, schedule, jobs).run()
         except BaseException:
             self._broken_off = f"in {self._world.flight_recorder.doing} on rank {self._rank} of the pipeline"
             raise
@@ -170,7 +173,8 @@ class _Walk:
     # ---- computing ---------------------------------------------------------------------------------------------
 
     def _compute(self, kind: ActionKind, place: Place) -> None:
-        with self._storages[place[0]].running(place[1], again=kind is not ActionKind.F):
+        batch = self._jobs[place[1]].batch
+        with self._storages[place[0]].running(place[1], batch=batch, again=kind is not ActionKind.F):
             if kind is ActionKind.F:
                 self._forward(place)
             elif kind is ActionKind.W:

@@ -18,6 +18,7 @@ would get from one of these nodes to the others again. Behind torch's checkpoint
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import checkpoint
 
-from meshwise.base.tensor_tree import map_tensors
+from meshwise.base.tensor_tree import map_tensors, tensors
 
 Gradients: TypeAlias = Sequence[Tensor | None]
 """Gradient of each output of a node; None for an output without a gradient."""
@@ -54,20 +55,18 @@ class StageEntrance(torch.autograd.Function):
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
+def entered(leaf: Tensor) -> Tensor:
+    """Return the leaf behind a `StageEntrance`."""
+    inside: Tensor = StageEntrance.apply(leaf)
+    return inside
+
+
 def enter(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return received values for a stage to use: each leaf that requires a gradient passes one `StageEntrance`."""
-    made: dict[int, Tensor] = {}
-
-    def inside(tensor: Tensor) -> Tensor:
-        if not (tensor.requires_grad and tensor.is_leaf):
-            return tensor
-        if id(tensor) not in made:
-            entered: Tensor = StageEntrance.apply(tensor)
-            made[id(tensor)] = entered
-        return made[id(tensor)]
-
-    entered: dict[str, Any] = map_tensors(inside, dict(values))
-    return entered
+    leaves = {id(tensor): tensor for tensor in tensors(dict(values)) if tensor.requires_grad and tensor.is_leaf}
+    made = {key: entered(leaf) for key, leaf in leaves.items()}
+    inside: dict[str, Any] = map_tensors(lambda tensor: made.get(id(tensor), tensor), dict(values))
+    return inside
 
 
 class WeightBackward:
@@ -95,7 +94,7 @@ def backward_input(
     backward. If it contains a reentrant checkpoint, I is the whole backward, and W does nothing."""
     trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}
     graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
-    spine = graph.leading_to({_node(leaf) for leaf in received})
+    spine, _ = graph.above({_node(leaf) for leaf in received})
     later = WeightBackward()
     if graph.is_reentrant:
         torch.autograd.backward(outputs, gradients)
@@ -137,7 +136,7 @@ def is_reentrant(values: Iterable[Tensor]) -> bool:
 
 def _arrived(later: WeightBackward, place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> None:
     """Add to W the backward from `place` to the parameters, with the gradients that arrive there in I."""
-    if parameters and any(gradient is not None for gradient in gradients):
+    if any(gradient is not None for gradient in gradients):
         later.later(partial(_leave, place, parameters, gradients))
 
 
@@ -208,31 +207,23 @@ class _Graph:
         """True if a node of the graph is a reentrant checkpoint."""
         return any(node.name() == _REENTRANT for node in self.nodes)
 
-    def leading_to(self, leaves: Iterable[Node]) -> set[Node]:
-        """Return the nodes from which one of the leaves can be reached, including these leaves."""
+    def above(self, starts: Iterable[Node], *, until: AbstractSet[Node] = frozenset()) -> tuple[set[Node], set[Node]]:
+        """Return the nodes from which a start can be reached without a node of `until`, including the starts.
+
+        Return also the nodes of `until` at which the paths to the starts leave `until`."""
         found: set[Node] = set()
-        waiting = [leaf for leaf in leaves if leaf in self.nodes]
+        ends: set[Node] = set()
+        waiting = [start for start in starts if start in self.nodes]
         while waiting:
             node = waiting.pop()
             if node not in found:
                 found.add(node)
-                waiting += self._above.get(node, ())
-        return found
+                above = self._above.get(node, set())
+                ends |= above & until
+                waiting += above - until
+        return found, ends
 
     def entrances(self, leaf: Node, *, spine: set[Node]) -> set[Node | None]:
         """Return the nodes at which paths to the leaf leave the spine, and None for a path that misses the spine."""
-        found: set[Node | None] = set()
-        seen: set[Node] = set()
-        waiting = [leaf] if leaf in self.nodes else []
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            found |= {None} if node in self._roots else set()
-            for above in self._above.get(node, ()):
-                if above in spine:
-                    found.add(above)
-                else:
-                    waiting.append(above)
-        return found
+        passed, ends = self.above([leaf], until=spine)
+        return {*ends, *((None,) if passed & self._roots else ())}

@@ -177,8 +177,8 @@ class _Row:
 class NamedSchedule:
     """A schedule that a plan can name: the function that builds it, and the numbers with which it works."""
 
-    build: Callable[[int, int, int], Schedule]
-    """`build(pp, microbatches, virtual_stages)` returns the table."""
+    build: Callable[..., Schedule]
+    """`build(pp, microbatches=…)` returns the table; with `virtual_stages=…` too, if their number is not fixed."""
     virtual: tuple[int, int | None]
     """Smallest and largest number of stages per rank; None: no largest."""
     least: Callable[[int], int] = lambda _pp: 1
@@ -198,20 +198,15 @@ class NamedSchedule:
 
 
 SCHEDULES: Mapping[str, NamedSchedule] = {
-    "naive": NamedSchedule(lambda pp, m, _v: naive(pp, microbatches=m), (1, 1), overlaps=False),
-    "gpipe": NamedSchedule(lambda pp, m, _v: gpipe(pp, microbatches=m), (1, 1)),
-    "1f1b": NamedSchedule(lambda pp, m, _v: one_forward_one_backward(pp, microbatches=m), (1, 1)),
-    "interleaved": NamedSchedule(
-        lambda pp, m, v: interleaved(pp, microbatches=m, virtual_stages=v),
-        (2, None),
-        least=lambda pp: pp,
-        multiple=lambda pp: pp,
-    ),
-    "looped": NamedSchedule(lambda pp, m, v: looped(pp, microbatches=m, virtual_stages=v), (2, None)),
-    "zb-h1": NamedSchedule(lambda pp, m, _v: zb_h1(pp, microbatches=m), (1, 1)),
-    "zb-h2": NamedSchedule(lambda pp, m, _v: zb_h2(pp, microbatches=m), (1, 1)),
-    "zb-v": NamedSchedule(lambda pp, m, _v: zb_v(pp, microbatches=m), (2, 2), least=lambda pp: 2 * pp),
-    "dualpipev": NamedSchedule(lambda pp, m, _v: dualpipev(pp, microbatches=m), (2, 2), least=lambda pp: 2 * pp),
+    "naive": NamedSchedule(naive, (1, 1), overlaps=False),
+    "gpipe": NamedSchedule(gpipe, (1, 1)),
+    "1f1b": NamedSchedule(one_forward_one_backward, (1, 1)),
+    "interleaved": NamedSchedule(interleaved, (2, None), least=lambda pp: pp, multiple=lambda pp: pp),
+    "looped": NamedSchedule(looped, (2, None)),
+    "zb-h1": NamedSchedule(zb_h1, (1, 1)),
+    "zb-h2": NamedSchedule(zb_h2, (1, 1)),
+    "zb-v": NamedSchedule(zb_v, (2, 2), least=lambda pp: 2 * pp),
+    "dualpipev": NamedSchedule(dualpipev, (2, 2), least=lambda pp: 2 * pp),
 }
 
 
@@ -233,7 +228,8 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
     works = named.nearest(pp, microbatches=microbatches, virtual_stages=virtual)
     if works != (microbatches, virtual):
         raise ScheduleError(_refusal(name, pp, given=(microbatches, virtual), works=works))
-    return named.build(pp, microbatches, virtual)
+    choice = {"virtual_stages": virtual} if named.virtual[1] is None else {}
+    return named.build(pp, microbatches=microbatches, **choice)
 
 
 def planned_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int | None = None) -> Schedule:

@@ -20,11 +20,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
+from meshwise.plan import PlanError
 
-class ScheduleError(ValueError):
+
+class ScheduleError(PlanError):
     """Error for a schedule that cannot run, or that excludes the given number of ranks, stages or micro-batches."""
 
 
@@ -148,6 +150,12 @@ class Schedule:
         return cls(tuple(rows))
 
 
+_MESSAGES: Mapping[ActionKind, tuple[ActionKind, ActionKind]] = {
+    ActionKind.F: (ActionKind.RECV_F, ActionKind.SEND_F),
+    ActionKind.B: (ActionKind.RECV_B, ActionKind.SEND_B),
+    ActionKind.I: (ActionKind.RECV_B, ActionKind.SEND_B),
+}
+"""For each kind of computation with messages, (kind of the receive before it, kind of the send after it)."""
 _OTHER_END: Mapping[ActionKind, tuple[int, ActionKind]] = {
     ActionKind.SEND_F: (1, ActionKind.RECV_F),
     ActionKind.RECV_F: (-1, ActionKind.SEND_F),
@@ -185,17 +193,16 @@ def merge_backward(schedule: Schedule) -> Schedule:
     """Return the table with B in place of every I that is directly followed by its own W.
 
     In a table with transfers, no send lies between such an I and its W, so no other rank waits longer."""
-    return Schedule(tuple(tuple(_merged(row)) for row in schedule.rows))
-
-
-def _merged(row: tuple[Action, ...]) -> Iterator[Action]:
-    skip = False
-    for action, following in pairwise((*row, None)):
-        assert action is not None
-        merges = action.kind is ActionKind.I and following == Action(action.stage, ActionKind.W, action.microbatch)
-        if not skip:
-            yield Action(action.stage, ActionKind.B, action.microbatch) if merges else action
-        skip = merges
+    rows = []
+    for row in schedule.rows:
+        merged: list[Action] = []
+        for action in row:
+            if action.kind is ActionKind.W and merged and merged[-1] == action._replace(kind=ActionKind.I):
+                merged[-1] = action._replace(kind=ActionKind.B)
+            else:
+                merged.append(action)
+        rows.append(tuple(merged))
+    return Schedule(tuple(rows))
 
 
 @lru_cache(maxsize=8)
@@ -232,22 +239,20 @@ def add_transfers(schedule: Schedule) -> Schedule:
 
 def sent(action: Action, *, schedule: Schedule) -> Action | None:
     """Return the send that follows a computation; None if the next stage is on the same rank or does not exist."""
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is ActionKind.F and _crosses(schedule, stage, stage + 1):
-        return Action(stage, ActionKind.SEND_F, microbatch)
-    if kind in (ActionKind.B, ActionKind.I) and _crosses(schedule, stage - 1, stage):
-        return Action(stage, ActionKind.SEND_B, microbatch)
-    return None
+    return _message(action, 1, schedule)
 
 
 def received(action: Action, *, schedule: Schedule) -> Action | None:
     """Return the receive that a computation waits for; None if its input comes from the same rank or the batch."""
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is ActionKind.F and _crosses(schedule, stage - 1, stage):
-        return Action(stage, ActionKind.RECV_F, microbatch)
-    if kind in (ActionKind.B, ActionKind.I) and _crosses(schedule, stage, stage + 1):
-        return Action(stage, ActionKind.RECV_B, microbatch)
-    return None
+    return _message(action, 0, schedule)
+
+
+def _message(action: Action, place: int, schedule: Schedule) -> Action | None:
+    if action.kind not in _MESSAGES:
+        return None
+    message = action._replace(kind=_MESSAGES[action.kind][place])
+    other, ranks = counterpart(message).stage, schedule.rank_of
+    return message if 0 <= other < len(ranks) and ranks[other] != ranks[action.stage] else None
 
 
 def counterpart(action: Action) -> Action:
@@ -258,7 +263,7 @@ def counterpart(action: Action) -> Action:
 
 def other_end(transfer: Action, *, schedule: Schedule) -> int:
     """Return the rank that a send goes to, or a receive comes from."""
-    return schedule.rank_of[transfer.stage + _OTHER_END[transfer.kind][0]]
+    return schedule.rank_of[counterpart(transfer).stage]
 
 
 def lines_of(schedule: Schedule) -> frozenset[tuple[int, int]]:
@@ -269,24 +274,17 @@ def lines_of(schedule: Schedule) -> frozenset[tuple[int, int]]:
     )
 
 
-def _crosses(schedule: Schedule, stage: int, following: int) -> bool:
-    """Return whether the neighbouring stages `stage` and `following` both exist and are on different ranks."""
-    return stage >= 0 and following < schedule.stages and schedule.rank_of[stage] != schedule.rank_of[following]
-
-
 def add_reductions(schedule: Schedule) -> Schedule:
     """Return the table with a REDUCE after the last backward of each stage."""
     rows = []
     for row in schedule.rows:
-        last = {action.stage: place for place, action in enumerate(row) if action.kind in (ActionKind.B, ActionKind.W)}
-        rows.append(
-            tuple(
-                added
-                for place, action in enumerate(row)
-                for added in (action, Action(action.stage, ActionKind.REDUCE))
-                if added is action or last.get(action.stage) == place
-            )
-        )
+        last = {action.stage: action for action in row if action.kind in (ActionKind.B, ActionKind.W)}
+        reduced: list[Action] = []
+        for action in row:
+            reduced.append(action)
+            if action == last.get(action.stage):
+                reduced.append(Action(action.stage, ActionKind.REDUCE))
+        rows.append(tuple(reduced))
     return Schedule(tuple(rows))
 
 
