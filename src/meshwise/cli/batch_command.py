@@ -28,13 +28,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from meshwise.bench.collective_benchmark import require_matplotlib
-from meshwise.cli.shared_flags import check_outputs, checked_comm, local_ranks, write_and_say
+from meshwise.cli.shared_flags import check_outputs, checked_comm, local_ranks, require_matplotlib, write_and_say
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.engine.step_result import NonFiniteError
@@ -61,9 +59,8 @@ def trial_job(job: Job, *, batch: int, lr: float, samples: int, folder: str) -> 
         "resume": None,
     }
     noise = {"noise": parts > 1 and batch % parts == 0}
-    changes: dict[str, dict[str, Any]] = {"optimizer": {"lr": lr}, "schedule": warmup, "train": size | files | noise}
-    new = {name: dataclasses.replace(getattr(job, name), **values) for name, values in changes.items()}
-    return dataclasses.replace(job, sample=SampleJob(), restarts=0, **new)
+    changed = job.changed(optimizer={"lr": lr}, schedule=warmup, train={**size, **files, **noise})
+    return dataclasses.replace(changed, sample=SampleJob(), restarts=0)
 
 
 def train_trials(world: World, *, jobs: Sequence[Job], seconds: float) -> int:
@@ -207,7 +204,7 @@ def main(arguments: Sequence[str]) -> int:
     job = read_job(arguments, prog="meshwise batch", kind=BatchJob)
     folder, size = Path(job.folder), local_ranks(job)
     check_outputs([folder / "study.csv"])
-    require_matplotlib()
+    require_matplotlib(folder / "study.png")
     own = {name: value for name, value in vars(job).items() if name in Job.__dataclass_fields__}
     plain = Job(**{**own, "plan": job.plan.resolve(size)})
     jobs = [

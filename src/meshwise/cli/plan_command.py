@@ -26,7 +26,7 @@ from meshwise.simulate.predicted_memory import size_text
 from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.flags_and_toml import change_file, read_job
-from meshwise.train.job import JobError, StudiedJob
+from meshwise.train.job import JobError, StudiedJob, check_least
 from meshwise.train.prepare_job import prepare
 from meshwise.view.plan_account import predicted_account
 
@@ -60,11 +60,7 @@ class PlanJob(StudiedJob, DrawingFiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("top", "rehearsals"):
-            if getattr(self, key) < 1:
-                raise JobError(f"{key} = {getattr(self, key)} has to be at least 1")
-        if self.workers is not None and self.workers < 1:
-            raise JobError(f"workers = {self.workers} has to be at least 1")
+        check_least(self, least=1, names="top rehearsals workers")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,11 +9,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from meshwise.base.atomic_file import is_read_only, write_whole
-from meshwise.bench.collective_benchmark import MissingExtraError, require_matplotlib
 from meshwise.comm.api.job_processes import is_rank, launched_rank
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.connect import asked_comm
@@ -84,11 +84,13 @@ def drawing_console() -> OutputConsole:
 def check_drawings(files: DrawingFiles) -> None:
     """Raise JobError for a file that cannot be written, and for a PNG when matplotlib is not installed."""
     check_outputs((files.html, files.png, files.svg, files.trace))
-    if files.png:
-        try:
-            require_matplotlib()
-        except MissingExtraError as error:
-            raise JobError(str(error)) from error
+    require_matplotlib(files.png)
+
+
+def require_matplotlib(png: Path | None) -> None:
+    """Raise JobError if a PNG is to be written (`png` is not None) and matplotlib is not installed."""
+    if png is not None and find_spec("matplotlib") is None:
+        raise JobError("a PNG needs matplotlib: pip install 'meshwise[plot]'")
 
 
 def read_step(run: Path) -> MeasuredStep:
@@ -133,13 +135,6 @@ def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
     except ValueError as error:
         raise JobError(str(error)) from error
     return None if comm == "auto" else comm
-
-
-def checked_ranks(ranks: int | None) -> int | None:
-    """Return the value of `--ranks` unchanged; None if the flag was not given. Raises JobError for a value below 1."""
-    if ranks is not None and ranks < 1:
-        raise JobError(f"ranks = {ranks} has to be at least 1")
-    return ranks
 
 
 def launched_ranks() -> int | None:

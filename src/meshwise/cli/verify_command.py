@@ -16,7 +16,7 @@ from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import run
 from meshwise.train.console_output import OutputConsole, leave_traceback, text_table
 from meshwise.train.flags_and_toml import read_job
-from meshwise.train.job import JobError, StudiedJob
+from meshwise.train.job import StudiedJob, check_least
 from meshwise.train.prepare_job import check_plan, prepare
 from meshwise.verify import Report, verify
 
@@ -40,8 +40,7 @@ class VerifyJob(StudiedJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps is not None and self.steps < 1:
-            raise JobError(f"steps = {self.steps} has to be at least 1")
+        check_least(self, least=1, names="steps")
 
 
 def main(arguments: Sequence[str]) -> int:

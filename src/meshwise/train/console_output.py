@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -106,15 +105,13 @@ def counted(number: int, *, of: str) -> str:
 
 _MOST_STEPS = 5
 """Largest number of slow steps that a line names."""
-_STYLES = MappingProxyType(
-    {
-        run_events.NonFinite: "bold red",
-        run_events.SaveFailed: "bold red",
-        run_events.Slow: "yellow",
-        run_events.Validation: "green",
-        run_events.Saved: "dim",
-    }
-)
+_STYLES: Mapping[type[Event], str] = {
+    run_events.NonFinite: "bold red",
+    run_events.SaveFailed: "bold red",
+    run_events.Slow: "yellow",
+    run_events.Validation: "green",
+    run_events.Saved: "dim",
+}
 
 _RECENT_STEPS = 20
 """Steps over which the printed rate is a mean."""

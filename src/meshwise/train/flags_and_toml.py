@@ -21,7 +21,6 @@ import tomllib
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tomlkit
@@ -35,12 +34,10 @@ T = TypeVar("T")
 Key = tuple[str, ...]
 """A dotted key in parts: `("train", "steps")` is `train.steps`."""
 
-_PYTHON_MESSAGES: Mapping[str, str] = MappingProxyType(
-    {
-        "invalid literal for int() with base 10:": "not a whole number:",
-        "could not convert string to float:": "not a number:",
-    }
-)
+_PYTHON_MESSAGES: Mapping[str, str] = {
+    "invalid literal for int() with base 10:": "not a whole number:",
+    "could not convert string to float:": "not a number:",
+}
 
 
 def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
@@ -242,7 +239,6 @@ def _problem(key: str, words: list[str], kind: type[Job]) -> str | None:
 def _merge(base: J, job: J) -> J:
     """Return `job` with those arguments of `base` that it lacks: a flag sets one argument, not the whole table."""
     for section, name in _mappings(type(job)):
-        own = getattr(job, section)
-        arguments = {**getattr(getattr(base, section), name), **getattr(own, name)}
-        job = dataclasses.replace(job, **{section: dataclasses.replace(own, **{name: arguments})})
+        given = [getattr(getattr(one, section), name) for one in (base, job)]
+        job = job.changed(**{section: {name: {**given[0], **given[1]}}})
     return job

@@ -151,35 +151,31 @@ def check_plan(prepared: Prepared) -> None:
 def with_tokenizer(job: Job) -> Job:
     """Return the job with the tokenizer of its `hf:` model, if it has records and names no tokenizer."""
     known = job.data.tokenizer or not job.model.name.startswith(HUB) or not job.data.has_records
-    return job if known else dataclasses.replace(job, data=dataclasses.replace(job.data, tokenizer=job.model.name))
+    return job if known else job.changed(data={"tokenizer": job.model.name})
 
 
 def _absolute(job: Job) -> Job:
     """Return the job with absolute paths in place of relative paths."""
-
-    def absolute(path: str) -> str:
-        return str(Path(path).absolute())
-
-    schedule, resume = job.plan.schedule, job.train.resume
-    data = dataclasses.replace(
-        job.data,
-        files=tuple(name if name == STDLIB else absolute(name) for name in job.data.files),
-        dataset=job.data.dataset and _absolute_name(job.data.dataset),
-        cache=job.data.cache and absolute(job.data.cache),
-        tokenizer=job.data.tokenizer and _absolute_name(job.data.tokenizer),
+    data, schedule, resume = job.data, job.plan.schedule, job.train.resume
+    changed = job.changed(
+        plan={"schedule": _absolute_path(schedule) if is_path(schedule) else schedule},
+        model={"name": _absolute_name(job.model.name)},
+        data={
+            "files": tuple(name if name == STDLIB else _absolute_path(name) for name in data.files),
+            "dataset": data.dataset and _absolute_name(data.dataset),
+            "cache": data.cache and _absolute_path(data.cache),
+            "tokenizer": data.tokenizer and _absolute_name(data.tokenizer),
+        },
+        train={
+            "output": _absolute_path(job.train.output),
+            "resume": resume if resume in (None, "auto") else _absolute_path(resume),
+        },
     )
-    return dataclasses.replace(
-        job,
-        plan=dataclasses.replace(job.plan, schedule=absolute(schedule) if is_path(schedule) else schedule),
-        model=dataclasses.replace(job.model, name=_absolute_name(job.model.name)),
-        loss=_absolute_name(job.loss),
-        data=data,
-        train=dataclasses.replace(
-            job.train,
-            output=absolute(job.train.output),
-            resume=resume if resume in (None, "auto") else absolute(resume),
-        ),
-    )
+    return dataclasses.replace(changed, loss=_absolute_name(job.loss))
+
+
+def _absolute_path(path: str) -> str:
+    return str(Path(path).absolute())
 
 
 def _absolute_name(name: str) -> str:

@@ -22,7 +22,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 from meshwise.train.flags_and_toml import to_toml
@@ -347,9 +346,12 @@ def _aim(aim: Any, folder: Path, job: str) -> Tracker:
     return log, run.close
 
 
-_TRACKERS: Mapping[str, Callable[[Any, Path, str], Tracker]] = MappingProxyType(
-    {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "aim": _aim}
-)
+_TRACKERS: Mapping[str, Callable[[Any, Path, str], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "aim": _aim,
+}
 
 
 class JsonLines:
