@@ -131,14 +131,9 @@ class SizeSweep:
             listed = ", ".join(map(str, possible)) or "no"
             raise ValueError(f"{world_size} ranks have no groups of {wrong[0]}; groups may have {listed} ranks")
         if not (self.kinds and self.sizes and self.groups and self.on) or self.rounds < 1:
-            raise ValueError(
-                "nothing to measure: name a collective, a size, a group of at least 2 ranks and what to measure on, "
-                "and at least one round"
-            )
+            raise ValueError("nothing to measure: name a collective, a size, a group, what to measure on, and a round")
         if set(self.on) == {"joint"} and "all_gather" not in self.kinds:
-            raise ValueError(
-                "nothing to measure: on joint memory only all_gather is measured; name it, or use ordinary memory"
-            )
+            raise ValueError("nothing to measure: on joint memory only all_gather is measured; name it")
 
 
 def parse_size(text: str) -> int:
@@ -191,10 +186,10 @@ _CALLS: Mapping[str, Call] = {
     COPY: _copy,
 }
 
-# In memory that other ranks can read, an all-gather works in place: each rank's part is in the result already.
-_IN_PLACE: Mapping[str, Call] = {
-    "all_gather": lambda world, _, y: [world.all_gather(_part(world, y), into=y, axes=_AXIS)]
-}
+
+def _gather_in_place(world: World, _: Tensor, y: Tensor) -> list[Work]:
+    """Gather in memory that other ranks can read: each rank's part is in the result already."""
+    return [world.all_gather(_part(world, y), into=y, axes=_AXIS)]
 
 
 def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
@@ -243,7 +238,7 @@ def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> 
 def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> Call:
     if on == "gloo":
         return gloo[kind]
-    return _IN_PLACE.get(kind, _CALLS[kind]) if on in ("shared", "joint") else _CALLS[kind]
+    return _gather_in_place if kind == "all_gather" and on != "ordinary" else _CALLS[kind]
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:

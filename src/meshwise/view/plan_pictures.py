@@ -130,11 +130,8 @@ class _Drawing:
         events: dict[int, list[Event]] = defaultdict(list)
         for event in timeline.events:
             events[event.rank].append(event)
-        tracks = tuple(
-            stream
-            for stream in _BESIDE
-            if any(event.is_background and event.stream is stream and event.seconds > 0 for event in timeline.events)
-        )
+        beside = {event.stream for event in timeline.events if event.is_background and event.seconds > 0}
+        tracks = tuple(stream for stream in _BESIDE if stream in beside)
         bar = next(height for most, height in _HEIGHTS if timeline.ranks <= most)
         return cls(timeline, names, bar, tracks, events)
 
@@ -291,9 +288,8 @@ def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
         x = 0.0
         for next_to in outer.indices:
             if None in (under, next_to):
-                shapes.append(
-                    PictureText("…", x + (sheet.left if under is None else 0), y + sheet.high / 2, "faint", 14)
-                )
+                indent = sheet.left if under is None else 0
+                shapes.append(PictureText("…", x + indent, y + sheet.high / 2, "faint", 14))
                 x += sheet.wide if under is None else _BREAK
                 continue
             heading = "  ".join(axis.label(index) for axis, index in ((below, under), (outer, next_to)) if axis.name)
