@@ -13,7 +13,6 @@ samples E to a loss follow, for the best rate of each batch,
 
 import base64
 import contextlib
-import csv
 import dataclasses
 import io
 import itertools
@@ -194,9 +193,8 @@ class BatchJob(StudiedJob):
         if not self.batches or min(self.batches) < 1 or not self.factors or min(self.factors) <= 0:
             raise JobError(f"batches = {self.batches} and factors = {self.factors} need numbers above 0")
         if self.samples < 20 * max(self.batches):
-            raise JobError(
-                f"samples = {self.samples} are fewer than 20 steps of the largest batch; use {20 * max(self.batches)}"
-            )
+            least = 20 * max(self.batches)
+            raise JobError(f"samples = {self.samples} are fewer than 20 steps of the largest batch; use {least}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -221,9 +219,10 @@ def main(arguments: Sequence[str]) -> int:
     console = OutputConsole()
     console.show(text_table(study.rows()))
     lines = conclusions(study)
-    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+    console.show("\n".join(lines))
     title = f"{job.optimizer.name} on {job.model.name}: {', '.join(map(str, job.batches))} samples a step"
-    write_and_say(folder / "study.csv", write=lambda path: _write_csv(study, path))
+    table = "".join(f"{','.join(row)}\n" for row in study.rows())
+    write_and_say(folder / "study.csv", write=lambda path: path.write_text(table, "utf-8"))
     write_and_say(folder / "study.png", write=lambda path: path.write_bytes(picture(study)))
     page = _page(study, lines=[*lines, f"meshwise batch {' '.join(arguments)}"], title=title)
     write_and_say(folder / "study.html", write=lambda path: path.write_text(page, "utf-8"))
@@ -252,9 +251,7 @@ def conclusions(study: BatchStudy) -> list[str]:
     else:
         lines.append(f"critical batch {study.critical:.0f} samples: at least {least:.0f} steps, {samples:.0f} samples")
     if noise:
-        lines.append(
-            f"critical batch by the noise scale at the end of the trials: {min(noise):.0f} to {max(noise):.0f}"
-        )
+        lines.append(f"critical batch by the noise scale, at the end of trials: {min(noise):.0f} to {max(noise):.0f}")
     return lines
 
 
@@ -287,11 +284,6 @@ def picture(study: BatchStudy) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, dpi=110, format="png")
     return file.getvalue()
-
-
-def _write_csv(study: BatchStudy, path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(study.rows())
 
 
 def _page(study: BatchStudy, *, lines: Sequence[str], title: str) -> str:

@@ -42,7 +42,7 @@ from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.launch import cores
 from meshwise.train.console_output import console_of_width, counted
 from meshwise.train.flags_and_toml import parse_flags
-from meshwise.train.job import JobError, check_least
+from meshwise.train.job import JobError, as_job_error, check_least
 
 _WIDTH = 110
 """Columns of the table if stdout is not a terminal."""
@@ -98,7 +98,15 @@ def _collectives(words: Sequence[str]) -> None:
     size, comm = _ranks(flags, least=2), checked_comm(flags.comm)
     check_outputs((flags.json, flags.png))
     require_matplotlib(flags.png)
-    sweep = _sweep(flags, size)
+    with as_job_error():
+        sweep = SizeSweep(
+            kinds=flags.collectives,
+            sizes=tuple(parse_size(text) for text in flags.sizes),
+            groups=flags.groups or group_sizes(size),
+            rounds=flags.rounds,
+            on=flags.on,
+        )
+        sweep.check(world_size=size)
     say_start(size, words=["bench", "collectives", *words])
     measurements = run(size, _time_collectives, args=(sweep,), device=_device(flags), comm=comm)[0]
     if prints_for_job():
@@ -109,21 +117,6 @@ def _collectives(words: Sequence[str]) -> None:
 
 def _time_collectives(world: World, sweep: SizeSweep) -> list[Measurement]:
     return measure_collectives(sweep, world=world)
-
-
-def _sweep(flags: CollectivesFlags, size: int) -> SizeSweep:
-    try:
-        sweep = SizeSweep(
-            kinds=flags.collectives,
-            sizes=tuple(parse_size(text) for text in flags.sizes),
-            groups=flags.groups or group_sizes(size),
-            rounds=flags.rounds,
-            on=flags.on,
-        )
-        sweep.check(world_size=size)
-    except ValueError as error:
-        raise JobError(str(error)) from error
-    return sweep
 
 
 def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measurement]) -> None:
@@ -155,9 +148,8 @@ def _calibrate(words: Sequence[str]) -> None:
     check_outputs([flags.output])
     size, comm = _ranks(flags, least=1), checked_comm(flags.comm)
     say_start(size, words=["bench", "calibrate", *words])
-    found: CalibrationResult = run(
-        size, _calibrate_rank, args=(CalibrationEffort(rounds=flags.rounds),), device=device, comm=comm
-    )[0]
+    effort = CalibrationEffort(rounds=flags.rounds)
+    found: CalibrationResult = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
     if prints_for_job():
         text = tomlkit.dumps(dataclasses.asdict(found.cluster))
         result = f": {found.cluster.device.name}, {counted(size, of='rank')}"

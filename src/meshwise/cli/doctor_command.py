@@ -57,9 +57,8 @@ def _print_report(console: OutputConsole, report: DoctorReport) -> None:
     for exchange in report.exchanges:
         console.print(f"[green]ok     [/] {_pairs_line(exchange)}")
     _print_findings(console, report)
-    console.print(
-        "all is well" if report.healthy else "[red]ranks cannot train here until these problems are solved[/]"
-    )
+    verdict = "all is well" if report.healthy else "[red]ranks cannot train here until these problems are solved[/]"
+    console.print(verdict)
 
 
 def _print_findings(console: OutputConsole, report: DoctorReport, *, prefix: str = "") -> None:

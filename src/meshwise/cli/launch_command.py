@@ -77,8 +77,7 @@ def recipe(flags: LaunchFlags, *, job: Job) -> str:
         raise JobError(f"grace = {flags.grace} seconds are not before the end of {flags.hours} h; use --grace 300")
     if not job.train.save_every:
         raise JobError(
-            f"{flags.job}: train.save_every = 0: a job that is started again would begin from step 0; "
-            "set train.save_every to the steps you can afford to lose"
+            f"{flags.job}: train.save_every = 0: a restarted job would begin from step 0; set train.save_every"
         )
     ranks, seconds = flags.nodes * flags.ranks_per_node, 3600 * flags.hours
     job.plan.resolve(ranks)

@@ -21,9 +21,9 @@ from meshwise.comm.launch.launch import cores, torchrun_line
 from meshwise.comm.network.process_world import Comm
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import AXES
-from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
+from meshwise.simulate.cluster import Cluster, parse_cluster
 from meshwise.train.console_output import OutputConsole, console_of_width, counted
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import Job, JobError, as_job_error
 from meshwise.train.run_checkpoints import TIMELINE
 from meshwise.view.picture import Picture, svg_file, write_png
 from meshwise.view.plan_account import PlanAccount, write_chrome_trace
@@ -54,7 +54,7 @@ def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: s
         write_whole(path, write=write)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-    drawing_console().print(f"wrote {path}{more}", highlight=False, markup=False, soft_wrap=True)
+    drawing_console().show(f"wrote {path}{more}")
 
 
 @dataclass(frozen=True)
@@ -128,22 +128,17 @@ def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
     Raises JobError for a bad MESHWISE_COMM or MESHWISE_STALL_SECONDS."""
     if comm == "threads":
         return None
-    try:
+    with as_job_error():
         if comm == "auto":
             asked_comm()
         stall_seconds_from_environment()
-    except ValueError as error:
-        raise JobError(str(error)) from error
     return None if comm == "auto" else comm
 
 
 def launched_ranks() -> int | None:
     """Return torchrun's number of ranks; None without torchrun. Raises JobError for a bad environment."""
-    try:
-        _, size = launched_rank() or (0, None)
-    except ValueError as error:
-        raise JobError(str(error)) from error
-    return size
+    with as_job_error():
+        return (launched_rank() or (0, None))[1]
 
 
 def local_ranks(job: Job) -> int:
@@ -162,10 +157,8 @@ def local_ranks(job: Job) -> int:
 
 def named_cluster(name: str) -> Cluster:
     """Return the cluster that `--on` names, as in "64x8 h100". Raises JobError for an unknown cluster."""
-    try:
+    with as_job_error(of="--on: "):
         return parse_cluster(name)
-    except ClusterError as error:
-        raise JobError(f"--on: {error}") from error
 
 
 def run_chosen(

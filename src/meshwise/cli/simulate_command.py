@@ -74,11 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     plans = [job.plan, *map(Plan.parse, job.compare)]
     jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
     shared = cluster.shared if cluster else device == "cpu"
-    subjects = [one.rehearsal_subject() for one in jobs]
-    subjects = [
-        dataclasses.replace(one, options=dataclasses.replace(one.options, expert_imbalance=job.imbalance))
-        for one in subjects
-    ]
+    subjects = [one.rehearsal_subject(imbalance=job.imbalance) for one in jobs]
     rehearsals = [
         rehearse(own, plan=one.job.plan, ranks=size, device=device, shared=shared)  # type: ignore[arg-type]
         for own, one in zip(subjects, jobs, strict=True)
@@ -86,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     console = drawing_console()
     subject = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"
     title = f"{subject} on {job.on or counted(size, of='rank')}"
-    console.print(title, highlight=False)
+    console.show(title)
     if cluster is not None:
         _print_times([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)
     if job.memory:
@@ -116,7 +112,7 @@ def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None
         for account in accounts:
             mesh = "" if account.mesh is None else f"\n{account.mesh.picture()}"
             seconds = time_text(account.timeline.seconds, unit=account.unit)
-            console.print(f"\n{account.title}: step {seconds}{mesh}", highlight=False, markup=False, soft_wrap=True)
+            console.show(f"\n{account.title}: step {seconds}{mesh}")
             console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest, rows=account.names))
     write_drawings(accounts, files=job, title=title)
 

@@ -4,25 +4,33 @@ Each field is declared here once, with its type, default and meaning. The TOML f
 job.toml in a run's folder follow from this (`flags_and_toml`). The docstrings are the help text. A field that may be
 None has the default None, because TOML has no null."""
 
+import contextlib
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from meshwise.comm.api.world import EmulatedLink
 from meshwise.engine.step_result import SkipPolicy
-from meshwise.memory.swap_file import SwapConfig
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
 
 
 class JobError(ValueError):
     """Raised for a wrong job or a wrong flag; the message names the key, its value and what to change."""
+
+
+@contextlib.contextmanager
+def as_job_error(*, of: str = "") -> Iterator[None]:
+    """Turn a ValueError inside into a JobError with the same message, after the text `of`."""
+    try:
+        yield
+    except ValueError as error:
+        raise JobError(f"{of}{error}") from error
 
 
 def check_least(flags: object, *, least: int, names: str, table: str = "") -> None:
@@ -295,10 +303,8 @@ class TrainJob:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise JobError(f"train.clip_norm = {self.clip_norm} has to be above 0; leave it out for no clipping")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise JobError(
-                f"train.dtype = {self.dtype!r} is none of {', '.join(DTYPES)}; for half precision use the plan: "
-                "precision=bf16 or precision=fp16"
-            )
+            known = ", ".join(DTYPES)
+            raise JobError(f"train.dtype = {self.dtype!r} is none of {known}; or give the plan precision=bf16 or fp16")
         SkipPolicy.parse(self.nonfinite)
         if self.ramp is not None:
             start, step, samples = self.ramp
@@ -308,9 +314,8 @@ class TrainJob:
                     f"[{(self.batch + 1) // 2}, {self.batch // 2}, 1000], or another start and increment"
                 )
         if self.auto_batch is not None and (self.ramp or not 1 <= self.auto_batch[0] <= self.auto_batch[1]):
-            raise JobError(
-                f"train.auto_batch = {list(self.auto_batch)} has to be a lower and an upper bound, without train.ramp"
-            )
+            given = list(self.auto_batch)
+            raise JobError(f"train.auto_batch = {given} has to be a lower and an upper bound, without train.ramp")
 
 
 @dataclass(frozen=True)
@@ -323,11 +328,6 @@ class SwapJob:
     """Number of staging buffers in a rank: one is read ahead, one is updated, one is written back."""
     megabytes: int = 64
     """Size of a staging buffer in MiB."""
-
-    @property
-    def config(self) -> SwapConfig:
-        """Swap settings as SwapConfig, for `parallelize`."""
-        return SwapConfig(None if self.folder is None else Path(self.folder), self.buffers, self.megabytes * 2**20)
 
     def __post_init__(self) -> None:
         check_least(self, least=2, names="buffers", table="swap.")
@@ -353,8 +353,6 @@ class SampleJob:
 class Job:
     """A training job, read from a TOML file and dotted flags; a flag overrides the file."""
 
-    ignored_keys: ClassVar[frozenset[tuple[str, ...]]] = frozenset()
-    """Keys that a TOML file may have, and that the command of this class ignores."""
     model: ModelJob = ModelJob()
     data: DataJob = DataJob()
     optimizer: OptimizerJob = OptimizerJob()
@@ -384,14 +382,11 @@ class Job:
         check_least(self, least=1, names="ranks")
         check_least(self, least=0, names="restarts")
         if self.emulate is not None:
-            try:
+            with as_job_error():
                 EmulatedLink.parse(self.emulate)
-            except ValueError as error:
-                raise JobError(str(error)) from None
         if self.restarts and not self.train.save_every:
             raise JobError(
-                f"restarts = {self.restarts} with train.save_every = 0: restarted ranks would begin from step 0; "
-                "set train.save_every to the steps you can afford to lose"
+                f"restarts = {self.restarts} with train.save_every = 0 begin from step 0; set train.save_every"
             )
 
     def changed(self, **tables: Mapping[str, Any]) -> Self:
@@ -405,4 +400,3 @@ class StudiedJob(Job):
     """A training job for a command that does not train it; the key `restarts`, which only `train` uses, is ignored."""
 
     restarts: tyro.conf.Suppress[int] = 0
-    ignored_keys: ClassVar[frozenset[tuple[str, ...]]] = frozenset({("restarts",)})

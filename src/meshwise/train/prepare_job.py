@@ -17,6 +17,7 @@ from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.engine.cut_agreement import plan_schedule
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.memory.swap_file import SwapConfig
 from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
 from meshwise.model.parameter_table import ParameterOptions
@@ -56,7 +57,8 @@ class Prepared:
 
     def options(self, example: Any) -> Options:
         """Return the options of the job for `parallelize`. `example`: a batch with which to cut the model."""
-        job = self.job
+        job, swap = self.job, self.job.swap
+        disk = None if swap.folder is None else Path(swap.folder)
         return Options(
             clip_norm=job.train.clip_norm,
             seed=job.train.seed,
@@ -65,7 +67,7 @@ class Prepared:
             noise=job.train.noise or job.train.auto_batch is not None,
             parameter_options=self.parameter_options,
             tensor_rules=job.model.tensor_rules,
-            swap=job.swap.config,
+            swap=SwapConfig(disk, swap.buffers, swap.megabytes * 2**20),
             cut=job.model.cut_options,
             sync=job.train.sync,
             example=example,
@@ -78,10 +80,12 @@ class Prepared:
         order = SampleOrder(length(dataset), seed=self.job.train.seed)
         return read_batches(dataset, numbers=range(0, count * size, size), share=lambda rows: (0, rows), order=order)
 
-    def rehearsal_subject(self) -> RehearsalSubject:
-        """Return the model, loss, optimizer and first global batch of the job, for a rehearsal by the simulator."""
+    def rehearsal_subject(self, *, imbalance: float = 1.0) -> RehearsalSubject:
+        """Return the model, loss, optimizer and first global batch of the job, for a rehearsal by the simulator.
+
+        `imbalance`: tokens that the experts of the busiest rank get, as a multiple of the even share."""
         batch = next(self.batches(1))
-        options = self.options(example=batch)
+        options = dataclasses.replace(self.options(example=batch), expert_imbalance=imbalance)
         return RehearsalSubject(self.model, self.loss, batch, self.optimizer, self.optimizer_arguments, options=options)
 
 
