@@ -245,9 +245,7 @@ def _resumed(event: run_events.Resume) -> list[str]:
 
 def _printable(text: str) -> str:
     """Return the text with U+FFFD in place of control characters, which an untrained model may generate."""
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 def _numbers(step: Step, *, of: str) -> str:

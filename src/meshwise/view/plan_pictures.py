@@ -50,7 +50,7 @@ from meshwise.view.picture import (
     ticks,
 )
 from meshwise.view.plan_account import PlanAccount, comparison_table
-from meshwise.view.text_pictures import label
+from meshwise.view.text_pictures import SHADES, label
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
 """Width of the picture, and its margins on the left (with the names of ranks) and on the right."""
@@ -62,10 +62,7 @@ PAINTS: Mapping[str, str] = {
 }
 """Paint of each kind of computation."""
 MEANINGS: Mapping[str, str] = {
-    "forward": "forward",
-    "backward": "backward",
-    "input": "backward, input",
-    "weights": "backward, weights",
+    **{paint: SHADES[kind][0] for kind, paint in PAINTS.items()},
     "update": "update",
     "between": "around",
     "wait": "waits",
