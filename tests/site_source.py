@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from meshwise.cli.lesson_command import CellResult, find_lessons, read_cells, run_lesson, title_of
+from meshwise.cli.lesson_command import find_lessons, read_cells, run_lesson, title_of
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)")
@@ -91,8 +91,8 @@ def write(into: Path, *, outputs: bool = True) -> None:
     (into / "index.md").write_text(relinked(readme.read_text(), place=readme, into=into))
     for path in lessons:
         print(f"lesson {path.name[:2]}", flush=True)
-        results = run_lesson(path) if outputs else (CellResult(cell) for cell in read_cells(path))
-        text = "\n".join(result.markdown for result in results)
+        cells = run_lesson(path) if outputs else read_cells(path)
+        text = "\n".join(cell.markdown for cell in cells)
         (into / f"lesson-{path.name[:2]}.md").write_text(text)
     plain = (ROOT / "mkdocs.yml").read_text().replace("build/", f"{into.parent}/")
     (into.parent / "mkdocs.yml").write_text("\n".join([plain, *table_of_contents(lessons), ""]))

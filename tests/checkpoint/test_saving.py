@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from checkpoint.reader import read
 from meshwise.checkpoint.checkpoint_folder import newest_valid, prune
 from meshwise.checkpoint.checkpoint_format import SaveError, read_index
-from meshwise.checkpoint.save_state import CHUNK_BYTES, BufferedWriter, save
+from meshwise.checkpoint.save_state import CHUNK_BYTES, BufferedWriter, PendingSave
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
@@ -278,7 +278,7 @@ def test_a_tensor_that_is_not_contiguous_is_saved_in_its_logical_order(tmp_path:
 
     def main(world: World) -> None:
         holdings = [StoredSlice.of_full(tensor, name=name, slot="parameter") for name, tensor in tensors.items()]
-        save(tmp_path / "one", holdings=holdings, aliases={}, extra={}, world=world).wait()
+        PendingSave(tmp_path / "one", holdings=holdings, aliases={}, extra={}, world=world).wait()
 
     run(1, main)
     for name, tensor in tensors.items():
@@ -290,7 +290,7 @@ MEMORY = """
     from pathlib import Path
     from meshwise.checkpoint.checkpoint_format import read_index
     from meshwise.checkpoint.checkpoint_folder import CheckpointReader
-    from meshwise.checkpoint.save_state import save
+    from meshwise.checkpoint.save_state import PendingSave
     from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
     from meshwise.data_parallel.stored_slices import StoredSlice
 
@@ -307,7 +307,7 @@ MEMORY = """
     def main(world):
         folder = Path(sys.argv[1]) / "one"
         before = peak()
-        save(folder, holdings=holdings(), aliases={}, extra={}, world=world).wait()
+        PendingSave(folder, holdings=holdings(), aliases={}, extra={}, world=world).wait()
         saved = peak()
         for tensor in state:
             tensor.zero_()

@@ -126,7 +126,11 @@ def test_the_noise_is_reported(tmp_path: Path) -> None:
     [
         ({"batch": 8, "ramp": (3, 2, 100)}, Plan(), r"train.ramp = \[3, 2, 100\] does not lead to train.batch = 8; wr"),
         ({"auto_batch": (16, 8)}, Plan(), r"train.auto_batch = \[16, 8\] has to be a lower and an upper bound"),
-        ({"noise": True, "batch": 8}, Plan(), r"needs two micro-batches in a step, and .dp=1. has one; use microb"),
+        (
+            {"noise": True, "batch": 8},
+            Plan(),
+            r"noise needs two micro-batches in a step, and .dp=1. has one; use microb",
+        ),
         (
             {"noise": True, "batch": 9},
             Plan(microbatches=2),

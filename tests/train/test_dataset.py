@@ -97,7 +97,7 @@ def test_a_user_without_a_home_is_asked_for_a_folder(tmp_path: Path, monkeypatch
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", unknown)
-    with pytest.raises(JobError, match="no home folder for the text cache; name another folder, as in"):
+    with pytest.raises(JobError, match=r"no home folder for the text cache; give --data\.cache"):
         load_data(DataJob(files=(str(tmp_path / "a.txt"),)))
 
 

@@ -100,7 +100,7 @@ def test_a_plan_is_a_line_or_a_table(plan: str, tmp_path: Path) -> None:
         (["--optimizer.lr", "high"], "--optimizer.lr: not a number: 'high'"),
         (
             ["--train.dtype", "float16"],
-            "train.dtype = 'float16' is none of float32, float64; for half precision",
+            "train.dtype = 'float16' is none of float32, float64; or give the plan",
         ),
         (
             ["--plan", "dp=2", "zero=1"],

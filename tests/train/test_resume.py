@@ -251,7 +251,7 @@ def test_without_a_checkpoint_auto_begins_and_a_folder_is_refused(job: Job, tmp_
     assert "resume" not in printed
     _, printed = run_job(change(job, "train", resume="auto", steps=1, save_every=0))
     assert "no checkpoint yet: from the start" in printed
-    with pytest.raises(JobError, match=r"no checkpoint there; name the folder of a run"):
+    with pytest.raises(JobError, match=r"no checkpoint there; name a run"):
         run_job(change(job, "train", resume=job.train.output))
     with pytest.raises(JobError, match=r"is no run"):
         run_job(change(job, "train", resume="auto", output=str(tmp_path)))

@@ -14,10 +14,10 @@ from meshwise.train.console_output import ProgressLines
 from meshwise.train.job import Job
 from meshwise.train.run_events import (
     End,
-    Event,
     EventDispatcher,
     JsonLines,
     NonFinite,
+    RunEvent,
     Sample,
     Start,
     Step,
@@ -43,7 +43,7 @@ def step(number: int, *, skipped: bool = False) -> Step:
     )
 
 
-RUN: list[Event] = [
+RUN: list[RunEvent] = [
     Start(
         "dp=2 zero=1",
         "dp | 0 1\nrank | 0 1",
@@ -194,7 +194,7 @@ def test_the_sinks_are_closed_when_the_run_fails() -> None:
     class Closing:
         closed = False
 
-        def write(self, event: Event) -> None:
+        def write(self, event: RunEvent) -> None:
             raise RuntimeError(f"no room for {event}")
 
         def close(self) -> None:

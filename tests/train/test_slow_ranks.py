@@ -40,11 +40,11 @@ def test_the_rank_that_sleeps_is_slow_and_those_that_wait_for_it_are_not(monkeyp
     def main(world: World) -> list[Slow]:
         pace = RankPace(world)
         for step in range(1, 4):
-            pace.start()
-            clocks.passes(0.2 if (world.rank, step) == (1, 2) else 0.01)
-            world.all_reduce(torch.ones(1), axes="rank").wait()
-            assert not pace.note(step, seconds=pace.stop())
-        return pace.compare()
+            with pace.timed(step):
+                clocks.passes(0.2 if (world.rank, step) == (1, 2) else 0.01)
+                world.all_reduce(torch.ones(1), axes="rank").wait()
+            assert not pace.slow()
+        return pace.slow(after=1)
 
     for found in run(3, main):
         [slow] = found
@@ -62,10 +62,18 @@ def test_the_margin_is_twofold_and_fifty_milliseconds() -> None:
     assert [(slow.rank, slow.steps) for slow in found] == [(0, [10])], "of two slow ones neither kept all waiting"
 
 
-def test_it_looks_once_a_window_and_never_alone() -> None:
+def test_it_looks_once_a_window_and_never_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks()
+    monkeypatch.setattr(pace, "time", clocks)
+
     def main(world: World) -> list[int]:
         pace = RankPace(world)
-        return [step for step in range(2 * WINDOW) if pace.note(step, seconds=float(world.rank == 0))]
+        found: list[int] = []
+        for step in range(2 * WINDOW):
+            with pace.timed(step):
+                clocks.passes(float(world.rank == 0))
+            found += [step] * bool(pace.slow())
+        return found
 
     assert run(2, main) == [[WINDOW - 1, 2 * WINDOW - 1]] * 2
     assert run(1, main) == [[]]

@@ -91,6 +91,6 @@ def test_a_drawing_that_fails_is_one_message_and_status_2(
 def test_a_picture_that_needs_matplotlib_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("meshwise.bench.collective_benchmark.find_spec", lambda _: None)
+    monkeypatch.setattr("meshwise.cli.shared_flags.find_spec", lambda _: None)
     assert main([*JOB, ON, "--png=a.png"]) == 2
     assert "pip install 'meshwise[plot]'" in capsys.readouterr().err

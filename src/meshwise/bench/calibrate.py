@@ -11,7 +11,6 @@ operations that make new tensors.
 On a CPU the processor time of the rank is measured, so other programs on the core do not change the result. The result
 also has the fraction of the time in which the ranks had their cores."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -73,23 +72,20 @@ def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) 
     keep_freed_memory_of_rank(world)  # as a trainer does
     seconds = _Stopwatch(world, rounds=effort.rounds)
     dtypes = [torch.float32] if world.device.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
-    base = _Base(_launch(seconds), _fresh(seconds, effort))
+    tiny = seconds.empty(8)
+    base = _Base(seconds(lambda: tiny + tiny, repeat=200), _fresh(seconds, effort))
     products = {dtype: _products(seconds, dtype, effort, base) for dtype in dtypes}
     best = {dtype: _peak(rows) for dtype, rows in products.items()}
     main = dtypes[-1]
-    moved = _curve(seconds, effort, base)
     between, step = _between(world, effort)
-    fitted, attention = (
-        _fitted(rows, best[main]) for rows in (products[main], _attention(seconds, main, effort, base))
-    )
     device = Device(
         name=gpu_properties(world.device).name if world.device.type == "cuda" else f"a core of {processor_name()}",
         kind=world.device.type,
         memory=float(_memory(world)),
         peak={str(dtype).removeprefix("torch."): rate for dtype, rate in best.items()},
-        products=dataclasses.replace(fitted, best=min(1.0, fitted.best)),
-        attention=dataclasses.replace(attention, best=min(1.0, attention.best)),
-        bandwidth=moved,
+        products=_fitted(products[main], best[main]),
+        attention=_fitted(_attention(seconds, main, effort, base), best[main]),
+        bandwidth=_curve(seconds, effort, base),
         fresh=base.fresh,
         rates=_rates(seconds, base),
         launch=max(base.launch, between),
@@ -167,7 +163,7 @@ def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort
     for m, k, n in itertools.product((wide * length for length in effort.lengths), repeat=3):
         flops = 2.0 * m * k * n
         if flops <= most:
-            x, y, z = seconds.empty(m, k, dtype=dtype), seconds.empty(k, n, dtype=dtype), seconds.empty(m, n).to(dtype)
+            x, y, z = (seconds.empty(*shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
             pairs = ((x, y), (x, y.t().contiguous().t()), (x.t().contiguous().t(), y))
             repeat = max(1, min(50, int(most / (150 * flops))))
             took = seconds(functools.partial(_multiply, pairs, z), repeat=repeat)
@@ -188,26 +184,21 @@ def _multiply(pairs: Sequence[tuple[Tensor, Tensor]], into: Tensor) -> None:
 
 def _fitted(rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
     """Return the constants that fit the rows best: least squared error of log(seconds), weighted by the seconds."""
+    weights = [took for _, _, took in rows]
 
-    def error(products: MatmulEfficiency) -> float:
-        errors = (
-            (took, math.log(took * peak * products.efficiency(inner=k, outputs=m * n) / flops))
+    def fit(inner: float, outputs: float) -> tuple[float, MatmulEfficiency]:
+        """Return the error of the two constants with the best third one, and the three constants."""
+        shape = MatmulEfficiency(1.0, inner, outputs)
+        logs = [
+            math.log(flops / (took * peak * shape.efficiency(inner=k, outputs=m * n)))
             for (m, k, n), flops, took in rows
-        )
-        return sum(took * one**2 for took, one in errors)
+        ]
+        best = statistics.fmean(logs, weights)
+        error = sum(weight * (log - best) ** 2 for weight, log in zip(weights, logs, strict=True))
+        return error, MatmulEfficiency(min(1.0, math.exp(best)), inner, outputs)
 
     halves = [0.0, *(2.0**power for power in range(1, 22))]
-    shapes = [MatmulEfficiency(1.0, inner, outputs) for inner, outputs in itertools.product(halves[:10], halves)]
-    return min((_levelled(one, rows, peak) for one in shapes), key=error)
-
-
-def _levelled(shape: MatmulEfficiency, rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
-    """Return `shape` with the value of `best` that fits the rows best."""
-    logs = [
-        took * math.log(flops / (took * peak * shape.efficiency(inner=k, outputs=m * n)))
-        for (m, k, n), flops, took in rows
-    ]
-    return MatmulEfficiency(math.exp(sum(logs) / sum(took for _, _, took in rows)), shape.inner, shape.outputs)
+    return min((fit(*one) for one in itertools.product(halves[:10], halves)), key=lambda one: one[0])[1]
 
 
 def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
@@ -222,9 +213,8 @@ def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffor
         flops = 4.0 * batch * heads * length * length * width * causal_part(length, cpu=not seconds.on_gpu)
         shape = (batch * heads * length, length, 1)
         rows.append((shape, flops, base.without(seconds(attend, repeat=3), made=[output])))
-        rows.append(
-            (shape, 2.5 * flops, base.without(seconds(back, repeat=3), made=[q] * 5))
-        )  # three gradients, added up
+        three_added = [q] * 5  # the gradients of q as query, key and value, and two sums
+        rows.append((shape, 2.5 * flops, base.without(seconds(back, repeat=3), made=three_added)))
     return rows
 
 
@@ -283,12 +273,6 @@ def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
         took = seconds(functools.partial(func, *args), repeat=3)
         found[one.name] = one.bytes / base.without(took, made=tensors(made))
     return found
-
-
-def _launch(seconds: _Stopwatch) -> float:
-    """Return the seconds of one operation on a tiny tensor, which are the cost of its launch."""
-    x = seconds.empty(8)
-    return seconds(lambda: x + x, repeat=200)
 
 
 def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:

@@ -29,14 +29,10 @@ make measurements comparable, as nccl-tests defines them:
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is no collective: all ranks copy
 a tensor within their own memory at the same time, which bounds the speed of an exchange between them."""
 
-import json
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -62,20 +58,18 @@ COPY = "copy"
 """Name of the measurement in which every rank copies a tensor within its own memory."""
 
 
-BUS_FACTORS: Mapping[str, Callable[[int], float]] = MappingProxyType(
-    {
-        "all_reduce": lambda n: 2 * (n - 1) / n,
-        "reduce_scatter": lambda n: (n - 1) / n,
-        "all_gather": lambda n: (n - 1) / n,
-        "all_to_all": lambda n: (n - 1) / n,
-        "broadcast": lambda _: 1.0,
-        "reduce": lambda _: 1.0,
-        "gather": lambda n: (n - 1) / n,
-        "scatter": lambda n: (n - 1) / n,
-        "send_recv": lambda _: 1.0,
-        COPY: lambda _: 1.0,
-    }
-)
+BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda _: 1.0,
+    "reduce": lambda _: 1.0,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "send_recv": lambda _: 1.0,
+    COPY: lambda _: 1.0,
+}
 """For each collective, a function from the group size n to the factor: bus bandwidth / algorithm bandwidth."""
 
 
@@ -137,14 +131,9 @@ class SizeSweep:
             listed = ", ".join(map(str, possible)) or "no"
             raise ValueError(f"{world_size} ranks have no groups of {wrong[0]}; groups may have {listed} ranks")
         if not (self.kinds and self.sizes and self.groups and self.on) or self.rounds < 1:
-            raise ValueError(
-                "nothing to measure: name a collective, a size, a group of at least 2 ranks and what to measure on, "
-                "and at least one round"
-            )
+            raise ValueError("nothing to measure: name a collective, a size, a group, what to measure on, and a round")
         if set(self.on) == {"joint"} and "all_gather" not in self.kinds:
-            raise ValueError(
-                "nothing to measure: on joint memory only all_gather is measured; name it, or use ordinary memory"
-            )
+            raise ValueError("nothing to measure: on joint memory only all_gather is measured; name it")
 
 
 def parse_size(text: str) -> int:
@@ -184,25 +173,23 @@ def _copy(_: World, x: Tensor, y: Tensor) -> list[Work]:
     return []
 
 
-_CALLS: Mapping[str, Call] = MappingProxyType(
-    {
-        "all_reduce": lambda world, x, _: [world.all_reduce(x, axes=_AXIS)],
-        "reduce_scatter": lambda world, x, y: [world.reduce_scatter(x, into=_part(world, y), axes=_AXIS)],
-        "all_gather": lambda world, x, y: [world.all_gather(_part(world, x), into=y, axes=_AXIS)],
-        "all_to_all": lambda world, x, y: [world.all_to_all(x, into=y, axes=_AXIS)],
-        "broadcast": lambda world, x, _: [world.broadcast(x, axes=_AXIS)],
-        "reduce": lambda world, x, _: [world.reduce(x, axes=_AXIS)],
-        "gather": lambda world, x, y: [world.gather(_part(world, x), into=_on_root(world, y), axes=_AXIS)],
-        "scatter": lambda world, x, y: [world.scatter(_on_root(world, x), into=_part(world, y), axes=_AXIS)],
-        "send_recv": _send_recv,
-        COPY: _copy,
-    }
-)
+_CALLS: Mapping[str, Call] = {
+    "all_reduce": lambda world, x, _: [world.all_reduce(x, axes=_AXIS)],
+    "reduce_scatter": lambda world, x, y: [world.reduce_scatter(x, into=_part(world, y), axes=_AXIS)],
+    "all_gather": lambda world, x, y: [world.all_gather(_part(world, x), into=y, axes=_AXIS)],
+    "all_to_all": lambda world, x, y: [world.all_to_all(x, into=y, axes=_AXIS)],
+    "broadcast": lambda world, x, _: [world.broadcast(x, axes=_AXIS)],
+    "reduce": lambda world, x, _: [world.reduce(x, axes=_AXIS)],
+    "gather": lambda world, x, y: [world.gather(_part(world, x), into=_on_root(world, y), axes=_AXIS)],
+    "scatter": lambda world, x, y: [world.scatter(_on_root(world, x), into=_part(world, y), axes=_AXIS)],
+    "send_recv": _send_recv,
+    COPY: _copy,
+}
 
-# In memory that other ranks can read, an all-gather works in place: each rank's part is in the result already.
-_IN_PLACE: Mapping[str, Call] = MappingProxyType(
-    {"all_gather": lambda world, _, y: [world.all_gather(_part(world, y), into=y, axes=_AXIS)]}
-)
+
+def _gather_in_place(world: World, _: Tensor, y: Tensor) -> list[Work]:
+    """Gather in memory that other ranks can read: each rank's part is in the result already."""
+    return [world.all_gather(_part(world, y), into=y, axes=_AXIS)]
 
 
 def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
@@ -251,7 +238,7 @@ def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> 
 def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> Call:
     if on == "gloo":
         return gloo[kind]
-    return _IN_PLACE.get(kind, _CALLS[kind]) if on in ("shared", "joint") else _CALLS[kind]
+    return _gather_in_place if kind == "all_gather" and on != "ordinary" else _CALLS[kind]
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -291,31 +278,29 @@ def _call(world: World, call: Call, buffers: tuple[Tensor, Tensor], calls: int) 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
     """Return one flat dict for each measurement, sorted by collective: seconds, and bandwidths in bytes per second.
     `share_of_copy` is bus bandwidth / copy bandwidth, for a plain copy of as many bytes by as many ranks."""
+    return [
+        {
+            "collective": one.kind,
+            "ranks": one.ranks,
+            "bytes": one.bytes,
+            "on": one.on,
+            "median_seconds": one.median_seconds,
+            "min_seconds": one.min_seconds,
+            "algorithm_bandwidth": one.algorithm_bandwidth,
+            "bus_bandwidth": one.bus_bandwidth,
+            "copy_bandwidth": copy,
+            "share_of_copy": one.bus_bandwidth / copy,
+        }
+        for one, copy in _beside_copies(measurements)
+    ]
+
+
+def _beside_copies(measurements: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
+    """Return the measurements sorted by collective, each with the bandwidth of a copy of as many bytes."""
     copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
-    records: list[dict[str, str | int | float]] = []
     order = list(BUS_FACTORS)
-    for one in sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on)):
-        copy = copies[one.ranks, one.bytes]
-        records.append(
-            {
-                "collective": one.kind,
-                "ranks": one.ranks,
-                "bytes": one.bytes,
-                "on": one.on,
-                "median_seconds": one.median_seconds,
-                "min_seconds": one.min_seconds,
-                "algorithm_bandwidth": one.algorithm_bandwidth,
-                "bus_bandwidth": one.bus_bandwidth,
-                "copy_bandwidth": copy,
-                "share_of_copy": one.bus_bandwidth / copy,
-            }
-        )
-    return records
-
-
-def as_json(measurements: Sequence[Measurement]) -> str:
-    """Return the dicts of `rows` as the text of a JSON list."""
-    return json.dumps(rows(measurements), indent=1) + "\n"
+    ordered = sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on))
+    return [(one, copies[one.ranks, one.bytes]) for one in ordered]
 
 
 def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
@@ -324,20 +309,19 @@ def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
     table.add_column("collective")
     for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):
         table.add_column(name, justify="right")
-    shown = [record for record in rows(measurements) if record["collective"] != COPY]
-    for record, following in zip_longest(shown, shown[1:]):
-        ends = following is None or following["collective"] != record["collective"]
+    shown = [(one, copy) for one, copy in _beside_copies(measurements) if one.kind != COPY]
+    following = [*(one.kind for one, _ in shown[1:]), ""]
+    for (one, copy), kind_after in zip(shown, following, strict=False):
         table.add_row(
-            str(record["collective"]),
-            str(record["ranks"]),
-            size_text(float(record["bytes"])),
-            str(record["on"]),
-            _time(float(record["median_seconds"])),
-            _time(float(record["min_seconds"])),
-            *(f"{float(record[name]) / 1e9:.3f}" for name in ("algorithm_bandwidth", "bus_bandwidth")),
-            f"{float(record['copy_bandwidth']) / 1e9:.2f}",
-            f"{float(record['share_of_copy']):.0%}",
-            end_section=ends,
+            one.kind,
+            str(one.ranks),
+            size_text(one.bytes),
+            one.on,
+            *map(_time, (one.median_seconds, one.min_seconds)),
+            *(f"{rate / 1e9:.3f}" for rate in (one.algorithm_bandwidth, one.bus_bandwidth)),
+            f"{copy / 1e9:.2f}",
+            f"{one.bus_bandwidth / copy:.0%}",
+            end_section=one.kind != kind_after,
         )
     return table
 
@@ -346,43 +330,23 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
-class MissingExtraError(ValueError):
-    """Raised when an optional package is not installed; the message names the extra to install."""
-
-
-def require_matplotlib() -> None:
-    """Raise MissingExtraError if matplotlib is not installed. Commands call it before they measure."""
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("a PNG needs matplotlib: pip install 'meshwise[plot]'")
-
-
 def plot(measurements: Sequence[Measurement], *, path: Path) -> None:
-    """Draw the measurements on ordinary tensors as a PNG. Raises MissingExtraError without matplotlib, and OSError."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - of the extra `plot`
+    """Draw the measurements on ordinary tensors as a PNG. Raises ImportError without matplotlib, and OSError."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - of the extra `plot`
 
     kinds = [kind for kind in dict.fromkeys(one.kind for one in measurements) if kind != COPY]
-    figure = Figure(figsize=(4 * _COLUMNS, 3 * -(-len(kinds) // _COLUMNS)), layout="constrained")
-    FigureCanvasAgg(figure)
+    height = -(-len(kinds) // _COLUMNS)
+    figure = Figure(figsize=(4 * _COLUMNS, 3 * height), layout="constrained")
     for index, kind in enumerate(kinds):
-        panel = figure.add_subplot(-(-len(kinds) // _COLUMNS), _COLUMNS, index + 1)
+        panel = figure.add_subplot(height, _COLUMNS, index + 1)
         for number, ranks in enumerate(sorted({one.ranks for one in measurements})):
             for drawn, style in ((kind, "o-"), (COPY, "--")):
                 line = [one for one in measurements if (one.kind, one.ranks, one.on) == (drawn, ranks, "ordinary")]
-                panel.plot(
-                    [one.bytes for one in line],
-                    [one.bus_bandwidth / 1e9 for one in line],
-                    style,
-                    color=f"C{number}",
-                    markersize=3,
-                    label=f"{ranks} ranks" + (", copy" if drawn == COPY else ""),
-                )
-        panel.set_title(kind)
+                sizes, rates = [one.bytes for one in line], [one.bus_bandwidth / 1e9 for one in line]
+                label = f"{ranks} ranks" + (", copy" if drawn == COPY else "")
+                panel.plot(sizes, rates, style, color=f"C{number}", markersize=3, label=label)
+        panel.set(title=kind, yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
         panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xlabel("bytes")
-        panel.set_ylabel("bus bandwidth, GB/s")
         panel.grid(visible=True, alpha=0.3)
         if index == 0:
             panel.legend(fontsize="x-small")

@@ -14,6 +14,7 @@ ranks:
     4 ranks, 3 rounds:    0→1 1→2 2→3 3→0    0→2 1→3 2→0 3→1    0→3 1→0 2→1 3→2"""
 
 import contextlib
+import functools
 import ipaddress
 import os
 import re
@@ -68,14 +69,8 @@ class MachineFinding:
     remedy: str
 
 
-def problem(what: str, *, remedy: str) -> MachineFinding:
-    """Return a finding of level `problem`: ranks cannot train until it is solved."""
-    return MachineFinding("problem", what, remedy)
-
-
-def note(what: str, *, remedy: str) -> MachineFinding:
-    """Return a finding of level `note`: the ranks here can train nevertheless."""
-    return MachineFinding("note", what, remedy)
+problem = functools.partial(MachineFinding, "problem")
+note = functools.partial(MachineFinding, "note")
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def machine_facts() -> Machine:
     """Return the facts about this machine. Runs nvidia-smi, for at most 10 s a call."""
     host = socket.gethostname()
     listed = _nvidia_smi("--list-gpus")
-    gpus = [gpu_properties(index) for index in range(gpu_count())]
+    gpus = map(gpu_properties, range(gpu_count()))
     software = {
         "meshwise": __version__,
         "torch": torch.__version__,

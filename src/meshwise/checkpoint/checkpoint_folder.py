@@ -14,7 +14,7 @@ A crash leaves either the new checkpoint, or a folder whose name says that it is
 same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
 `damages` and `is_valid` compare every byte of a checkpoint with its checksum.
 
-A checkpoint is loaded under any plan: every rank reads the blocks with its rectangles (`load`, `CheckpointReader`).
+A checkpoint is loaded under any plan: every rank reads the blocks with its rectangles (`fill`, `CheckpointReader`).
 
     wanted rectangles ∩ stored rectangles ──► spans of bytes, in the order of the files (`spans`)
                                                   │  join adjacent spans, in whole blocks, up to a window
@@ -245,18 +245,11 @@ class CheckpointReader:
         return source
 
 
-def load(folder: Path, *, needed: Callable[[CheckpointIndex], Iterable[StoredSlice]], world: World) -> CheckpointIndex:
-    """Fill the slices that `needed(index)` returns for this rank, and return the index. Every rank calls it.
+def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World) -> None:
+    """Fill the slices that this rank needs from a checkpoint. Every rank calls it.
 
     Raises ValueError on every rank if one rank has a slice that cannot be loaded; then no slice is filled. Raises
     DamageError on every rank for damage or an OSError; some slices may then be filled."""
-    index = on_all_ranks(lambda: read_index(folder), world=world)
-    fill(index, needed=on_all_ranks(lambda: list(needed(index)), world=world), world=world)
-    return index
-
-
-def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World) -> None:
-    """Fill the slices that this rank needs from a checkpoint. Every rank calls it. Raises the errors of `load`."""
     reader = CheckpointReader(index)
     on_all_ranks(lambda: [reader.stored(holding) for holding in needed], world=world)
     on_all_ranks(lambda: reader.fill(needed), world=world)
@@ -301,10 +294,12 @@ _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
-    """Return (path, index) of each checkpoint of a root, newest first; then (path, error) of each damaged index."""
+    """Return (path, index) of each checkpoint of a root, newest first; then (path, error) of each damaged index.
+
+    A root that is a checkpoint itself is the only one."""
     found: list[tuple[Path, CheckpointIndex | DamageError]] = []
-    folders = filter(is_checkpoint, root.iterdir()) if root.is_dir() else ()
-    for path in sorted(folders, reverse=True):
+    inside = root.iterdir() if root.is_dir() else ()
+    for path in [root] if is_checkpoint(root) else sorted(filter(is_checkpoint, inside), reverse=True):
         try:
             found.append((path, read_index(path)))
         except DamageError as error:

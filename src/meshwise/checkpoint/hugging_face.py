@@ -103,20 +103,17 @@ def with_fused_experts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredT
     for holder, parts in experts.items():
         count = 1 + max(number for number, _ in parts)
         for fused, matrices in _FUSED.items():
-            pieces = [
-                (number, row, parts.get((number, key))) for number in range(count) for row, key in enumerate(matrices)
-            ]
-            present = [piece for _, _, piece in pieces if piece is not None]
-            if len(present) == len(pieces) and len({piece.shape for piece in present}) == 1:
+            places = [(number, row, key) for number in range(count) for row, key in enumerate(matrices)]
+            present = [parts[number, key] for number, _, key in places if (number, key) in parts]
+            if len(present) == len(places) and len({piece.shape for piece in present}) == 1:
                 rows, columns = present[0].shape
                 placed = tuple(
                     StoredRectangle(part.file, part.entry, Rectangle((number, row * rows, 0), (1, rows, columns)))
-                    for number, row, piece in pieces
-                    for part in (piece.parts if piece is not None else ())
+                    for (number, row, _), piece in zip(places, present, strict=True)
+                    for part in piece.parts
                 )
-                found[f"{holder}.{fused}"] = StoredTensor(
-                    present[0].dtype, (count, rows * len(matrices), columns), placed
-                )
+                shape = (count, rows * len(matrices), columns)
+                found[f"{holder}.{fused}"] = StoredTensor(present[0].dtype, shape, placed)
     return found
 
 

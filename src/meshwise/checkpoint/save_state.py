@@ -143,45 +143,6 @@ _GRACE_SECONDS = 20.0
 """Seconds that rank 0 still waits for the other ranks' files after `detach` or the end of the main thread."""
 
 
-def save(
-    folder: Path,
-    *,
-    holdings: Iterable[StoredSlice],
-    aliases: Mapping[str, str],
-    extra: Mapping[str, Any],
-    world: World,
-    keep_last: int | None = None,
-) -> "PendingSave":
-    """Begin to save a checkpoint in the background. Every rank calls it.
-
-    | holdings    this rank's slices; all ranks together have each element of every logical tensor once
-    | aliases     first name of a tied parameter, by each of its other names; the first rank's are saved
-    | extra       values as JSON; the first rank's are saved
-    | keep_last   number of valid checkpoints to keep in the root after this save (`prune`); None removes none
-
-    Returns when the tensors that may change before the next optimizer step are copied. Raises SaveError on every rank
-    if one rank cannot begin: the folder cannot be created, or there is a value that a checkpoint cannot store."""
-    partial, rank_file, problem = "", None, None
-    more = {"aliases": dict(aliases), "extra": dict(extra)}
-    try:
-        json.dumps(more, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        problem = f"extra has to be JSON: {error}"
-    try:
-        rank_file = RankFile.of(holdings, name=f"rank-{world.rank:05}.safetensors")
-        partial = str(make_partial_folder(folder)) if world.rank == 0 else ""
-    except (ValueError, OSError) as error:
-        problem = _message(error)
-    outcomes = world.exchange((partial, problem))
-    partial = outcomes[0][0]
-    if problems := _by_rank(problem for _, problem in outcomes):
-        if world.rank == 0 and partial:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise SaveError(f"{folder} was not saved: {'; '.join(problems)}")
-    assert rank_file is not None
-    return PendingSave(folder, rank_file=rank_file, more=more, partial=Path(partial), world=world, keep_last=keep_last)
-
-
 @dataclass(frozen=True)
 class RankFile:
     """The data file that this rank is going to write.
@@ -219,16 +180,23 @@ class PendingSave:
         self,
         folder: Path,
         *,
-        rank_file: RankFile,
-        more: Mapping[str, Any],
-        partial: Path,
+        holdings: Iterable[StoredSlice],
+        aliases: Mapping[str, str],
+        extra: Mapping[str, Any],
         world: World,
-        keep_last: int | None,
+        keep_last: int | None = None,
     ) -> None:
+        """Begin to save a checkpoint in the background. Every rank calls it.
+
+        | holdings    this rank's slices; all ranks together have each element of every logical tensor once
+        | aliases     first name of a tied parameter, by each of its other names; the first rank's are saved
+        | extra       values as JSON; the first rank's are saved
+        | keep_last   number of valid checkpoints to keep in the root after this save (`prune`); None removes none
+
+        Returns when the tensors that may change before the next optimizer step are copied. Raises SaveError on every
+        rank if one rank cannot begin: the folder cannot be created, or a value cannot be stored in a checkpoint."""
         self.folder = folder
-        self._partial = partial
-        self._rank_file = rank_file
-        self._more = more
+        self._more = {"aliases": dict(aliases), "extra": dict(extra)}
         self._world = world
         self._keep_last = keep_last
         self._cancelled = threading.Event()
@@ -237,12 +205,33 @@ class PendingSave:
         self._problem: str | None = None
         self._outcome: str | None = None
         self.finished = False
-        path = partial / rank_file.name
-        self._writer = BufferedWriter(path, head=rank_file.head, tensors=rank_file.tensors, streams=world.streams)
+        self._rank_file, self._partial = file, partial = self._begin(holdings)
+        self._writer = BufferedWriter(partial / file.name, head=file.head, tensors=file.tensors, streams=world.streams)
         self._thread = threading.Thread(target=self._run, name=f"save {folder.name}")
         self._thread.start()
-        if rank_file.blocking:
+        if file.blocking:
             self.wait_staged()
+
+    def _begin(self, holdings: Iterable[StoredSlice]) -> "tuple[RankFile, Path]":
+        """Return this rank's file, and the partial folder, which rank 0 creates. Raises SaveError on every rank."""
+        rank, partial, rank_file, problem = self._world.rank, "", None, None
+        try:
+            json.dumps(self._more, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problem = f"extra has to be JSON: {error}"
+        try:
+            rank_file = RankFile.of(holdings, name=f"rank-{rank:05}.safetensors")
+            partial = str(make_partial_folder(self.folder)) if rank == 0 else ""
+        except (ValueError, OSError) as error:
+            problem = _message(error)
+        outcomes = self._world.exchange((partial, problem))
+        partial = outcomes[0][0]
+        if problems := _by_rank(problem for _, problem in outcomes):
+            if rank == 0 and partial:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise SaveError(f"{self.folder} was not saved: {'; '.join(problems)}")
+        assert rank_file is not None
+        return rank_file, Path(partial)
 
     def wait_staged(self) -> None:
         """Wait until all tensors are staged; from then on, they may change."""

@@ -9,19 +9,19 @@ extra                                            JSON: the plan, the optimizer's
                                                  the caller's own values (steps, samples, the job)"""
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.checkpoint.checkpoint_folder import fill, load, newest_valid, on_all_ranks
-from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, dtype_name
+from meshwise.checkpoint.checkpoint_folder import fill, newest_valid, on_all_ranks
+from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, dtype_name, read_index
 from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, with_model_names
-from meshwise.checkpoint.save_state import PendingSave, save
+from meshwise.checkpoint.save_state import PendingSave
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import (
     OPTIMIZER_KINDS,
@@ -46,6 +46,9 @@ class RestoredState:
     damaged: tuple[Damage, ...]
 
 
+_Refill: TypeAlias = tuple[CheckpointRefill, list[StoredSlice]]
+
+
 class TrainingState:
     """Saves and loads the state of an engine and its optimizer (in `update`). One save at a time is in progress."""
 
@@ -67,7 +70,7 @@ class TrainingState:
     def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> PendingSave:
         """Wait for the previous save, then begin to save in the background. Every rank calls it.
 
-        `extra`: JSON values to store with the state. `keep_last` is as in `save_state.save`.
+        `extra`: JSON values to store with the state. `keep_last` is as in `PendingSave`.
         Raises SaveError if the previous save failed or this one cannot begin. Raises TierError after a failed update.
         """
         if self._saving is not None:
@@ -92,7 +95,7 @@ class TrainingState:
         holdings = itertools.chain(slices, self._generators())
         if self._hook is None:
             self._hook = self._optimizer.register_step_pre_hook(lambda *_: self.wait_staged())
-        self._saving = save(
+        self._saving = PendingSave(
             folder, holdings=holdings, aliases=aliases, extra=own, world=engine.world, keep_last=keep_last
         )
         return self._saving
@@ -106,30 +109,16 @@ class TrainingState:
         may then be partly overwritten, until another load succeeds."""
         self.wait_staged()
         self._update.abandon()
-        if on_all_ranks(lambda: is_pretrained(folder), world=self._engine.world):
-            return {"steps": 0, "skips": 0, "user": {"unused": self._load_pretrained(folder)}}
-        engine = self._engine
-        refills: list[CheckpointRefill] = []
+        world = self._engine.world
+        pretrained = on_all_ranks(lambda: is_pretrained(folder), world=world)
+        read = self._read_pretrained if pretrained else read_index
+        index = on_all_ranks(lambda: read(folder), world=world)
         generators = self._generators()
-
-        def needed(index: CheckpointIndex) -> Iterator[StoredSlice]:
-            own, saved = optimizer_name(self._optimizer), index.extra.get("optimizer")
-            if saved not in (own, None):
-                raise ValueError(
-                    f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}"
-                )
-            refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine))
-            self._saved_groups(index)
-            refills.append(refill)
-            slices = refill.needed()
-            yield from slices if self.replicas is None else self.replicas.slices_to_load(slices, saved=index.extra)
-            if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
-                yield from (state for state in generators if state.key in index.tensors)
-
-        index = load(folder, needed=needed, world=engine.world)
-        on_all_ranks(lambda: self._finish_load(index, refills[0], generators), world=engine.world)
+        refill, needed = on_all_ranks(lambda: self._refill(index, generators, pretrained=pretrained), world=world)
+        fill(index, needed=needed, world=world)
+        on_all_ranks(lambda: self._finish_load(index, refill, generators), world=world)
         self._update.mark_loaded()
-        engine.publish()
+        self._engine.publish()
         return index.extra
 
     def restore(self, root: Path) -> RestoredState | None:
@@ -155,30 +144,31 @@ class TrainingState:
                 continue
             return RestoredState(path, extra, tuple(dict.fromkeys([*passed, *damaged])))
 
-    def _load_pretrained(self, folder: Path) -> list[str]:
-        """Load the parameters of a Hugging Face folder, and reset the optimizer's state."""
+    def _read_pretrained(self, folder: Path) -> CheckpointIndex:
+        """Return an index of a Hugging Face folder with the tensors of this model, whose `extra` is for the caller."""
         engine = self._engine
-        names = {row.name: (row.name, *row.aliases) for row in engine.table.rows}
-        names |= {buffer.name: (buffer.name,) for buffer in buffers(engine.modules)}
+        parameters = {row.name: (row.name, *row.aliases) for row in engine.table.rows}
+        others: dict[str, tuple[str, ...]] = {buffer.name: (buffer.name,) for buffer in buffers(engine.modules)}
         base = str(getattr(engine.module, "base_model_prefix", ""))
-        index, unused = on_all_ranks(
-            lambda: with_model_names(read_pretrained(folder), names=names, base=base), world=engine.world
-        )
+        index, unused = with_model_names(read_pretrained(folder), names=parameters | others, base=base)
+        own = [f"parameter/{name}" for name in parameters] + [f"buffer/{name}" for name in others]
+        tensors = {key: index.tensors[key] for key in own if key in index.tensors}
+        return replace(index, tensors=tensors, extra={"steps": 0, "skips": 0, "user": {"unused": unused}})
 
-        def look_up() -> tuple[CheckpointRefill, list[StoredSlice]]:
-            found = {row.name: index.tensors.get(f"parameter/{row.name}") for row in engine.table.rows}
-            slots = {
-                name: {"parameter": RefillSlot(it.dtype, it.shape)} for name, it in found.items() if it is not None
-            }
-            refill = CheckpointRefill(engine, update=self._update, slots=slots)
+    def _refill(self, index: CheckpointIndex, generators: list[StoredSlice], *, pretrained: bool) -> _Refill:
+        """Return the refill of the engine and the slices that it needs. Raises ValueError for another model."""
+        engine, own, saved = self._engine, optimizer_name(self._optimizer), index.extra.get("optimizer")
+        if saved not in (own, None):
+            raise ValueError(f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}")
+        refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine))
+        if pretrained:  # its files may lack buffers
             return refill, [part for part in refill.needed() if part.slot != "buffer" or part.key in index.tensors]
-
-        refill, needed = on_all_ranks(look_up, world=engine.world)
-        fill(index, needed=needed, world=engine.world)
-        refill.finish()
-        self._update.mark_loaded()
-        engine.publish()
-        return unused
+        self._saved_groups(index)
+        slices = refill.needed()
+        needed = list(slices if self.replicas is None else self.replicas.slices_to_load(slices, saved=index.extra))
+        if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
+            needed += (state for state in generators if state.key in index.tensors)
+        return refill, needed
 
     def close(self) -> None:
         """Remove the hook from the optimizer, and let an unfinished save end in its thread (`PendingSave.detach`)."""
@@ -189,10 +179,8 @@ class TrainingState:
 
     def _groups(self) -> list[list[str]]:
         """Return the names of the parameters in each group of the optimizer."""
-        rows = self._engine.table.rows
-        return [
-            [row.name for row in rows if row.trainable and row.options == options] for options in self._engine.slices()
-        ]
+        rows = [row for row in self._engine.table.rows if row.trainable]
+        return [[row.name for row in rows if row.options == options] for options in self._engine.slices()]
 
     def _saved_groups(self, index: CheckpointIndex) -> list[Mapping[str, Any]]:
         """Return the saved hyperparameters of each group. Raises ValueError if they differ within a group."""

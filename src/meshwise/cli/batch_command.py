@@ -13,7 +13,6 @@ samples E to a loss follow, for the best rate of each batch,
 
 import base64
 import contextlib
-import csv
 import dataclasses
 import io
 import itertools
@@ -28,13 +27,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 
-from meshwise.bench.collective_benchmark import require_matplotlib
-from meshwise.cli.shared_flags import check_outputs, checked_comm, local_ranks, write_and_say
+from meshwise.cli.shared_flags import check_outputs, checked_comm, local_ranks, require_matplotlib, write_and_say
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.engine.step_result import NonFiniteError
@@ -61,9 +58,8 @@ def trial_job(job: Job, *, batch: int, lr: float, samples: int, folder: str) -> 
         "resume": None,
     }
     noise = {"noise": parts > 1 and batch % parts == 0}
-    changes: dict[str, dict[str, Any]] = {"optimizer": {"lr": lr}, "schedule": warmup, "train": size | files | noise}
-    new = {name: dataclasses.replace(getattr(job, name), **values) for name, values in changes.items()}
-    return dataclasses.replace(job, sample=SampleJob(), restarts=0, **new)
+    changed = job.changed(optimizer={"lr": lr}, schedule=warmup, train={**size, **files, **noise})
+    return dataclasses.replace(changed, sample=SampleJob(), restarts=0)
 
 
 def train_trials(world: World, *, jobs: Sequence[Job], seconds: float) -> int:
@@ -197,9 +193,8 @@ class BatchJob(StudiedJob):
         if not self.batches or min(self.batches) < 1 or not self.factors or min(self.factors) <= 0:
             raise JobError(f"batches = {self.batches} and factors = {self.factors} need numbers above 0")
         if self.samples < 20 * max(self.batches):
-            raise JobError(
-                f"samples = {self.samples} are fewer than 20 steps of the largest batch; use {20 * max(self.batches)}"
-            )
+            least = 20 * max(self.batches)
+            raise JobError(f"samples = {self.samples} are fewer than 20 steps of the largest batch; use {least}")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -207,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
     job = read_job(arguments, prog="meshwise batch", kind=BatchJob)
     folder, size = Path(job.folder), local_ranks(job)
     check_outputs([folder / "study.csv"])
-    require_matplotlib()
+    require_matplotlib(folder / "study.png")
     own = {name: value for name, value in vars(job).items() if name in Job.__dataclass_fields__}
     plain = Job(**{**own, "plan": job.plan.resolve(size)})
     jobs = [
@@ -224,9 +219,10 @@ def main(arguments: Sequence[str]) -> int:
     console = OutputConsole()
     console.show(text_table(study.rows()))
     lines = conclusions(study)
-    console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+    console.show("\n".join(lines))
     title = f"{job.optimizer.name} on {job.model.name}: {', '.join(map(str, job.batches))} samples a step"
-    write_and_say(folder / "study.csv", write=lambda path: _write_csv(study, path))
+    table = "".join(f"{','.join(row)}\n" for row in study.rows())
+    write_and_say(folder / "study.csv", write=lambda path: path.write_text(table, "utf-8"))
     write_and_say(folder / "study.png", write=lambda path: path.write_bytes(picture(study)))
     page = _page(study, lines=[*lines, f"meshwise batch {' '.join(arguments)}"], title=title)
     write_and_say(folder / "study.html", write=lambda path: path.write_text(page, "utf-8"))
@@ -255,9 +251,7 @@ def conclusions(study: BatchStudy) -> list[str]:
     else:
         lines.append(f"critical batch {study.critical:.0f} samples: at least {least:.0f} steps, {samples:.0f} samples")
     if noise:
-        lines.append(
-            f"critical batch by the noise scale at the end of the trials: {min(noise):.0f} to {max(noise):.0f}"
-        )
+        lines.append(f"critical batch by the noise scale, at the end of trials: {min(noise):.0f} to {max(noise):.0f}")
     return lines
 
 
@@ -290,11 +284,6 @@ def picture(study: BatchStudy) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, dpi=110, format="png")
     return file.getvalue()
-
-
-def _write_csv(study: BatchStudy, path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(study.rows())
 
 
 def _page(study: BatchStudy, *, lines: Sequence[str], title: str) -> str:

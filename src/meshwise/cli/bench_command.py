@@ -4,10 +4,10 @@
 | bench calibrate     compute, copy and network rates of this machine, written as a cluster file"""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 import tomlkit
@@ -18,12 +18,11 @@ from meshwise.bench.collective_benchmark import (
     COPY,
     Measurement,
     SizeSweep,
-    as_json,
     as_table,
     group_sizes,
     parse_size,
     plot,
-    require_matplotlib,
+    rows,
 )
 from meshwise.bench.collective_benchmark import measure as measure_collectives
 from meshwise.bench.machine import link_text, network_interfaces
@@ -31,8 +30,8 @@ from meshwise.cli.shared_flags import (
     DEFAULT_RANKS,
     check_outputs,
     checked_comm,
-    checked_ranks,
     launched_ranks,
+    require_matplotlib,
     run_chosen,
     say_start,
     write_and_say,
@@ -43,7 +42,7 @@ from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.launch import cores
 from meshwise.train.console_output import console_of_width, counted
 from meshwise.train.flags_and_toml import parse_flags
-from meshwise.train.job import JobError
+from meshwise.train.job import JobError, as_job_error, check_least
 
 _WIDTH = 110
 """Columns of the table if stdout is not a terminal."""
@@ -65,6 +64,9 @@ class BenchFlags:
     comm: Literal["auto", "local", "gloo"] = "auto"
     """How ranks on CPUs of one host communicate. local: through shared memory; gloo: by messages; auto: through shared
     memory where possible, unless MESHWISE_COMM names another way. For `calibrate` give the value that training uses."""
+
+    def __post_init__(self) -> None:
+        check_least(self, least=1, names="ranks rounds")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,16 @@ def _collectives(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise bench collectives", default=CollectivesFlags())
     size, comm = _ranks(flags, least=2), checked_comm(flags.comm)
     check_outputs((flags.json, flags.png))
-    sweep = _sweep(flags, size)
+    require_matplotlib(flags.png)
+    with as_job_error():
+        sweep = SizeSweep(
+            kinds=flags.collectives,
+            sizes=tuple(parse_size(text) for text in flags.sizes),
+            groups=flags.groups or group_sizes(size),
+            rounds=flags.rounds,
+            on=flags.on,
+        )
+        sweep.check(world_size=size)
     say_start(size, words=["bench", "collectives", *words])
     measurements = run(size, _time_collectives, args=(sweep,), device=_device(flags), comm=comm)[0]
     if prints_for_job():
@@ -108,23 +119,6 @@ def _time_collectives(world: World, sweep: SizeSweep) -> list[Measurement]:
     return measure_collectives(sweep, world=world)
 
 
-def _sweep(flags: CollectivesFlags, size: int) -> SizeSweep:
-    try:
-        sweep = SizeSweep(
-            kinds=flags.collectives,
-            sizes=tuple(parse_size(text) for text in flags.sizes),
-            groups=flags.groups or group_sizes(size),
-            rounds=flags.rounds,
-            on=flags.on,
-        )
-        sweep.check(world_size=size)
-        if flags.png is not None:
-            require_matplotlib()
-    except ValueError as error:
-        raise JobError(str(error)) from error
-    return sweep
-
-
 def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measurement]) -> None:
     console = console_of_width(_WIDTH)
     links = [link_text(interface) for interface in network_interfaces() if interface.up and interface.speed > 0]
@@ -135,7 +129,8 @@ def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measureme
     if links:
         caption += f" Links of this machine to others: {', '.join(links)}."
     console.show(as_table(measurements, caption=caption))
-    write_and_say(flags.json, write=lambda path: path.write_text(as_json(measurements), encoding="utf-8"))
+    text = json.dumps(rows(measurements), indent=1) + "\n"
+    write_and_say(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
     write_and_say(flags.png, write=lambda path: plot(measurements, path=path))
 
 
@@ -150,14 +145,11 @@ class CalibrationFlags(BenchFlags):
 def _calibrate(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise bench calibrate", default=CalibrationFlags())
     device = _device(flags)
-    if flags.rounds < 1:
-        raise JobError(f"rounds = {flags.rounds} has to be at least 1")
     check_outputs([flags.output])
     size, comm = _ranks(flags, least=1), checked_comm(flags.comm)
     say_start(size, words=["bench", "calibrate", *words])
-    found: CalibrationResult = run(
-        size, _calibrate_rank, args=(CalibrationEffort(rounds=flags.rounds),), device=device, comm=comm
-    )[0]
+    effort = CalibrationEffort(rounds=flags.rounds)
+    found: CalibrationResult = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
     if prints_for_job():
         text = tomlkit.dumps(dataclasses.asdict(found.cluster))
         result = f": {found.cluster.device.name}, {counted(size, of='rank')}"
@@ -183,7 +175,7 @@ def _ranks(flags: BenchFlags, *, least: int) -> int:
     if launched := launched_ranks():
         return launched
     gpus = gpu_count() if flags.device != "cpu" else 0
-    return checked_ranks(flags.ranks) or gpus or max(least, min(DEFAULT_RANKS, cores()))
+    return flags.ranks or gpus or max(least, min(DEFAULT_RANKS, cores()))
 
 
 def _device(flags: BenchFlags) -> Literal["cpu", "cuda"] | None:
@@ -193,6 +185,4 @@ def _device(flags: BenchFlags) -> Literal["cpu", "cuda"] | None:
     return None if flags.device == "auto" else flags.device
 
 
-_BENCHMARKS: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(
-    {"collectives": _collectives, "calibrate": _calibrate}
-)
+_BENCHMARKS: Mapping[str, Callable[[Sequence[str]], None]] = {"collectives": _collectives, "calibrate": _calibrate}

@@ -20,7 +20,7 @@ from meshwise.checkpoint.checkpoint_format import INDEX, CheckpointIndex, Damage
 from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.flags_and_toml import from_text, from_toml
-from meshwise.train.job import HUB, Job, JobError
+from meshwise.train.job import HUB, Job, JobError, as_job_error
 from meshwise.train.objects_by_name import model_function
 from meshwise.train.prepare_job import with_tokenizer
 from meshwise.train.pretrained_model import hub_folder
@@ -110,7 +110,7 @@ def _show(flags: argparse.Namespace, console: OutputConsole) -> int:
 
 
 def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
-    folders = [flags.folder] if is_checkpoint(flags.folder) else [path for path, _ in checkpoints(_root(flags.folder))]
+    folders = [path for path, _ in checkpoints(_root(flags.folder))]
     if not folders:
         raise JobError(f"no checkpoint in {flags.folder}: name a checkpoint or a run")
     wrong = 0
@@ -127,13 +127,11 @@ def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
 def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
     job = _job(flags)
     try:
-        done = export(
-            flags.checkpoint, into=flags.into, build=model_function(job), merge=flags.merge, average=flags.average
-        )
+        with as_job_error():
+            build = model_function(job)
+            done = export(flags.checkpoint, into=flags.into, build=build, merge=flags.merge, average=flags.average)
     except FileExistsError as error:
         raise JobError(f"{error.filename} exists and is not replaced; name another folder") from error
-    except ValueError as error:
-        raise JobError(str(error)) from error
     if job.model.name.startswith(HUB):
         _keep_settings(hub_folder(job.model.name, key="model.name"), into=flags.into)
     name = with_tokenizer(job).data.tokenizer
@@ -160,9 +158,7 @@ def _job(flags: argparse.Namespace) -> Job:
         return from_toml(flags.job, kind=Job)
     text = read_index(flags.checkpoint).extra.get("user", {}).get("job")
     if text is None:
-        raise JobError(
-            f"{flags.checkpoint} was saved without a job, so its model cannot be built; name the job with --job"
-        )
+        raise JobError(f"{flags.checkpoint} was saved without a job, which builds the model; name one with --job")
     return from_text(text, source=str(flags.checkpoint / INDEX), kind=Job)
 
 

@@ -9,11 +9,10 @@ from rich.markup import escape
 
 from meshwise.bench.doctor import DoctorReport, PairMessages, examine_job, examine_local_ranks
 from meshwise.bench.machine import machine_table
-from meshwise.cli.shared_flags import checked_ranks
 from meshwise.comm.api.job_processes import is_under_launcher, prints_for_job
 from meshwise.train.console_output import OutputConsole
 from meshwise.train.flags_and_toml import parse_flags
-from meshwise.train.job import JobError
+from meshwise.train.job import JobError, check_least
 
 _MARKS: Mapping[str, str] = {"note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
 
@@ -28,12 +27,15 @@ class DoctorFlags:
     """Time limit in seconds for reaching the store of the job and for the roll call, both only under torchrun.
     Connecting and exchanging messages may take three times as long each."""
 
+    def __post_init__(self) -> None:
+        check_least(self, least=1, names="ranks")
+        if not self.seconds > 0:
+            raise JobError(f"seconds = {self.seconds} has to be above 0")
+
 
 def main(words: Sequence[str]) -> int:
     """Examine the machine, print the findings, and return 1 if there is a problem, else 0. Raises JobError."""
     flags = parse_flags(words, prog="meshwise doctor", default=DoctorFlags())
-    if not flags.seconds > 0:
-        raise JobError(f"seconds = {flags.seconds} has to be above 0")
     console = OutputConsole(soft_wrap=True, highlight=False)
     if is_under_launcher():
         report = examine_job(seconds=flags.seconds)
@@ -42,7 +44,7 @@ def main(words: Sequence[str]) -> int:
         elif not report.healthy:
             _print_findings(console, report, prefix=f"rank {os.environ['RANK']}: ")
     else:
-        report = examine_local_ranks(ranks=checked_ranks(flags.ranks), seconds=3 * flags.seconds)
+        report = examine_local_ranks(ranks=flags.ranks, seconds=3 * flags.seconds)
         _print_report(console, report)
     return 0 if report.healthy else 1
 
@@ -55,9 +57,8 @@ def _print_report(console: OutputConsole, report: DoctorReport) -> None:
     for exchange in report.exchanges:
         console.print(f"[green]ok     [/] {_pairs_line(exchange)}")
     _print_findings(console, report)
-    console.print(
-        "all is well" if report.healthy else "[red]ranks cannot train here until these problems are solved[/]"
-    )
+    verdict = "all is well" if report.healthy else "[red]ranks cannot train here until these problems are solved[/]"
+    console.print(verdict)
 
 
 def _print_findings(console: OutputConsole, report: DoctorReport, *, prefix: str = "") -> None:

@@ -37,7 +37,7 @@ from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.pipeline.schedules.schedule_table import lower, peaks
 from meshwise.plan import Plan
 from meshwise.train.flags_and_toml import parse_flags, read_job
-from meshwise.train.job import JobError, StudiedJob
+from meshwise.train.job import JobError, StudiedJob, as_job_error
 from meshwise.train.prepare_job import prepare
 from meshwise.view.picture import stacked
 from meshwise.view.plan_account import PlanAccount, measured_accounts
@@ -127,7 +127,7 @@ def _draw_cut(words: Sequence[str]) -> None:
     make = cutter(source.module, plan=plan, schedule=plan_schedule(plan), where=job.model.cut_options)
     cpu = torch.device("cpu")
     cut = cut_source(source, plan=plan, make=make, example=rows, forward=default_forward, device=cpu)
-    drawing_console().print(str(cut), highlight=False, markup=False, soft_wrap=True)
+    drawing_console().show(str(cut))
 
 
 def _draw_attention(words: Sequence[str]) -> None:
@@ -135,13 +135,11 @@ def _draw_attention(words: Sequence[str]) -> None:
     if not flags.plan or flags.tokens < 1:
         raise JobError('give a plan and 1 token or more: meshwise draw attention --plan "cp=4" --tokens 4096')
     plan = Plan.parse(flags.plan)
-    try:
+    with as_job_error():
         table = work_table(plan, pattern=parse_pattern(flags.pattern), length=flags.tokens)
-    except ValueError as error:
-        raise JobError(str(error)) from error
     console = drawing_console()
-    console.print("source: percent of all pairs of query and key, by rank and step\n", highlight=False)
-    console.print(str(table), highlight=False, markup=False, soft_wrap=True)
+    console.show("source: percent of all pairs of query and key, by rank and step\n")
+    console.show(str(table))
 
 
 def _draw_mesh(words: Sequence[str]) -> None:
@@ -157,7 +155,7 @@ def _draw_mesh(words: Sequence[str]) -> None:
         raise JobError('dp=auto fills a cluster: name it, as in --on "4x8 h100"')
     mesh = plan.mesh()
     nodes = mesh_picture(mesh, ranks_per_node=cluster.ranks_per_node if cluster else 0)
-    drawing_console().print(mesh.picture(), highlight=False, markup=False, soft_wrap=True)
+    drawing_console().show(mesh.picture())
     write_picture(stacked([nodes]), png=flags.png, svg=flags.svg)
 
 
@@ -165,11 +163,8 @@ def _draw_experts(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise draw experts", default=DrawExpertsFlags())
     if not flags.plan or Plan.parse(flags.plan).dp is None:
         raise JobError('give a plan with a number for dp: meshwise draw experts --plan "dp=4 ep=2" --experts 8')
-    try:
-        text = expert_table(Plan.parse(flags.plan), experts=flags.experts)
-    except ValueError as error:
-        raise JobError(str(error)) from None
-    drawing_console().print(text, highlight=False, markup=False, soft_wrap=True)
+    with as_job_error():
+        drawing_console().show(expert_table(Plan.parse(flags.plan), experts=flags.experts))
 
 
 def _draw_schedule(words: Sequence[str]) -> None:
@@ -181,12 +176,11 @@ def _draw_schedule(words: Sequence[str]) -> None:
     check_drawings(flags)
     plan = Plan.parse(flags.plan)
     try:
-        schedule = read_schedule(flags.table) if flags.table else plan_schedule(plan)
-        lowered = lower(schedule, gathers=plan.zero == 3)
+        with as_job_error():
+            schedule = read_schedule(flags.table) if flags.table else plan_schedule(plan)
+            lowered = lower(schedule, gathers=plan.zero == 3)
     except OSError as error:
         raise JobError(f"{flags.table} cannot be read: {error.strerror}; name a text file") from error
-    except ValueError as error:
-        raise JobError(str(error)) from error
     title = flags.table.name if flags.table else flags.plan
     console = drawing_console()
     costs = ActionCost(flags.forward, flags.input, flags.weight, link=flags.link)
@@ -195,7 +189,7 @@ def _draw_schedule(words: Sequence[str]) -> None:
     console.print()
     console.show(rank_table(timeline, peaks=peaks(lowered)))
     if flags.actions:
-        console.print(f"\n{lowered}", highlight=False, soft_wrap=True)
+        console.show(f"\n{lowered}")
     write_drawings([PlanAccount(title, timeline, unit="")], files=flags, title=title)
 
 
@@ -207,10 +201,10 @@ def _draw_timeline(words: Sequence[str]) -> None:
     accounts = measured_accounts(run)
     longest = max(account.timeline.seconds for account in accounts)
     for account in accounts[:2]:
-        console.print(f"{account.title}: {account.timeline.seconds:.4g} s", highlight=False)
+        console.show(f"{account.title}: {account.timeline.seconds:.4g} s")
         console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest))
         console.print()
-    console.print(str(run), highlight=False, soft_wrap=True)
+    console.show(str(run))
     write_drawings(accounts, files=flags, title=f"a step of {flags.run}")
 
 

@@ -15,7 +15,7 @@ import tyro
 
 from meshwise.cli.shared_flags import check_outputs, write_and_say
 from meshwise.train.flags_and_toml import from_toml, parse_flags
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import Job, JobError, check_least
 
 Recipe = Literal["slurm", "kubernetes", "ray", "sagemaker", "azureml"]
 _FILES: Mapping[str, str] = {
@@ -72,15 +72,12 @@ def main(words: Sequence[str]) -> int:
 def recipe(flags: LaunchFlags, *, job: Job) -> str:
     """Return the file for a cluster. Raises JobError for numbers that cannot work, PlanError for a plan that does not
     fit the ranks."""
-    for name in ("nodes", "ranks_per_node", "hours", "grace"):
-        if getattr(flags, name) < 1:
-            raise JobError(f"{name} = {getattr(flags, name)} has to be at least 1")
+    check_least(flags, least=1, names="nodes ranks_per_node hours grace")
     if flags.grace >= 3600 * flags.hours:
         raise JobError(f"grace = {flags.grace} seconds are not before the end of {flags.hours} h; use --grace 300")
     if not job.train.save_every:
         raise JobError(
-            f"{flags.job}: train.save_every = 0: a job that is started again would begin from step 0; "
-            "set train.save_every to the steps you can afford to lose"
+            f"{flags.job}: train.save_every = 0: a restarted job would begin from step 0; set train.save_every"
         )
     ranks, seconds = flags.nodes * flags.ranks_per_node, 3600 * flags.hours
     job.plan.resolve(ranks)

@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,29 +46,24 @@ class LessonFlags:
 
 @dataclass(frozen=True)
 class LessonCell:
-    """Cell of a lesson. `line`: number of lines before `text` in the file."""
+    """Cell of a lesson, and its output when it has run: printed text, and pictures as SVG.
+
+    `line`: number of lines before `text` in the file."""
 
     is_text: bool
     text: str
     line: int
-
-
-@dataclass(frozen=True)
-class CellResult:
-    """Output of a cell: printed text, and pictures as SVG."""
-
-    cell: LessonCell
     printed: str = ""
     pictures: tuple[str, ...] = ()
 
     @property
     def markdown(self) -> str:
         """Cell and output as Markdown."""
-        if self.cell.is_text:
-            return self.cell.text
+        if self.is_text:
+            return self.text
         printed = f"```text\n{self.printed.rstrip()}\n```\n" if self.printed.strip() else ""
         figures = "".join(f"\n<figure>{svg}</figure>\n" for svg in self.pictures)
-        return f"```python\n{self.cell.text.strip()}\n```\n\n{printed}{figures}"
+        return f"```python\n{self.text.strip()}\n```\n\n{printed}{figures}"
 
 
 def main(words: Sequence[str]) -> int:
@@ -95,11 +90,11 @@ def main(words: Sequence[str]) -> int:
 
 def _run_one(path: Path, flags: LessonFlags) -> None:
     console, written = drawing_console(), ""
-    for result in run_lesson(path):
-        written += f"{result.markdown}\n"
+    for cell in run_lesson(path):
+        written += f"{cell.markdown}\n"
         if not flags.html:
-            console.print(Markdown(result.cell.text if result.cell.is_text else f"```python\n{result.cell.text}\n```"))
-            console.print(result.printed, highlight=False, markup=False, soft_wrap=True)
+            console.print(Markdown(cell.text if cell.is_text else f"```python\n{cell.text}\n```"))
+            console.show(cell.printed)
     body = f"<style>{_CONTENT}</style>{MarkdownIt('commonmark').enable('table').render(written)}"
     page = html_document(body, title=title_of(path))
     write_and_say(flags.html, write=lambda file: file.write_text(page, encoding="utf-8"))
@@ -113,7 +108,7 @@ def _rank(world: World, paths: Sequence[Path]) -> None:
 def print_all(paths: Sequence[Path]) -> None:
     """Run lessons one after the other. Print the title of each; if there is one lesson, its output too."""
     for path in paths:
-        printed = [result.printed for result in run_lesson(path)]
+        printed = [cell.printed for cell in run_lesson(path)]
         print("\n".join([title_of(path), *(text for text in printed if text and len(paths) == 1)]), flush=True)
 
 
@@ -144,7 +139,7 @@ def read_cells(path: Path) -> Iterator[LessonCell]:
         yield LessonCell(is_text, content, text.count("\n", 0, mark.end()))
 
 
-def run_lesson(path: Path) -> Iterator[CellResult]:
+def run_lesson(path: Path) -> Iterator[LessonCell]:
     """Run the cells of a lesson in order, and yield each with its output. Raises the error of a cell that fails."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
     sys.path.insert(0, str(path.parent))
@@ -153,7 +148,7 @@ def run_lesson(path: Path) -> Iterator[CellResult]:
             os.environ["MESHWISE_LESSON_PICTURES"] = folder
             for cell in read_cells(path):
                 if cell.is_text:
-                    yield CellResult(cell)
+                    yield cell
                     continue
                 with contextlib.redirect_stdout(io.StringIO()) as printed:
                     exec(compile("\n" * cell.line + cell.text, path, "exec"), names)  # noqa: S102 - a lesson is a program
@@ -161,7 +156,7 @@ def run_lesson(path: Path) -> Iterator[CellResult]:
                 pictures = tuple(file.read_text(encoding="utf-8") for file in drawn)
                 for file in drawn:
                     file.unlink()
-                yield CellResult(cell, printed.getvalue(), pictures)
+                yield replace(cell, printed=printed.getvalue(), pictures=pictures)
     finally:
         sys.path.remove(str(path.parent))
         os.environ.pop("MESHWISE_LESSON_PICTURES")

@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from meshwise.base import __version__
 from meshwise.cli import (
@@ -43,34 +42,23 @@ from meshwise.train.job import JobError
 _RANK_0_SECONDS = 5
 
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand of `meshwise`.
-
-    | summary        one line for the overview
-    | main           takes the words after the subcommand's name, and returns the exit status
-    | starts_ranks   whether `main` starts processes for the ranks"""
-
-    summary: str
-    main: Callable[[Sequence[str]], int]
-    starts_ranks: bool = False
-
-
-COMMANDS: Mapping[str, Command] = {  # by the name of the subcommand, in the order of the overview
-    "train": Command("train a job on local ranks, or under torchrun", train_command.main, starts_ranks=True),
-    "verify": Command("compare a few steps of the split and the whole model", verify_command.main, starts_ranks=True),
-    "simulate": Command("predict the time and memory of a plan, without the ranks", simulate_command.main),
-    "plan": Command("choose the fastest plan for a cluster", plan_command.main),
-    "batch": Command("find the critical batch of a job by short trials", batch_command.main, starts_ranks=True),
-    "checkpoint": Command("list, show, check and export checkpoints", checkpoint_command.main),
-    "bench": Command("measure collectives, and this machine for simulations", bench_command.main, starts_ranks=True),
-    "draw": Command("draw schedules, cuts, meshes, and a measured step of a run", draw_command.main),
-    "launch": Command("print the file with which a cluster starts a job", launch_command.main),
-    "lesson": Command("list the lessons of the course, and run them", lesson_command.main, starts_ranks=True),
-    "doctor": Command(
-        "examine this machine, and whether ranks can communicate", doctor_command.main, starts_ranks=True
-    ),
+COMMANDS: Mapping[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+    "train": ("train a job on local ranks, or under torchrun", train_command.main),
+    "verify": ("compare a few steps of the split and the whole model", verify_command.main),
+    "simulate": ("predict the time and memory of a plan, without the ranks", simulate_command.main),
+    "plan": ("choose the fastest plan for a cluster", plan_command.main),
+    "batch": ("find the critical batch of a job by short trials", batch_command.main),
+    "checkpoint": ("list, show, check and export checkpoints", checkpoint_command.main),
+    "bench": ("measure collectives, and this machine for simulations", bench_command.main),
+    "draw": ("draw schedules, cuts, meshes, and a measured step of a run", draw_command.main),
+    "launch": ("print the file with which a cluster starts a job", launch_command.main),
+    "lesson": ("list the lessons of the course, and run them", lesson_command.main),
+    "doctor": ("examine this machine, and whether ranks can communicate", doctor_command.main),
 }
+"""Summary and main function of each subcommand; the function takes the words after the subcommand's name, and returns
+the exit status."""
+_START_RANKS = ("train", "verify", "batch", "bench", "lesson", "doctor")
+"""Subcommands that start processes for the ranks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +93,7 @@ def _run(words: list[str], *, own: bool) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
         return _report(f"meshwise: unknown command {name!r}; {hint}", status=2)
-    return _guarded(name, rest, fork=own and COMMANDS[name].starts_ranks and not is_rank())
+    return _guarded(name, rest, fork=own and name in _START_RANKS and not is_rank())
 
 
 def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
@@ -115,7 +103,7 @@ def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
             with contextlib.suppress(OSError):  # the fork only saves time; the start of the ranks reports the error
                 fork_server_from_here()
         try:
-            return COMMANDS[name].main(words)
+            return COMMANDS[name][1](words)
         except BaseException:
             leave_undone()
             raise
@@ -151,7 +139,7 @@ def _report(message: str, *, status: int, once: bool = False) -> int:
 
 
 def _overview() -> str:
-    rows = [f"  {name:<12}{command.summary}" for name, command in COMMANDS.items()]
+    rows = [f"  {name:<12}{summary}" for name, (summary, _) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: meshwise COMMAND [JOB.toml] [OPTIONS]",

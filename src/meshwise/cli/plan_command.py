@@ -26,7 +26,7 @@ from meshwise.simulate.predicted_memory import size_text
 from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.flags_and_toml import change_file, read_job
-from meshwise.train.job import JobError, StudiedJob
+from meshwise.train.job import JobError, StudiedJob, check_least
 from meshwise.train.prepare_job import prepare
 from meshwise.view.plan_account import predicted_account
 
@@ -60,11 +60,7 @@ class PlanJob(StudiedJob, DrawingFiles):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("top", "rehearsals"):
-            if getattr(self, key) < 1:
-                raise JobError(f"{key} = {getattr(self, key)} has to be at least 1")
-        if self.workers is not None and self.workers < 1:
-            raise JobError(f"workers = {self.workers} has to be at least 1")
+        check_least(self, least=1, names="top rehearsals workers")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -87,10 +83,8 @@ def main(arguments: Sequence[str]) -> int:
     surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
     survey = _watched(surveys, effort=effort)
     if not survey.candidates:
-        fixed = f" with {job.fix}" if job.fix else ""
-        raise JobError(
-            f"no plan for {counted(cluster.ranks, of='rank')}{fixed} divides this job; try another number of ranks"
-        )
+        ranks = counted(cluster.ranks, of="rank") + (f" with {job.fix}" if job.fix else "")
+        raise JobError(f"no plan for {ranks} divides this job; try another number of ranks")
     best = survey.best()
     if best and job.write and path is not None:  # before printing: the reader of stdout may end
         change_file(path, changes={("plan",): str(best[0].plan), ("model", "cut_at"): list(best[0].at) or None})
@@ -176,9 +170,9 @@ def _heading(job: PlanJob, cluster: Cluster, space: PlanSpace, *, limit: float, 
 def _print_result(survey: SearchResult, *, heading: Iterable[str], top: int, seconds: float) -> None:
     console = console_of_width(_WIDTH)
     for line in heading:
-        console.print(line, highlight=False, markup=False)
+        console.show(line)
     summary = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
-    console.print(summary, highlight=False)
+    console.show(summary)
     if survey.best():
         console.show(text_table(best_table(survey, top=top), wrapped=_WRAPPED))
     lost = lost_table(survey, top=top)

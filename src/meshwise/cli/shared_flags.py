@@ -9,11 +9,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from meshwise.base.atomic_file import is_read_only, write_whole
-from meshwise.bench.collective_benchmark import MissingExtraError, require_matplotlib
 from meshwise.comm.api.job_processes import is_rank, launched_rank
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.connect import asked_comm
@@ -21,9 +21,9 @@ from meshwise.comm.launch.launch import cores, torchrun_line
 from meshwise.comm.network.process_world import Comm
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import AXES
-from meshwise.simulate.cluster import Cluster, ClusterError, parse_cluster
+from meshwise.simulate.cluster import Cluster, parse_cluster
 from meshwise.train.console_output import OutputConsole, console_of_width, counted
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import Job, JobError, as_job_error
 from meshwise.train.run_checkpoints import TIMELINE
 from meshwise.view.picture import Picture, svg_file, write_png
 from meshwise.view.plan_account import PlanAccount, write_chrome_trace
@@ -54,7 +54,7 @@ def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: s
         write_whole(path, write=write)
     except OSError as error:
         raise JobError(f"cannot write {path}: {error.strerror or error}") from error
-    drawing_console().print(f"wrote {path}{more}", highlight=False, markup=False, soft_wrap=True)
+    drawing_console().show(f"wrote {path}{more}")
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,13 @@ def drawing_console() -> OutputConsole:
 def check_drawings(files: DrawingFiles) -> None:
     """Raise JobError for a file that cannot be written, and for a PNG when matplotlib is not installed."""
     check_outputs((files.html, files.png, files.svg, files.trace))
-    if files.png:
-        try:
-            require_matplotlib()
-        except MissingExtraError as error:
-            raise JobError(str(error)) from error
+    require_matplotlib(files.png)
+
+
+def require_matplotlib(png: Path | None) -> None:
+    """Raise JobError if a PNG is to be written (`png` is not None) and matplotlib is not installed."""
+    if png is not None and find_spec("matplotlib") is None:
+        raise JobError("a PNG needs matplotlib: pip install 'meshwise[plot]'")
 
 
 def read_step(run: Path) -> MeasuredStep:
@@ -126,29 +128,17 @@ def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
     Raises JobError for a bad MESHWISE_COMM or MESHWISE_STALL_SECONDS."""
     if comm == "threads":
         return None
-    try:
+    with as_job_error():
         if comm == "auto":
             asked_comm()
         stall_seconds_from_environment()
-    except ValueError as error:
-        raise JobError(str(error)) from error
     return None if comm == "auto" else comm
-
-
-def checked_ranks(ranks: int | None) -> int | None:
-    """Return the value of `--ranks` unchanged; None if the flag was not given. Raises JobError for a value below 1."""
-    if ranks is not None and ranks < 1:
-        raise JobError(f"ranks = {ranks} has to be at least 1")
-    return ranks
 
 
 def launched_ranks() -> int | None:
     """Return torchrun's number of ranks; None without torchrun. Raises JobError for a bad environment."""
-    try:
-        _, size = launched_rank() or (0, None)
-    except ValueError as error:
-        raise JobError(str(error)) from error
-    return size
+    with as_job_error():
+        return (launched_rank() or (0, None))[1]
 
 
 def local_ranks(job: Job) -> int:
@@ -167,10 +157,8 @@ def local_ranks(job: Job) -> int:
 
 def named_cluster(name: str) -> Cluster:
     """Return the cluster that `--on` names, as in "64x8 h100". Raises JobError for an unknown cluster."""
-    try:
+    with as_job_error(of="--on: "):
         return parse_cluster(name)
-    except ClusterError as error:
-        raise JobError(f"--on: {error}") from error
 
 
 def run_chosen(

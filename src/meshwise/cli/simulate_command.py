@@ -28,7 +28,7 @@ from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.step_prediction import Prediction, predict, time_table
 from meshwise.train.console_output import counted, text_table
 from meshwise.train.flags_and_toml import read_job
-from meshwise.train.job import JobError, StudiedJob
+from meshwise.train.job import JobError, StudiedJob, check_least
 from meshwise.train.prepare_job import prepare
 from meshwise.view.plan_account import PlanAccount, comparison_table, predicted_account
 from meshwise.view.text_pictures import draw_to_scale
@@ -58,6 +58,10 @@ class SimulateJob(StudiedJob, DrawingFiles):
     """With --memory: train three steps of the job on local ranks, and print their memory beside the prediction. Memory
     that several ranks on CPUs share counts for each rank in equal parts."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least(self, least=1, names="imbalance")
+
 
 def main(arguments: Sequence[str]) -> int:
     """Predict the job that the arguments describe; return the exit status 0. Raises JobError or PlanError."""
@@ -70,13 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     plans = [job.plan, *map(Plan.parse, job.compare)]
     jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
     shared = cluster.shared if cluster else device == "cpu"
-    if job.imbalance < 1:
-        raise JobError(f"imbalance = {job.imbalance} has to be at least 1, the load of a balanced router")
-    subjects = [one.rehearsal_subject() for one in jobs]
-    subjects = [
-        dataclasses.replace(one, options=dataclasses.replace(one.options, expert_imbalance=job.imbalance))
-        for one in subjects
-    ]
+    subjects = [one.rehearsal_subject(imbalance=job.imbalance) for one in jobs]
     rehearsals = [
         rehearse(own, plan=one.job.plan, ranks=size, device=device, shared=shared)  # type: ignore[arg-type]
         for own, one in zip(subjects, jobs, strict=True)
@@ -84,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     console = drawing_console()
     subject = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"
     title = f"{subject} on {job.on or counted(size, of='rank')}"
-    console.print(title, highlight=False)
+    console.show(title)
     if cluster is not None:
         _print_times([predict(rehearsal, cluster=cluster) for rehearsal in rehearsals], step=step, job=job, title=title)
     if job.memory:
@@ -114,7 +112,7 @@ def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None
         for account in accounts:
             mesh = "" if account.mesh is None else f"\n{account.mesh.picture()}"
             seconds = time_text(account.timeline.seconds, unit=account.unit)
-            console.print(f"\n{account.title}: step {seconds}{mesh}", highlight=False, markup=False, soft_wrap=True)
+            console.show(f"\n{account.title}: step {seconds}{mesh}")
             console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest, rows=account.names))
     write_drawings(accounts, files=job, title=title)
 

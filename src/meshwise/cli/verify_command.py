@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from rich.text import Text
 
 from meshwise.cli.shared_flags import checked_comm, local_ranks, say_start
 from meshwise.comm.api.job_processes import is_rank, prints_for_job
@@ -16,7 +17,7 @@ from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import run
 from meshwise.train.console_output import OutputConsole, leave_traceback, text_table
 from meshwise.train.flags_and_toml import read_job
-from meshwise.train.job import JobError, StudiedJob
+from meshwise.train.job import StudiedJob, check_least
 from meshwise.train.prepare_job import check_plan, prepare
 from meshwise.verify import Report, verify
 
@@ -40,8 +41,7 @@ class VerifyJob(StudiedJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps is not None and self.steps < 1:
-            raise JobError(f"steps = {self.steps} has to be at least 1")
+        check_least(self, least=1, names="steps")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def print_report(report: Report, *, console: OutputConsole) -> None:
     """Print the verdict, notes, first difference, steps, and the 40 parameters or buffers with the largest excess."""
-    console.print(report.verdict, style="bold green" if report.ok else "bold red", soft_wrap=True, highlight=False)
+    console.show(Text(report.verdict, style="bold green" if report.ok else "bold red"))
     lines = [report.setting, *report.notes, *([] if report.first is None else [str(report.first)])]
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False, end="\n\n")
     console.show(text_table(report.step_rows(), failed="!"))
@@ -74,7 +74,7 @@ def print_report(report: Report, *, console: OutputConsole) -> None:
     shown = [line for line in report.parameters if line in worst]
     console.show(text_table(report.parameter_rows(shown), wrapped=("parameter",), failed="!"))
     if rest := len(report.parameters) - len(shown):
-        console.print(f"and {rest} more, all smaller relative to the bound", highlight=False)
+        console.show(f"and {rest} more, all smaller relative to the bound")
 
 
 def _rank(world: World, job: VerifyJob) -> Report:

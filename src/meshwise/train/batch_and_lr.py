@@ -91,9 +91,7 @@ class BatchSizes:
         """Raise JobError unless each batch has two or more `parts`, the micro-batches of all replicas, of one size."""
         sizes = (*self.job.ramp[:2], self.job.batch) if self.job.ramp else (self.first,)
         if parts < 2:
-            raise JobError(
-                f"the noise scale needs two micro-batches in a step, and '{plan}' has one; use microbatches=2"
-            )
+            raise JobError(f"noise needs two micro-batches in a step, and '{plan}' has one; use microbatches=2")
         if any(size % parts for size in sizes):
             raise JobError(
                 f"the noise scale needs micro-batches of one size, and {self.key} = {', '.join(map(str, sizes))} is no "

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -37,7 +36,7 @@ from meshwise.precision.dtype_policy import NO_DTYPE
 from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train import run_events
 from meshwise.train.job import JobError
-from meshwise.train.run_events import Event, Step
+from meshwise.train.run_events import RunEvent, Step
 
 STDOUT = 1
 """The file descriptor of standard output."""
@@ -46,9 +45,9 @@ STDOUT = 1
 class OutputConsole(Console):
     """A rich console that prints tables and text without cutting lines, and that raises BrokenPipeError."""
 
-    def show(self, drawing: Table | Text) -> None:
-        """Print a table or text without cutting long lines; the terminal wraps them."""
-        self.print(drawing, crop=False, soft_wrap=isinstance(drawing, Text))
+    def show(self, drawing: Table | Text | str) -> None:
+        """Print a table or text as it is, without cutting long lines; the terminal wraps them."""
+        self.print(drawing, crop=False, soft_wrap=not isinstance(drawing, Table), markup=False, highlight=False)
 
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError again; by default rich would end the process with status 1."""
@@ -106,15 +105,13 @@ def counted(number: int, *, of: str) -> str:
 
 _MOST_STEPS = 5
 """Largest number of slow steps that a line names."""
-_STYLES = MappingProxyType(
-    {
-        run_events.NonFinite: "bold red",
-        run_events.SaveFailed: "bold red",
-        run_events.Slow: "yellow",
-        run_events.Validation: "green",
-        run_events.Saved: "dim",
-    }
-)
+_STYLES: Mapping[type[RunEvent], str] = {
+    run_events.NonFinite: "bold red",
+    run_events.SaveFailed: "bold red",
+    run_events.Slow: "yellow",
+    run_events.Validation: "green",
+    run_events.Saved: "dim",
+}
 
 _RECENT_STEPS = 20
 """Steps over which the printed rate is a mean."""
@@ -141,7 +138,7 @@ class ProgressLines:
         )
         self._task = self._progress.add_task("train", total=1, numbers="")
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         """Print the event; on a terminal, redraw the progress line for a step."""
         if isinstance(event, Step):
             event = self._smooth(event)
@@ -174,7 +171,7 @@ class ProgressLines:
         return replace(step, rate=tokens / seconds if seconds else 0.0)
 
 
-def _text(event: Event, *, of: str) -> str:
+def _text(event: RunEvent, *, of: str) -> str:
     """Return the event as text; `of`: the unit that the loss counts, `token` or `sample`."""
     match event:
         case run_events.Start():
@@ -233,6 +230,7 @@ def _text(event: Event, *, of: str) -> str:
             rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
             head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
             return "\n".join([head, *rows, f"next: {event.following}"])
+    raise TypeError(f"{type(event).__name__} has no text")
 
 
 def _resumed(event: run_events.Resume) -> list[str]:
@@ -247,9 +245,7 @@ def _resumed(event: run_events.Resume) -> list[str]:
 
 def _printable(text: str) -> str:
     """Return the text with U+FFFD in place of control characters, which an untrained model may generate."""
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 def _numbers(step: Step, *, of: str) -> str:

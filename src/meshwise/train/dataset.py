@@ -37,7 +37,6 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -106,14 +105,14 @@ def digest(tokens: NDArray[np.uint8]) -> str:
     return content.hexdigest()[:16]
 
 
-def default_cache() -> Path:
-    """Return the default cache folder, in $XDG_CACHE_HOME or ~/.cache. Raises JobError without a home folder."""
+def cache_folder(job: DataJob) -> Path:
+    """Return `cache` of a job, by default in $XDG_CACHE_HOME or ~/.cache. Raises JobError without a home folder."""
+    if job.cache is not None:
+        return Path(job.cache)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwise"
     except RuntimeError as error:  # a user without an entry in passwd, as in a container
-        raise JobError(
-            "data: no home folder for the text cache; name another folder, as in --data.cache /tmp/meshwise-data"
-        ) from error
+        raise JobError("no home folder for the text cache; give --data.cache /tmp/meshwise-data") from error
 
 
 def build_once(target: Path, *, write: Callable[[Path], None]) -> Path:
@@ -246,7 +245,7 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the arguments, so that a worker process maps the file again; a pickled map would be a copy."""
         path, start, stop, context = self._arguments
-        return partial(TextDataset, path, start=start, stop=stop, context=context), ()
+        return functools.partial(TextDataset, path, start=start, stop=stop, context=context), ()
 
 
 class DatasetPart(Dataset[Any]):
@@ -283,10 +282,7 @@ def length(dataset: Dataset[Any]) -> int:
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError as error:
-        raise JobError(
-            f"data.dataset returned a {type(dataset).__name__} without a length; a map-style Dataset needs __len__ and "
-            "__getitem__"
-        ) from error
+        raise JobError(f"data.dataset returned a {type(dataset).__name__} without a length; add __len__") from error
 
 
 def read_batches(
@@ -331,7 +327,7 @@ class _Rows:
 
 
 def _load_text(job: DataJob) -> RunData:
-    path = token_file(job.files, cache=default_cache() if job.cache is None else Path(job.cache))
+    path = token_file(job.files, cache=cache_folder(job))
     size = path.stat().st_size
     sample = job.context + 1
     validation_size = max(sample, int(size * job.validation)) if job.validation else 0
@@ -342,9 +338,8 @@ def _load_text(job: DataJob) -> RunData:
             f"least {parts}; use more text, a smaller data.context{' or data.validation = 0' * bool(job.validation)}"
         )
     train = TextDataset(path, start=0, stop=size - validation_size, context=job.context)
-    validation = (
-        TextDataset(path, start=size - validation_size, stop=size, context=job.context) if validation_size else None
-    )
+    held_out = TextDataset(path, start=size - validation_size, stop=size, context=job.context)
+    validation = held_out if validation_size else None
     summary = f"{size / 1e6:,.2f} MB of text ({', '.join(job.files)}): {_counts(train, validation)}"
     content = f"{size} bytes, {digest(open_tokens(path))}"
     return RunData(train, validation, f"{summary} of {counted(job.context, of='byte')}", text=True, content=content)
@@ -367,10 +362,8 @@ def _load_dataset(job: DataJob, made: Dataset[Any] | None) -> RunData:
         whole, train = train, DatasetPart(train, order=order, start=0, stop=max(0, size - validation_size))
         validation = DatasetPart(whole, order=order, start=size - validation_size, stop=size)
     if length(train) < 1 or (validation is not None and length(validation) < 1):
-        raise JobError(
-            f"data.dataset = {job.dataset!r} holds {counted(size, of='sample')}; training and validation need at least "
-            "one each"
-        )
+        samples = counted(size, of="sample")
+        raise JobError(f"data.dataset = {job.dataset!r} holds {samples}; training and validation need one or more each")
     counts = _counts(train, validation)
     return RunData(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)
 

@@ -18,10 +18,8 @@ import itertools
 import re
 import threading
 import tomllib
-import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tomlkit
@@ -29,18 +27,16 @@ import tyro
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.plan import Plan, PlanError
-from meshwise.train.job import Job, JobError
+from meshwise.train.job import Job, JobError, StudiedJob
 
 T = TypeVar("T")
 Key = tuple[str, ...]
 """A dotted key in parts: `("train", "steps")` is `train.steps`."""
 
-_PYTHON_MESSAGES: Mapping[str, str] = MappingProxyType(
-    {
-        "invalid literal for int() with base 10:": "not a whole number:",
-        "could not convert string to float:": "not a number:",
-    }
-)
+_PYTHON_MESSAGES: Mapping[str, str] = {
+    "invalid literal for int() with base 10:": "not a whole number:",
+    "could not convert string to float:": "not a number:",
+}
 
 
 def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
@@ -55,7 +51,7 @@ def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
     except SystemExit as end:
         if not end.code:
             raise
-        raise JobError(_explain(output.getvalue(), keys=[".".join(key) for key in _keys(default)])) from None
+        raise JobError(_explain(output.getvalue(), keys=[".".join(key) for key, _ in _fields(default)])) from None
     except PlanError as error:
         raise JobError(str(error)) from None
 
@@ -96,14 +92,14 @@ def _one_line(value: Any) -> str:
     return f"{{{', '.join(f'{tomlkit.key(key).as_string()} = {_one_line(item)}' for key, item in value.items())}}}"
 
 
-def _keys(value: Any, prefix: Key = ()) -> Iterator[Key]:
-    """Yield the keys of all fields of a dataclass and of the dataclasses in it; a Plan is a single value."""
+def _fields(value: Any, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """Yield key and value of each field of a dataclass and of the dataclasses in it; a Plan is a single value."""
     for item in dataclasses.fields(value):
-        inner = getattr(value, item.name)
+        key, inner = (*prefix, item.name), getattr(value, item.name)
         if dataclasses.is_dataclass(inner) and not isinstance(inner, Plan):
-            yield from _keys(inner, (*prefix, item.name))
+            yield from _fields(inner, key)
         else:
-            yield (*prefix, item.name)
+            yield key, inner
 
 
 def _explain(output: str, *, keys: Collection[str]) -> str:
@@ -176,7 +172,9 @@ def from_text(text: str, *, source: str, kind: type[J]) -> J:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{source} is not TOML: {error}") from error
-    flags = {key: words for key, words in flags_of(table, leaves=_mappings(kind)) if key not in kind.ignored_keys}
+    if issubclass(kind, StudiedJob):
+        table.pop("restarts", None)
+    flags = dict(flags_of(table, leaves=_mappings(kind())))
     try:
         return parse_flags([word for words in flags.values() for word in words], prog=source, default=kind())
     except JobError as error:
@@ -218,15 +216,9 @@ def _table(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _mappings(kind: type, prefix: Key = ()) -> set[Key]:
+def _mappings(job: Job) -> set[Key]:
     """Return the keys of a job whose value is a mapping, such as `("model", "arguments")`."""
-    keys: set[Key] = set()
-    for name, hint in typing.get_type_hints(kind).items():
-        if typing.get_origin(hint) is Mapping:
-            keys.add((*prefix, name))
-        elif isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint is not Plan:
-            keys |= _mappings(hint, (*prefix, name))
-    return keys
+    return {key for key, value in _fields(job) if isinstance(value, Mapping)}
 
 
 def _problem(key: str, words: list[str], kind: type[Job]) -> str | None:
@@ -241,8 +233,7 @@ def _problem(key: str, words: list[str], kind: type[Job]) -> str | None:
 
 def _merge(base: J, job: J) -> J:
     """Return `job` with those arguments of `base` that it lacks: a flag sets one argument, not the whole table."""
-    for section, name in _mappings(type(job)):
-        own = getattr(job, section)
-        arguments = {**getattr(getattr(base, section), name), **getattr(own, name)}
-        job = dataclasses.replace(job, **{section: dataclasses.replace(own, **{name: arguments})})
+    for section, name in _mappings(job):
+        given = [getattr(getattr(one, section), name) for one in (base, job)]
+        job = job.changed(**{section: {name: {**given[0], **given[1]}}})
     return job

@@ -4,18 +4,18 @@ Each field is declared here once, with its type, default and meaning. The TOML f
 job.toml in a run's folder follow from this (`flags_and_toml`). The docstrings are the help text. A field that may be
 None has the default None, because TOML has no null."""
 
+import contextlib
+import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from meshwise.comm.api.world import EmulatedLink
 from meshwise.engine.step_result import SkipPolicy
-from meshwise.memory.swap_file import SwapConfig
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
 
@@ -24,9 +24,22 @@ class JobError(ValueError):
     """Raised for a wrong job or a wrong flag; the message names the key, its value and what to change."""
 
 
-def _least(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise JobError(f"{key} = {value} has to be at least {least}")
+@contextlib.contextmanager
+def as_job_error(*, of: str = "") -> Iterator[None]:
+    """Turn a ValueError inside into a JobError with the same message, after the text `of`."""
+    try:
+        yield
+    except ValueError as error:
+        raise JobError(f"{of}{error}") from error
+
+
+def check_least(flags: object, *, least: int, names: str, table: str = "") -> None:
+    """Raise JobError if a field of `flags` is below `least`; None is allowed.
+
+    `names`: names of the fields, separated by blanks; `table`: begin of their keys for the message, as `train.`."""
+    for name in names.split():
+        if (value := getattr(flags, name)) is not None and value < least:
+            raise JobError(f"{table}{name} = {value} has to be at least {least}")
 
 
 def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -145,8 +158,8 @@ class DataJob:
         return (self.dataset or "").startswith(ROW_KINDS)
 
     def __post_init__(self) -> None:
-        _least("data.context", self.context, 1)
-        _least("data.workers", self.workers, 0)
+        check_least(self, least=1, names="context", table="data.")
+        check_least(self, least=0, names="workers", table="data.")
         if not 0 <= self.validation < 1:
             raise JobError(f"data.validation = {self.validation} is a fraction of the data: from 0 up to below 1")
         if not self.files and self.dataset is None:
@@ -209,8 +222,8 @@ class ScheduleJob:
     """For `wsd`: the fraction of all steps, at the end of the run, in which the rate falls."""
 
     def __post_init__(self) -> None:
-        for key, least in (("warmup", 0), ("warmup_samples", 0), ("base_batch", 1)):
-            _least(f"schedule.{key}", getattr(self, key), least)
+        check_least(self, least=0, names="warmup warmup_samples", table="schedule.")
+        check_least(self, least=1, names="base_batch", table="schedule.")
         if self.warmup and self.warmup_samples:
             raise JobError(f"schedule.warmup = {self.warmup} and schedule.warmup_samples are given; leave out one")
         for key in ("floor", "decay"):
@@ -285,19 +298,13 @@ class TrainJob:
     called."""
 
     def __post_init__(self) -> None:
-        for key in ("steps", "batch", "log_every", "keep_last"):
-            _least(f"train.{key}", getattr(self, key), 1)
-        for key in ("validate_every", "save_every", "timeline", "profile"):
-            _least(f"train.{key}", getattr(self, key), 0)
-        if self.validate_batches is not None:
-            _least("train.validate_batches", self.validate_batches, 1)
+        check_least(self, least=1, names="steps batch log_every keep_last validate_batches", table="train.")
+        check_least(self, least=0, names="validate_every save_every timeline profile", table="train.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise JobError(f"train.clip_norm = {self.clip_norm} has to be above 0; leave it out for no clipping")
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise JobError(
-                f"train.dtype = {self.dtype!r} is none of {', '.join(DTYPES)}; for half precision use the plan: "
-                "precision=bf16 or precision=fp16"
-            )
+            known = ", ".join(DTYPES)
+            raise JobError(f"train.dtype = {self.dtype!r} is none of {known}; or give the plan precision=bf16 or fp16")
         SkipPolicy.parse(self.nonfinite)
         if self.ramp is not None:
             start, step, samples = self.ramp
@@ -307,9 +314,8 @@ class TrainJob:
                     f"[{(self.batch + 1) // 2}, {self.batch // 2}, 1000], or another start and increment"
                 )
         if self.auto_batch is not None and (self.ramp or not 1 <= self.auto_batch[0] <= self.auto_batch[1]):
-            raise JobError(
-                f"train.auto_batch = {list(self.auto_batch)} has to be a lower and an upper bound, without train.ramp"
-            )
+            given = list(self.auto_batch)
+            raise JobError(f"train.auto_batch = {given} has to be a lower and an upper bound, without train.ramp")
 
 
 @dataclass(frozen=True)
@@ -323,14 +329,9 @@ class SwapJob:
     megabytes: int = 64
     """Size of a staging buffer in MiB."""
 
-    @property
-    def config(self) -> SwapConfig:
-        """Swap settings as SwapConfig, for `parallelize`."""
-        return SwapConfig(None if self.folder is None else Path(self.folder), self.buffers, self.megabytes * 2**20)
-
     def __post_init__(self) -> None:
-        _least("swap.buffers", self.buffers, 2)
-        _least("swap.megabytes", self.megabytes, 1)
+        check_least(self, least=2, names="buffers", table="swap.")
+        check_least(self, least=1, names="megabytes", table="swap.")
 
 
 @dataclass(frozen=True)
@@ -345,17 +346,13 @@ class SampleJob:
     """Text that the model continues. Empty: the model begins a new file."""
 
     def __post_init__(self) -> None:
-        _least("sample.length", self.length, 0)
-        if self.temperature < 0:
-            raise JobError(f"sample.temperature = {self.temperature} has to be 0 or above")
+        check_least(self, least=0, names="length temperature", table="sample.")
 
 
 @dataclass(frozen=True)
 class Job:
     """A training job, read from a TOML file and dotted flags; a flag overrides the file."""
 
-    ignored_keys: ClassVar[frozenset[tuple[str, ...]]] = frozenset()
-    """Keys that a TOML file may have, and that the command of this class ignores."""
     model: ModelJob = ModelJob()
     data: DataJob = DataJob()
     optimizer: OptimizerJob = OptimizerJob()
@@ -382,19 +379,20 @@ class Job:
     `train.save_every` must be set. Under torchrun its --max-restarts decides."""
 
     def __post_init__(self) -> None:
-        if self.ranks is not None:
-            _least("ranks", self.ranks, 1)
-        _least("restarts", self.restarts, 0)
+        check_least(self, least=1, names="ranks")
+        check_least(self, least=0, names="restarts")
         if self.emulate is not None:
-            try:
+            with as_job_error():
                 EmulatedLink.parse(self.emulate)
-            except ValueError as error:
-                raise JobError(str(error)) from None
         if self.restarts and not self.train.save_every:
             raise JobError(
-                f"restarts = {self.restarts} with train.save_every = 0: restarted ranks would begin from step 0; "
-                "set train.save_every to the steps you can afford to lose"
+                f"restarts = {self.restarts} with train.save_every = 0 begin from step 0; set train.save_every"
             )
+
+    def changed(self, **tables: Mapping[str, Any]) -> Self:
+        """Return the job with other values in its tables, as in `job.changed(train={"steps": 3})`."""
+        new = {name: dataclasses.replace(getattr(self, name), **values) for name, values in tables.items()}
+        return dataclasses.replace(self, **new)
 
 
 @dataclass(frozen=True)
@@ -402,4 +400,3 @@ class StudiedJob(Job):
     """A training job for a command that does not train it; the key `restarts`, which only `train` uses, is ignored."""
 
     restarts: tyro.conf.Suppress[int] = 0
-    ignored_keys: ClassVar[frozenset[tuple[str, ...]]] = frozenset({("restarts",)})

@@ -67,7 +67,7 @@ from meshwise.train.run_checkpoints import (
     run_extra,
     run_outputs,
 )
-from meshwise.train.run_events import Event, EventDispatcher, EventSink, JsonLines, Slow, logger_maker
+from meshwise.train.run_events import EventDispatcher, EventSink, JsonLines, RunEvent, Slow, logger_maker
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,8 @@ class _Run:
         self._sizes, self._size = BatchSizes(job.train), 0
         self._reader: Iterator[Any] = iter(())
         self._validation: float | None = None
-        self._checkpoints = RunCheckpoints(
-            trainer, root=folder / CHECKPOINTS, keep_last=job.train.keep_last, emit=events.emit
-        )
+        root, keep_last = folder / CHECKPOINTS, job.train.keep_last
+        self._checkpoints = RunCheckpoints(trainer, root=root, keep_last=keep_last, emit=events.emit)
 
     def run(self, start: RunStart) -> RunSummary:
         """Restore a checkpoint if there is one, train, and write the output files."""
@@ -193,9 +192,8 @@ class _Run:
             batch = self._next_batch()
             lr = self._set_rate()
             timelines.before(step)
-            pace.start()
-            result = self._step(step, batch)
-            busy = pace.stop()
+            with pace.timed(step):
+                result = self._step(step, batch)
             progress.count(result, batch=self._size)
             now = time.monotonic()
             self._emit(
@@ -219,7 +217,7 @@ class _Run:
                 self._emit(run_events.Budgeted(step, trainer.blocks.table()))
             if result.problem is not None:
                 self._emit(run_events.NonFinite(step, result.problem))
-            for slow in pace.note(step, seconds=busy):
+            for slow in pace.slow():
                 self._emit(slow)
             if step % job.log_every == 0 and (loads := trainer.expert_imbalances()):
                 busiest = max(loads, key=loads.__getitem__)
@@ -234,7 +232,7 @@ class _Run:
                 self._emit(run_events.Stopped(step))
                 break
             last = now
-        for slow in pace.compare():
+        for slow in pace.slow(after=1):
             self._emit(slow)
 
     def _step(self, step: int, batch: Any) -> StepResult:
@@ -309,9 +307,8 @@ class _Run:
         self._emit(run_events.Validation(step, result.loss, result.tokens))
 
     def _read(self, dataset: Dataset[Any], numbers: range, order: SampleOrder) -> Iterator[Any]:
-        rows = read_batches(
-            dataset, numbers=numbers, share=self._trainer.share, order=order, workers=self._job.data.workers
-        )
+        share, workers = self._trainer.share, self._job.data.workers
+        rows = read_batches(dataset, numbers=numbers, share=share, order=order, workers=workers)
         if self._job.train.dtype is None:
             return rows
         dtype = getattr(torch, self._job.train.dtype)
@@ -319,11 +316,9 @@ class _Run:
 
     def _write_parameters(self) -> None:
         """Write the trained parameters before validation or generation can fail, and wait for the last checkpoint."""
-        job, folder = self._job, self._folder
+        job, trainer = self._job, self._trainer
         metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
-        write_parameters(
-            self._trainer, path=None if self._trainer.world.rank else folder / PARAMETERS, metadata=metadata
-        )
+        write_parameters(trainer, path=None if trainer.world.rank else self._folder / PARAMETERS, metadata=metadata)
         self._checkpoints.finish()
 
 
@@ -370,7 +365,7 @@ _WARM_UP_STEPS = 2
 class StepTimelines:
     """Measures the given steps; writes the step of median time to `path` and emits `Measured`."""
 
-    def __init__(self, trainer: Trainer, *, steps: range, path: Path, emit: Callable[[Event], None]) -> None:
+    def __init__(self, trainer: Trainer, *, steps: range, path: Path, emit: Callable[[RunEvent], None]) -> None:
         self._trainer, self._steps, self._path, self._emit = trainer, steps, path, emit
         self._block = contextlib.ExitStack()
         self._measuring: StepMeasurement | None = None
@@ -411,10 +406,7 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
     def write(place: Path) -> None:
         with place.open("wb") as file:
             file.write(header(specs, metadata=metadata))
-            for spec, (name, tensor) in zip(
-                specs, itertools.chain(trainer.full_parameters(), persistent_buffers), strict=True
-            ):
-                assert spec == TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+            for _, tensor in itertools.chain(trainer.full_parameters(), persistent_buffers):
                 file.write(_bytes(tensor))
 
     write_whole(path, write=write, aside=path.with_name(f"{path.name}.partial"))
@@ -437,30 +429,24 @@ class RankPace:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._began = self._waited = 0.0
-        self._steps: list[int] = []
-        self._seconds: list[float] = []
+        self._busy: dict[int, float] = {}
 
-    def start(self) -> None:
-        """Start the timer of a step."""
-        self._began, self._waited = time.monotonic(), self._world.flight_recorder.waited
+    @contextlib.contextmanager
+    def timed(self, step: int) -> Iterator[None]:
+        """Measure the seconds of the block, without the seconds in which this rank waits in collectives."""
+        recorder = self._world.flight_recorder
+        began, waited = time.monotonic(), recorder.waited
+        yield
+        self._busy[step] = time.monotonic() - began - (recorder.waited - waited)
 
-    def stop(self) -> float:
-        """Return the seconds since `start`, without the seconds in which this rank waited in collectives."""
-        return time.monotonic() - self._began - (self._world.flight_recorder.waited - self._waited)
-
-    def note(self, step: int, *, seconds: float) -> list[Slow]:
-        """Record the busy seconds of a step; return the slow ranks in every 20th call. Every rank calls it."""
-        self._steps.append(step)
-        self._seconds.append(seconds)
-        return self.compare() if len(self._steps) == WINDOW else []
-
-    def compare(self) -> list[Slow]:
-        """Return the slow ranks by the busy times recorded since the last comparison. Every rank calls it."""
-        world, steps = self._world, self._steps
-        own = torch.tensor(self._seconds, dtype=torch.float64, device=world.device)
-        self._steps, self._seconds = [], []
-        if world.size == 1 or not steps:
+    def slow(self, *, after: int = WINDOW) -> list[Slow]:
+        """Return the slow ranks if `after` steps have been timed since the last comparison. Every rank calls it."""
+        world, steps = self._world, list(self._busy)
+        if len(steps) < after:
+            return []
+        own = torch.tensor(list(self._busy.values()), dtype=torch.float64, device=world.device)
+        self._busy = {}
+        if world.size == 1:
             return []
         times = own.new_empty(world.size * len(steps))
         world.all_gather(own, into=times, axes=world.mesh.names).wait()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags_and_toml import flags_of, parse_flags
-from meshwise.train.job import HUB, Job, JobError, OptimizerJob
+from meshwise.train.job import HUB, Job, JobError, OptimizerJob, as_job_error
 from meshwise.train.pretrained_model import pretrained_model
 
 BYTE_VALUES = 256
@@ -53,6 +53,8 @@ def answer_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tenso
 
 LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "balanced": balanced_loss, "mse": mean_squared_error}
 """Losses that a job can name without a module."""
+OptimizerParts: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
+"""Class and keyword arguments of an optimizer."""
 
 _MODELS: Mapping[str, tuple[Callable[[Any], nn.Module], type]] = {
     "gpt": (GPT, GPTConfig),
@@ -73,9 +75,8 @@ def model_function(job: Job) -> Callable[[], nn.Module]:
     elif ":" in job.model.name:
         build = bind(locate(job.model.name, key="model.name"), arguments=job.model.arguments, key="model.arguments")
     else:
-        raise JobError(
-            f"model.name = {job.model.name!r} is neither 'gpt', 'mixture', 'mlp' nor a 'module:function' nor hf:FOLDER"
-        )
+        known = "'gpt', 'mixture', 'mlp' nor a 'module:function' nor hf:FOLDER"
+        raise JobError(f"model.name = {job.model.name!r} is neither {known}")
     dtype = job.train.dtype
     return build if dtype is None else lambda: build().to(getattr(torch, dtype))
 
@@ -103,7 +104,7 @@ def loss_function(job: Job) -> Loss:
     return locate(job.loss, key="loss")
 
 
-def optimizer(job: OptimizerJob) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def optimizer(job: OptimizerJob) -> OptimizerParts:
     """Return the optimizer's class and keyword arguments, tried on a small parameter. Raises JobError if wrong."""
     given = {"weight_decay": job.weight_decay, "betas": job.betas}
     arguments = {"lr": job.lr, **{key: value for key, value in given.items() if value is not None}, **job.arguments}
@@ -134,7 +135,7 @@ def optimizer_options(job: OptimizerJob, *, model: Callable[[], nn.Module]) -> P
                 f"optimizer.groups: {pattern!r}: optimizer = {chosen!r} is neither 'hidden' nor 'rest' of a job with "
                 'two optimizers; write rest = {name = "AdamW", lr = 3e-4}'
             )
-    try:
+    with as_job_error(of="optimizer.groups: "):
         return parameter_rule(
             shapes_of(model, seed=0).module,
             groups=job.groups,
@@ -142,13 +143,9 @@ def optimizer_options(job: OptimizerJob, *, model: Callable[[], nn.Module]) -> P
             lr={name: group["lr"] for name, group in known.items()},
             layer_decay=1.0 if job.layer_decay is None else job.layer_decay,
         )
-    except ValueError as error:
-        raise JobError(f"optimizer.groups: {error}") from error
 
 
-def _tried_optimizer(
-    name: str, arguments: dict[str, Any], *, key: str
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> OptimizerParts:
     """Return the optimizer class of a name and its arguments, after a trial. Raises JobError if one is wrong."""
     kinds = {
         kind.__name__: kind

@@ -17,6 +17,7 @@ from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.engine.cut_agreement import plan_schedule
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.memory.swap_file import SwapConfig
 from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
 from meshwise.model.parameter_table import ParameterOptions
@@ -56,7 +57,8 @@ class Prepared:
 
     def options(self, example: Any) -> Options:
         """Return the options of the job for `parallelize`. `example`: a batch with which to cut the model."""
-        job = self.job
+        job, swap = self.job, self.job.swap
+        disk = None if swap.folder is None else Path(swap.folder)
         return Options(
             clip_norm=job.train.clip_norm,
             seed=job.train.seed,
@@ -65,7 +67,7 @@ class Prepared:
             noise=job.train.noise or job.train.auto_batch is not None,
             parameter_options=self.parameter_options,
             tensor_rules=job.model.tensor_rules,
-            swap=job.swap.config,
+            swap=SwapConfig(disk, swap.buffers, swap.megabytes * 2**20),
             cut=job.model.cut_options,
             sync=job.train.sync,
             example=example,
@@ -78,10 +80,12 @@ class Prepared:
         order = SampleOrder(length(dataset), seed=self.job.train.seed)
         return read_batches(dataset, numbers=range(0, count * size, size), share=lambda rows: (0, rows), order=order)
 
-    def rehearsal_subject(self) -> RehearsalSubject:
-        """Return the model, loss, optimizer and first global batch of the job, for a rehearsal by the simulator."""
+    def rehearsal_subject(self, *, imbalance: float = 1.0) -> RehearsalSubject:
+        """Return the model, loss, optimizer and first global batch of the job, for a rehearsal by the simulator.
+
+        `imbalance`: tokens that the experts of the busiest rank get, as a multiple of the even share."""
         batch = next(self.batches(1))
-        options = self.options(example=batch)
+        options = dataclasses.replace(self.options(example=batch), expert_imbalance=imbalance)
         return RehearsalSubject(self.model, self.loss, batch, self.optimizer, self.optimizer_arguments, options=options)
 
 
@@ -151,35 +155,31 @@ def check_plan(prepared: Prepared) -> None:
 def with_tokenizer(job: Job) -> Job:
     """Return the job with the tokenizer of its `hf:` model, if it has records and names no tokenizer."""
     known = job.data.tokenizer or not job.model.name.startswith(HUB) or not job.data.has_records
-    return job if known else dataclasses.replace(job, data=dataclasses.replace(job.data, tokenizer=job.model.name))
+    return job if known else job.changed(data={"tokenizer": job.model.name})
 
 
 def _absolute(job: Job) -> Job:
     """Return the job with absolute paths in place of relative paths."""
-
-    def absolute(path: str) -> str:
-        return str(Path(path).absolute())
-
-    schedule, resume = job.plan.schedule, job.train.resume
-    data = dataclasses.replace(
-        job.data,
-        files=tuple(name if name == STDLIB else absolute(name) for name in job.data.files),
-        dataset=job.data.dataset and _absolute_name(job.data.dataset),
-        cache=job.data.cache and absolute(job.data.cache),
-        tokenizer=job.data.tokenizer and _absolute_name(job.data.tokenizer),
+    data, schedule, resume = job.data, job.plan.schedule, job.train.resume
+    changed = job.changed(
+        plan={"schedule": _absolute_path(schedule) if is_path(schedule) else schedule},
+        model={"name": _absolute_name(job.model.name)},
+        data={
+            "files": tuple(name if name == STDLIB else _absolute_path(name) for name in data.files),
+            "dataset": data.dataset and _absolute_name(data.dataset),
+            "cache": data.cache and _absolute_path(data.cache),
+            "tokenizer": data.tokenizer and _absolute_name(data.tokenizer),
+        },
+        train={
+            "output": _absolute_path(job.train.output),
+            "resume": resume if resume in (None, "auto") else _absolute_path(resume),
+        },
     )
-    return dataclasses.replace(
-        job,
-        plan=dataclasses.replace(job.plan, schedule=absolute(schedule) if is_path(schedule) else schedule),
-        model=dataclasses.replace(job.model, name=_absolute_name(job.model.name)),
-        loss=_absolute_name(job.loss),
-        data=data,
-        train=dataclasses.replace(
-            job.train,
-            output=absolute(job.train.output),
-            resume=resume if resume in (None, "auto") else absolute(resume),
-        ),
-    )
+    return dataclasses.replace(changed, loss=_absolute_name(job.loss))
+
+
+def _absolute_path(path: str) -> str:
+    return str(Path(path).absolute())
 
 
 def _absolute_name(name: str) -> str:

@@ -18,10 +18,17 @@ from torch import Tensor, nn
 
 from meshwise.checkpoint.checkpoint_format import CheckpointIndex, DamageError
 from meshwise.checkpoint.hugging_face import read_pretrained, with_model_names
-from meshwise.train.job import HUB, JobError, ModelJob
+from meshwise.train.job import HUB, JobError, ModelJob, as_job_error
 
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
 _APART = re.compile(r"create_causal_mask\([^)]*position_ids=|\"position_ids\": position_ids")
+_EXTRAS: Mapping[str, str] = {
+    "transformers": "hf",
+    "huggingface_hub": "hf",
+    "pyarrow.parquet": "datasets",
+    "torch.utils.tensorboard": "tensorboard",
+}
+"""Extra that installs a library, where it has another name."""
 _LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
@@ -41,9 +48,7 @@ def pretrained_model(job: ModelJob) -> Callable[[], nn.Module]:
     except (OSError, ValueError, KeyError, TypeError, DamageError) as error:
         raise JobError(f"model {_shown(job)}: {error}; check the folder and the keys") from error
     if unknown:
-        raise JobError(
-            f"model.arguments: {next(iter(unknown))!r} is no key of {folder}/config.json; write one of these"
-        )
+        raise JobError(f"model.arguments: {next(iter(unknown))!r} is no key of {folder}/config.json; write one of it")
     config.name_or_path = job.name.removeprefix(HUB)
     weights = {
         (file, entry): tensors.get_tensor(entry)  # a view of the mapped file
@@ -53,12 +58,10 @@ def pretrained_model(job: ModelJob) -> Callable[[], nn.Module]:
     }
 
     def build() -> nn.Module:
-        try:
+        with as_job_error(of=f"model {_shown(job)}: "):
             model: nn.Module = auto.AutoModelForCausalLM.from_config(config, dtype=config.dtype)
             _fill(model, index, weights)
             return peft.get_peft_model(model, adapters) if peft else model
-        except ValueError as error:
-            raise JobError(f"model {_shown(job)}: {error}") from error
 
     return build
 
@@ -86,8 +89,7 @@ def library(name: str, *, key: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        extra = {"peft": "peft", "datasets": "datasets", "pyarrow.parquet": "datasets"}.get(name, "hf")
-        raise JobError(f"{key} needs a library: {error}; pip install 'meshwise[{extra}]'") from error
+        raise JobError(f"{key} needs a library: {error}; pip install 'meshwise[{_EXTRAS.get(name, name)}]'") from error
 
 
 def check_rows_fit(module: nn.Module, *, largest: int, context: int, packed: bool) -> None:
@@ -123,9 +125,7 @@ def _fill(model: nn.Module, index: CheckpointIndex, weights: Mapping[tuple[str, 
         if found is None and isinstance(tensor, nn.Parameter):
             raise ValueError(f"the folder lacks {name} of {type(model).__name__}")
         if found is not None and found.shape != tuple(tensor.shape):
-            raise ValueError(
-                f"{name} has the shape {found.shape} in the folder, and {tuple(tensor.shape)} in the model"
-            )
+            raise ValueError(f"{name} has the shape {found.shape} in the folder, and {tuple(tensor.shape)} here")
         for part in () if found is None else found.parts:
             with torch.no_grad():
                 place = tensor if part.rectangle.sizes == tuple(tensor.shape) else tensor[part.rectangle.slices]

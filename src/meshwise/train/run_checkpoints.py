@@ -31,6 +31,7 @@ file name.
 All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end of the
 run. After a failure the older checkpoints are unchanged, and the run continues."""
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -43,7 +44,7 @@ from typing import Any
 
 import torch
 
-from meshwise.checkpoint.checkpoint_folder import newest_valid
+from meshwise.checkpoint.checkpoint_folder import checkpoints, newest_valid
 from meshwise.checkpoint.checkpoint_format import INDEX, SaveError, read_index
 from meshwise.checkpoint.hugging_face import is_pretrained
 from meshwise.checkpoint.save_state import PendingSave
@@ -55,7 +56,7 @@ from meshwise.train.batch_and_lr import NoiseAverage
 from meshwise.train.flags_and_toml import to_toml
 from meshwise.train.job import Job, JobError
 from meshwise.train.prepare_job import Prepared
-from meshwise.train.run_events import Event, Resume, Saved, SaveFailed
+from meshwise.train.run_events import Resume, RunEvent, Saved, SaveFailed
 
 TIMELINE = "timeline.json"
 """Name of the file with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
@@ -91,17 +92,15 @@ class RunStart:
     """Where a run begins: its folder, and its first checkpoint.
 
     | folder    the existing folder in which the run continues; None: a new folder
-    | roots     folders of checkpoints; from the first one with a checkpoint, the newest valid one is restored
-    | chosen    a checkpoint to restore if `roots` have none; None: the run then begins without a checkpoint"""
+    | roots     folders of checkpoints, or a checkpoint; from the first one with a checkpoint, the newest valid one is
+    |           restored. Without a checkpoint, the run begins at the start"""
 
     folder: Path | None = None
     roots: tuple[Path, ...] = ()
-    chosen: Path | None = None
 
     def candidate(self) -> Path | None:
         """Return the checkpoint to restore, unless loading finds damage in it; None if there is no checkpoint."""
-        found = (newest_valid(root)[0] for root in self.roots)
-        return next((path for path in found if path is not None), self.chosen)
+        return next(filter(None, (newest_valid(root)[0] for root in self.roots)), None)
 
 
 def find_run_start(job: Job, *, attempt: JobAttempt | None) -> RunStart:
@@ -113,7 +112,7 @@ def find_run_start(job: Job, *, attempt: JobAttempt | None) -> RunStart:
     if folder is None:
         return start
     own = folder / CHECKPOINTS
-    return RunStart(folder, (own, *(root for root in start.roots if root != own)), start.chosen)
+    return RunStart(folder, (own, *(root for root in start.roots if root != own)))
 
 
 def _resume_start(job: Job) -> RunStart:
@@ -123,25 +122,17 @@ def _resume_start(job: Job) -> RunStart:
         return RunStart()
     if resume == "auto":
         if not any((output / name).exists() for name in (JOB, CHECKPOINTS)):
-            raise JobError(
-                f"train.resume = 'auto', but train.output = '{output}' is no run: it has neither job.toml nor "
-                f"{CHECKPOINTS}; name another folder"
-            )
+            raise JobError(f"train.resume = 'auto', but train.output = '{output}' is no run; name another folder")
         return RunStart(output, (output / CHECKPOINTS,))
     place = Path(resume)
-    if (place / INDEX).is_file():
-        return RunStart(chosen=place)
     if is_pretrained(place):
         raise JobError(
             f"train.resume = {resume!r} is a model in the layout of Hugging Face, without the state of a run; "
             f'train from it with model.name = "hf:{resume}"'
         )
     root = place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
-    if not any(root.glob(f"*/{INDEX}")):
-        raise JobError(
-            f"train.resume = {resume!r}: no checkpoint there; name the folder of a run, one of its {CHECKPOINTS}, "
-            "or 'auto'"
-        )
+    if not checkpoints(root):
+        raise JobError(f"train.resume = {resume!r}: no checkpoint there; name a run, a checkpoint, or 'auto'")
     return RunStart(roots=(root,))
 
 
@@ -165,11 +156,9 @@ def _new_folder(wanted: Path) -> Path:
     """Make and return a new folder, `wanted` or with a number appended. Two runs never get the same folder."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for path in _numbered(wanted):
-        try:
+        with contextlib.suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            continue
-        return path
+            return path
     raise AssertionError("the numbers never end")
 
 
@@ -205,8 +194,7 @@ class RunProgress:
     def from_json(cls, saved: Mapping[str, Any]) -> "RunProgress":
         """Return the progress from a dict of `to_json`; a loss of None becomes NaN."""
         loss = math.nan if saved["loss"] is None else saved["loss"]
-        noise = NoiseAverage(**saved.get("noise", {}))
-        return cls(saved["step"], saved["samples"], saved["updates"], loss, saved.get("batch", 0), noise)
+        return cls(**{**saved, "loss": loss, "noise": NoiseAverage(**saved["noise"])})
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict of the fields for JSON; a loss that is not finite becomes None."""
@@ -230,7 +218,9 @@ def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunS
     return start
 
 
-def restore_run(trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: Callable[[Event], None]) -> RunProgress:
+def restore_run(
+    trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: Callable[[RunEvent], None]
+) -> RunProgress:
     """Restore the trainer, emit `Resume`, and return the progress (zero without a checkpoint). Every rank calls it.
 
     Raises JobError for a checkpoint of another job, and DamageError when there are checkpoints but no valid one."""
@@ -265,8 +255,6 @@ def _restored(trainer: Trainer, start: RunStart, *, own: frozenset[str]) -> Rest
     groups = trainer.optimizer.param_groups
     wanted = [{name: group[name] for name in own & group.keys()} for group in groups]
     found = next(filter(None, map(trainer.restore, start.roots)), None)
-    if found is None and start.chosen is not None:
-        found = RestoredState(start.chosen, trainer.load(start.chosen), ())
     for group, values in zip(groups, wanted, strict=True):
         group.update(values)
     return found
@@ -319,7 +307,7 @@ def _text(value: Any) -> str:
 class RunCheckpoints:
     """Saves checkpoints of `trainer` into `root`/step-N. All ranks call `save` and `finish` at the same step."""
 
-    def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[Event], None]) -> None:
+    def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[RunEvent], None]) -> None:
         self._trainer = trainer
         self._root = root
         self._keep_last = keep_last
@@ -337,9 +325,8 @@ class RunCheckpoints:
         self._await()
         self._step, self._began, self._reported = step, time.monotonic(), False
         try:
-            self._saving = self._trainer.save(
-                self._root / f"step-{step}", extra=extra, wait=False, keep_last=self._keep_last
-            )
+            folder = self._root / f"step-{step}"
+            self._saving = self._trainer.save(folder, extra=extra, wait=False, keep_last=self._keep_last)
         except SaveError as error:
             self._fail(error)
         self._held = time.monotonic() - self._began

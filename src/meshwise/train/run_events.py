@@ -11,27 +11,31 @@ metrics.jsonl an event has the lower-case name of its class.
     | "aim"                 aim.Run(repo=folder), track, close      extra `aim`
     | "my_module:Callback"  Callback(folder, job), then callback.write(event) for every event, callback.close()
 
-An event is one of the dataclasses of this file: Start, Step, Validation, Saved, End and others."""
+The dataclasses that are derived from `RunEvent` are the events: Start, Step, Validation, Saved, End and others."""
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from meshwise.train.flags_and_toml import to_toml
 from meshwise.train.job import Job, JobError
 from meshwise.train.objects_by_name import locate
+from meshwise.train.pretrained_model import library
 
 
 @dataclass(frozen=True)
-class Start:
+class RunEvent:
+    """Base class of the events of a run."""
+
+
+@dataclass(frozen=True)
+class Start(RunEvent):
     """The run begins.
 
     | stages      the table of the pipeline stages; empty without pp
@@ -57,7 +61,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Budgeted:
+class Budgeted(RunEvent):
     """The plan's recompute budget has set what each block recomputes; `table` shows this for rank 0."""
 
     step: int
@@ -65,7 +69,7 @@ class Budgeted:
 
 
 @dataclass(frozen=True)
-class Resume:
+class Resume(RunEvent):
     """The run continues in the folder of an earlier start, or begins at a checkpoint.
 
     | step, samples   number of steps and samples before the checkpoint was saved; 0 without a checkpoint
@@ -81,7 +85,7 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(RunEvent):
     """One step has ended.
 
     | step        number of the step, 1 … steps
@@ -109,7 +113,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Noise:
+class Noise(RunEvent):
     """Gradient noise, averaged over about the last 20 steps: tr(Σ) and |G|², as in `NoiseScale`.
 
     `critical`: the critical batch that it implies, in samples, None if noise hides the gradient; `layers`: by layer."""
@@ -122,7 +126,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class NonFinite:
+class NonFinite(RunEvent):
     """A loss or gradient was not finite; `problem` names the parameters, the ranks and the micro-batches."""
 
     step: int
@@ -130,7 +134,7 @@ class NonFinite:
 
 
 @dataclass(frozen=True)
-class Slow:
+class Slow(RunEvent):
     """The other ranks had to wait for `rank`.
 
     | step      the last step of the compared steps
@@ -146,7 +150,7 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class ExpertLoad:
+class ExpertLoad(RunEvent):
     """The loads of the experts since the last such event.
 
     | step     the last step
@@ -161,7 +165,7 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(RunEvent):
     """A step has been measured action by action: the step of median time among the last `steps` steps.
 
     | table   text table of the times, one row for each rank
@@ -174,7 +178,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Saved:
+class Saved(RunEvent):
     """The checkpoint of the state after `step` is complete. It took `seconds`; training waited `held` seconds."""
 
     step: int
@@ -184,7 +188,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class SaveFailed:
+class SaveFailed(RunEvent):
     """The checkpoint of `step` could not be written, for the reason in `problem`; older checkpoints are unchanged."""
 
     step: int
@@ -192,14 +196,14 @@ class SaveFailed:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class Stopped(RunEvent):
     """The run ends after `step`, before its last one, because the file `stop` was in its folder."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class Validation:
+class Validation(RunEvent):
     """A validation after `step` has ended: the mean loss over `tokens` tokens (or samples) of the validation data."""
 
     step: int
@@ -208,7 +212,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(RunEvent):
     """The model has generated `text` after `prompt`."""
 
     step: int
@@ -217,7 +221,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class End:
+class End(RunEvent):
     """The run has ended after `seconds`. `outputs`: paths of files by name; `following`: the next command to try."""
 
     steps: int
@@ -227,30 +231,10 @@ class End:
     following: str
 
 
-Event: TypeAlias = (
-    Start
-    | Resume
-    | Step
-    | Noise
-    | NonFinite
-    | Budgeted
-    | Slow
-    | ExpertLoad
-    | Measured
-    | Saved
-    | SaveFailed
-    | Stopped
-    | Validation
-    | Sample
-    | End
-)
-"""Any event of a run."""
-
-
 class EventSink(Protocol):
     """A destination of events, such as the terminal or a file."""
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         """Print or write one event at once, so that a killed process loses no event."""
 
     def close(self) -> None:
@@ -266,38 +250,34 @@ class EventDispatcher(contextlib.ExitStack):
         for sink in reversed(self._sinks):
             self.callback(sink.close)
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: RunEvent) -> None:
         """Pass an event to every sink."""
         for sink in self._sinks:
             sink.write(event)
 
 
-def event_record(event: Event) -> dict[str, Any]:
+def event_record(event: RunEvent) -> dict[str, Any]:
     """Return the event as a dict: its fields, and under `event` the lower-case name of its class."""
     return {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
 
 
-Tracker: TypeAlias = tuple[Callable[[Mapping[str, float], int], object], Callable[[], object]]
-"""Functions of a tracker: log (numbers by name, step), and close."""
-
-
+@dataclass(frozen=True)
 class TrackedNumbers:
-    """An event sink that passes the numbers of steps and validations to a tracker."""
+    """An event sink that passes the numbers of steps and validations to a tracker.
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._log, self._close = tracker
+    | log     function of numbers by name, and the step
+    | close   function that ends the tracker's run"""
 
-    def write(self, event: Event) -> None:
+    log: Callable[[Mapping[str, float], int], object]
+    close: Callable[[], None]
+
+    def write(self, event: RunEvent) -> None:
         """Log the numbers of a step or a validation; ignore other events."""
         if isinstance(event, Step):
             names = ("loss", "grad_norm", "lr", "rate", "memory")
-            self._log({f"train/{name}": float(getattr(event, name)) for name in names}, event.step)
+            self.log({f"train/{name}": float(getattr(event, name)) for name in names}, event.step)
         elif isinstance(event, Validation):
-            self._log({"validation/loss": event.loss}, event.step)
-
-    def close(self) -> None:
-        """End the tracker's run."""
-        self._close()
+            self.log({"validation/loss": event.loss}, event.step)
 
 
 def logger_maker(name: str) -> Callable[[Path, Job], EventSink]:
@@ -307,49 +287,43 @@ def logger_maker(name: str) -> Callable[[Path, Job], EventSink]:
     if name not in _TRACKERS:
         known = ", ".join(_TRACKERS)
         raise JobError(f"train.loggers: {name!r} is none of {known}, nor a 'module:Class' of your own")
-    try:
-        library = importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
-    except ImportError as error:
-        need = f"train.loggers = ['{name}'] needs the extra `{name}`: pip install 'meshwise[{name}]'"
-        raise JobError(need) from error
-    return lambda folder, job: TrackedNumbers(_TRACKERS[name](library, folder, to_toml(job)))
+    tracker = library("torch.utils.tensorboard" if name == "tensorboard" else name, key="train.loggers")
+    return lambda folder, job: _TRACKERS[name](tracker, folder, to_toml(job))
 
 
-def _tensorboard(tensorboard: Any, folder: Path, _job: str) -> Tracker:
+def _tensorboard(tensorboard: Any, folder: Path, _job: str) -> TrackedNumbers:
     writer = tensorboard.SummaryWriter(str(folder / "tensorboard"))
-
-    def log(numbers: Mapping[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            writer.add_scalar(name, value, step)
-
-    return log, writer.close
+    return TrackedNumbers(_one_by_one(writer.add_scalar), writer.close)
 
 
-def _wandb(wandb: Any, folder: Path, job: str) -> Tracker:
+def _wandb(wandb: Any, folder: Path, job: str) -> TrackedNumbers:
     run = wandb.init(project="meshwise", name=folder.name, dir=str(folder), config={"job": job})
-    return (lambda numbers, step: run.log(dict(numbers), step=step)), run.finish
+    return TrackedNumbers(lambda numbers, step: run.log(dict(numbers), step=step), run.finish)
 
 
-def _mlflow(mlflow: Any, folder: Path, job: str) -> Tracker:
+def _mlflow(mlflow: Any, folder: Path, job: str) -> TrackedNumbers:
     mlflow.start_run(run_name=folder.name)
     mlflow.log_text(job, "job.toml")
-    return (lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step)), mlflow.end_run
+    return TrackedNumbers(lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step), mlflow.end_run)
 
 
-def _aim(aim: Any, folder: Path, job: str) -> Tracker:
+def _aim(aim: Any, folder: Path, job: str) -> TrackedNumbers:
     run = aim.Run(repo=str(folder), experiment=folder.name)
     run["job"] = job
-
-    def log(numbers: Mapping[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            run.track(value, name=name, step=step)
-
-    return log, run.close
+    return TrackedNumbers(_one_by_one(lambda name, value, step: run.track(value, name=name, step=step)), run.close)
 
 
-_TRACKERS: Mapping[str, Callable[[Any, Path, str], Tracker]] = MappingProxyType(
-    {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow, "aim": _aim}
-)
+def _one_by_one(log: Callable[[str, float, int], object]) -> Callable[[Mapping[str, float], int], object]:
+    """Return a function that logs several numbers, from one that logs a single number by name."""
+    return lambda numbers, step: [log(name, value, step) for name, value in numbers.items()]
+
+
+_TRACKERS: Mapping[str, Callable[[Any, Path, str], TrackedNumbers]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "aim": _aim,
+}
 
 
 class JsonLines:
@@ -364,7 +338,7 @@ class JsonLines:
             os.truncate(path, len(whole[0] + whole[1]))
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         """Append the event as a line."""
         self._file.write(json.dumps({key: _plain(value) for key, value in event_record(event).items()}) + "\n")
         self._file.flush()

@@ -38,7 +38,7 @@ from meshwise.train.dataset import (
     RunData,
     build_once,
     cache_errors,
-    default_cache,
+    cache_folder,
     digest,
     load_data,
     open_tokens,
@@ -123,7 +123,7 @@ def load_rows(job: DataJob) -> RunData:
     if unknown := sorted(set(job.arguments) - set(_FIELDS)):
         raise JobError(f'data.arguments: {unknown[0]!r} is none of {", ".join(_FIELDS)}; write as in text = "content"')
     folder = hub_folder(job.tokenizer, key="data.tokenizer")
-    cache = default_cache() if job.cache is None else Path(job.cache)
+    cache = cache_folder(job)
     with cache_errors(cache):
         files = list(text_files(where, key="data.dataset"))
         inputs = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
@@ -133,9 +133,7 @@ def load_rows(job: DataJob) -> RunData:
         write = functools.partial(_write, records, folder, job.arguments)
         rows = TuningRows(build_once(cache / f"rows-{name}.bin", write=write), job=job)
     if not len(rows):
-        raise JobError(
-            f"data.dataset = {job.dataset!r} has no row to train on: {rows.summary}; give more records or data.context"
-        )
+        raise JobError(f"data.dataset = {job.dataset!r} has no row to train on: {rows.summary}; give more records")
     data = load_data(job, made=rows)
     summary = f"{data.summary} of {counted(job.context, of='token')}; {rows.summary}"
     return replace(data, summary=summary, content=rows.content, forward=_without_targets, largest=rows.largest)
@@ -168,9 +166,8 @@ class _Encoder:
         try:
             self._tokenizer = library("transformers", key="data.tokenizer").AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
-            raise JobError(
-                f"data.tokenizer: {folder} has no tokenizer that can be read: {str(error).splitlines()[0]}"
-            ) from error
+            reason = str(error).splitlines()[0]
+            raise JobError(f"data.tokenizer: {folder} has no tokenizer that can be read: {reason}") from error
         if not self._tokenizer.is_fast:
             raise JobError(f"data.tokenizer: {folder} has no tokenizer.json; save a fast tokenizer there")
         self._names = {name: fields.get(name, name) for name in _FIELDS}
@@ -227,9 +224,8 @@ class _Encoder:
     def _tokenized(self, texts: Sequence["_Text"]) -> Iterator[Words]:
         given = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
         found = self._tokenizer([text for text, _, _ in texts] or [""], **given)
-        for (_, answers, framed), tokens, offsets in zip(
-            texts, found["input_ids"], found["offset_mapping"], strict=False
-        ):
+        rows = zip(texts, found["input_ids"], found["offset_mapping"], strict=False)
+        for (_, answers, framed), tokens, offsets in rows:
             starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T  # a token across the border is of the answer
             words = _words(tokens, sum(((first < ends) & (starts < stop) for first, stop in answers), starts < 0))
             yield np.concatenate([self._begin, words, self._end]) if framed else words

@@ -273,15 +273,9 @@ def _number(value: float) -> str:
 
 _DOTS = 100
 """Picture units in an inch of the PNG."""
-
-
 _SHARPNESS = 1.6
 """Pixels of the PNG in a picture unit."""
-
-
 _POINTS = 72 / _DOTS
-
-
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}.get
 
 
@@ -306,9 +300,8 @@ def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no
         sheet.text(shape.x, shape.y, shape.text, fontsize=shape.size * _POINTS, parse_math=False, **place, **how)
     elif isinstance(shape, Bars):
         corners = [((x, y), (x + w, y), (x + w, y + h), (x, y + h)) for x, y, w, h in shape.boxes]
-        sheet.add_collection(
-            PolyCollection(corners, linewidths=0 if shape.fine else 0.3, **how | {"edgecolor": COLORS["ground"][0]})
-        )
+        lines = {"linewidths": 0 if shape.fine else 0.3, "edgecolor": COLORS["ground"][0]}
+        sheet.add_collection(PolyCollection(corners, **how | lines))
     elif shape.filled:
         sheet.add_collection(PolyCollection([shape.points], linewidths=0, **how))
     else:

@@ -50,7 +50,7 @@ from meshwise.view.picture import (
     ticks,
 )
 from meshwise.view.plan_account import PlanAccount, comparison_table
-from meshwise.view.text_pictures import label
+from meshwise.view.text_pictures import SHADES, label
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
 """Width of the picture, and its margins on the left (with the names of ranks) and on the right."""
@@ -62,10 +62,7 @@ PAINTS: Mapping[str, str] = {
 }
 """Paint of each kind of computation."""
 MEANINGS: Mapping[str, str] = {
-    "forward": "forward",
-    "backward": "backward",
-    "input": "backward, input",
-    "weights": "backward, weights",
+    **{paint: SHADES[kind][0] for kind, paint in PAINTS.items()},
     "update": "update",
     "between": "around",
     "wait": "waits",
@@ -130,11 +127,8 @@ class _Drawing:
         events: dict[int, list[Event]] = defaultdict(list)
         for event in timeline.events:
             events[event.rank].append(event)
-        tracks = tuple(
-            stream
-            for stream in _BESIDE
-            if any(event.is_background and event.stream is stream and event.seconds > 0 for event in timeline.events)
-        )
+        beside = {event.stream for event in timeline.events if event.is_background and event.seconds > 0}
+        tracks = tuple(stream for stream in _BESIDE if stream in beside)
         bar = next(height for most, height in _HEIGHTS if timeline.ranks <= most)
         return cls(timeline, names, bar, tracks, events)
 
@@ -291,9 +285,8 @@ def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
         x = 0.0
         for next_to in outer.indices:
             if None in (under, next_to):
-                shapes.append(
-                    PictureText("…", x + (sheet.left if under is None else 0), y + sheet.high / 2, "faint", 14)
-                )
+                indent = sheet.left if under is None else 0
+                shapes.append(PictureText("…", x + indent, y + sheet.high / 2, "faint", 14))
                 x += sheet.wide if under is None else _BREAK
                 continue
             heading = "  ".join(axis.label(index) for axis, index in ((below, under), (outer, next_to)) if axis.name)

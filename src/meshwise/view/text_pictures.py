@@ -16,27 +16,19 @@ from rich.text import Text
 from meshwise.base.mesh import Mesh, even_split
 from meshwise.base.text_format import align_columns
 from meshwise.base.timeline import Event, Timeline, TimelineRow
-from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan
 
-STYLES: Mapping[ActionKind, str] = {
-    ActionKind.F: "black on bright_blue",
-    ActionKind.B: "black on green",
-    ActionKind.I: "black on cyan",
-    ActionKind.W: "black on yellow",
+SHADES: Mapping[str, tuple[str, str]] = {
+    "F": ("forward", "black on bright_blue"),
+    "B": ("backward", "black on green"),
+    "I": ("backward, input", "black on cyan"),
+    "W": ("backward, weights", "black on yellow"),
+    "▒": ("waits", "red"),
+    "u": ("update", ""),
+    "░": ("around", ""),
+    ".": ("bubble", "dim"),
 }
-"""Rich style of each kind of computation."""
-SHADES: Mapping[str, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward, input",
-    "W": "backward, weights",
-    "▒": "waits",
-    "u": "update",
-    "░": "around",
-    ".": "bubble",
-}
-"""Meaning of each character in a drawing to scale, in the words of other pictures."""
+"""Meaning of each character in a drawing to scale, in the words of other pictures, and its rich style."""
 
 
 def draw_in_columns(timeline: Timeline, *, width: int) -> Text:
@@ -66,10 +58,9 @@ def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Seque
     lines = [Text(f"{head:<{longest}} │") + row for head, row in zip(heads, drawn, strict=True)]
     used = {letter for row in drawn for letter in row.plain}
     legend: list[Text] = []
-    styles = {**{str(kind): style for kind, style in STYLES.items()}, "▒": "red", ".": "dim"}
-    for letter, meaning in SHADES.items():
+    for letter, (meaning, style) in SHADES.items():
         if letter in used:
-            text = Text.assemble("  ", (letter, styles.get(letter, "")), f" {meaning}")
+            text = Text.assemble("  ", (letter, style), f" {meaning}")
             if not legend or len(legend[-1]) + len(text) > width:
                 legend.append(Text(" " * longest))
             legend[-1] += text
@@ -88,7 +79,7 @@ def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
         row.append("." * (first - len(row)), "dim")
         if event.stream is TimelineRow.COMPUTE:
             drawn = label(event, timeline=timeline).ljust(last - first, "─")
-            row.append(drawn[: last - first], STYLES[ActionKind(event.kind)])
+            row.append(drawn[: last - first], SHADES[event.kind][1])
         else:
             row.append(("u" if event.kind == "update" else "░") * (last - max(first, len(row))))
     row.append("." * (math.floor(timeline.seconds * scale + 0.5) - len(row)), "dim")
@@ -110,7 +101,7 @@ def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) 
     for event in timeline.computing[rank]:
         first, last = (math.floor(moment / unit + 0.5) for moment in (event.start, event.stop))
         yield nothing * (first - column), "dim"
-        yield label(event, timeline=timeline).ljust((last - first) * cell - 1, "─"), STYLES[ActionKind(event.kind)]
+        yield label(event, timeline=timeline).ljust((last - first) * cell - 1, "─"), SHADES[event.kind][1]
         yield " ", ""
         column = last
     yield nothing * (columns - column), "dim"
