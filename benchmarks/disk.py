@@ -30,7 +30,7 @@ from typing import TypeAlias
 import torch
 
 from meshwise.comm.api.streams import streams_of
-from meshwise.memory.swap_file import StagingBuffers, SwapConfig, SwapFile, SwapTransfer
+from meshwise.memory.swap_file import BufferPool, SwapConfig, SwapFile, SwapTransfer, whole_blocks
 
 KINDS = ("read", "write", "both")
 TIER = "meshwise"
@@ -118,7 +118,8 @@ def _tier(file: SwapFile, *, size: int) -> Iterator[Contestant]:
     """Yield a contestant that uses the tier's own path: a fixed number of staging buffers."""
     source, target = (file.place(file.allocate(size, dtype=torch.uint8)) for _ in range(2))
     streams = streams_of(torch.device("cpu"))
-    staging = StagingBuffers(count=_BUFFERS.buffers, size=min(_BUFFERS.buffer, size), streams=streams)
+    each = whole_blocks(min(_BUFFERS.buffer, size))
+    staging = BufferPool(_BUFFERS.buffers * each, streams=streams)
 
     ways = {
         "read": lambda offset, part: file.read(source + offset, into=part),
@@ -127,10 +128,9 @@ def _tier(file: SwapFile, *, size: int) -> Iterator[Contestant]:
 
     def move(kind: str) -> None:
         under_way: list[SwapTransfer] = []
-        for low, one in itertools.product(range(0, size, staging.size), ways):
+        for low, one in itertools.product(range(0, size, each), ways):
             if kind in (one, "both"):
-                buffer = staging.take()
-                assert buffer is not None
+                buffer = staging.take(each)
                 transfer = ways[one](low, buffer[: size - low])
                 transfer.then(lambda buffer=buffer: staging.give(buffer))  # type: ignore[misc] # one for each
                 under_way.append(transfer)

@@ -44,19 +44,16 @@ class Fault:
     instead: str = "pass"
 
 
-HOST, MOVER, TIERS = (
-    "memory.activation_offload:HostMover",
-    "memory.activation_offload:StorageMover",
-    "memory.tiers:Tiers",
-)
+HOST, TIERS = "memory.activation_offload:HostMover", "memory.tiers:Tiers"
+COPY = "comm.api.streams:Streams.copy_on"
 STATE = "dp=2 zero=2 microbatches=2 offload=gradients:cpu,optimizer:cpu"
 PARAMETERS = "dp=2 zero=3 microbatches=2 offload=params:cpu,optimizer:cpu"
 ACTIVATIONS = "dp=2 offload=activations:cpu"
 STAGES = "pp=2 microbatches=2"
 
 FAULTS = (
-    Fault(f"{TIERS}._copy_out", "self._out.wait_stream(self._streams.current())", STATE, "reads memory .* written yet"),
-    Fault(f"{TIERS}._copy_out", "self._streams.keep(values, stream=self._out)", STATE, "freed while a stream may use"),
+    Fault(COPY, "stream.wait_stream(self.current())", STATE, "reads memory .* written yet"),
+    Fault(COPY, "self.keep(values, stream=stream)", STATE, "freed while a stream may use"),
     Fault(f"{TIERS}.settle", "self._out.synchronize()", STATE, "memory that stream .* may not have written yet"),
     Fault(f"{TIERS}._join", "current.wait_event(copied)", PARAMETERS, "memory that stream .* may not have written yet"),
     Fault(f"{TIERS}._join", "self._streams.keep(values, stream=current)", PARAMETERS, "freed while a stream may use"),
@@ -67,15 +64,8 @@ FAULTS = (
         "asynchronous copy on stream .* of memory that is not pinned",
         "self._rest = torch.empty([max(SLAB, room)], dtype=torch.uint8)",
     ),
-    Fault(
-        f"{MOVER}._copy_out",
-        "self._out.wait_stream(self.streams.current())",
-        ACTIVATIONS,
-        "reads memory .* written yet",
-    ),
-    Fault(
-        f"{MOVER}._copy_out", "self.streams.keep(values, stream=self._out)", ACTIVATIONS, "freed while a stream may use"
-    ),
+    Fault(COPY, "stream.wait_stream(self.current())", ACTIVATIONS, "reads memory .* written yet"),
+    Fault(COPY, "self.keep(values, stream=stream)", ACTIVATIONS, "freed while a stream may use"),
     Fault(
         f"{HOST}.park",
         "host = self._pinned.cut(size)",
@@ -84,41 +74,31 @@ FAULTS = (
         "host = torch.empty([size], dtype=torch.uint8)",
     ),
     Fault(
-        "memory.activation_offload:_StorageOnHost.start",
-        "self._mover.back.wait_event(self._copied)",
+        f"{HOST}.park",
+        "self.back.wait_event(copied)",
         ACTIVATIONS,
         "reads memory .* written yet",
     ),
     Fault(
-        "memory.activation_offload:_StorageOnHost.start",
-        "self._arrived.record(self._mover.back)",
+        f"{HOST}.park",
+        "arrived.record(self.back)",
         ACTIVATIONS,
         "memory that stream .* may not have written yet",
     ),
     Fault(
-        "memory.activation_offload:_StorageOnHost.get",
-        "current.wait_event(self._arrived)",
+        f"{HOST}.park",
+        "current.wait_event(arrived)",
         ACTIVATIONS,
         "memory that stream .* may not have written yet",
     ),
     Fault(
-        "memory.activation_offload:_StorageOnHost.get",
-        "self._mover.streams.keep(self._back, stream=current)",
+        f"{HOST}.park",
+        "self.streams.keep(back, stream=current)",
         ACTIVATIONS,
         "freed while a stream may use",
     ),
-    Fault(
-        f"{MOVER}._copy_out",
-        "self._out.wait_stream(self.streams.current())",
-        "dp=2 offload=activations:disk",
-        "reads memory .* written yet",
-    ),
-    Fault(
-        f"{MOVER}._copy_out",
-        "self.streams.keep(values, stream=self._out)",
-        "dp=2 offload=activations:disk",
-        "freed while a stream may use",
-    ),
+    Fault(COPY, "stream.wait_stream(self.current())", "dp=2 offload=activations:disk", "reads memory .* written yet"),
+    Fault(COPY, "self.keep(values, stream=stream)", "dp=2 offload=activations:disk", "freed while a stream may use"),
     Fault(
         "memory.activation_offload:DiskMover.park",
         "written = self.file.write(offset, values=buffer, after=copied.synchronize)",

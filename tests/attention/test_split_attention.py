@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from grid import Grid
 from meshwise import Mesh
-from meshwise.attention.attention_tiles import ScoreRules
+from meshwise.attention.attention_tiles import ScoreRules, TiledAttention
 from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, Rotated
 from meshwise.attention.mask_pattern import (
     Pattern,
@@ -27,7 +27,7 @@ from meshwise.attention.mask_pattern import (
     random_blocks,
     window,
 )
-from meshwise.attention.split_attention import AttentionTask, attend, split_attention
+from meshwise.attention.split_attention import attend, split_attention
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import TokenRanges, token_order
 from meshwise.testing import run
@@ -95,8 +95,8 @@ def test_every_exchange_gives_the_output_and_gradients_of_torch(
         q, k, v, do = (mine.take(x, dim=2).clone() for x in tensors(kv_heads))
         inputs = [x.requires_grad_() for x in (q, k, v)]
         rules = ScoreRules(PATTERNS[pattern], 1 / math.sqrt(FEATURES))
-        task = AttentionTask(rules, mine, exchange_of(exchange, world, shares, rules.pattern))
-        out, _ = split_attention((inputs[0], inputs[1], inputs[2]), task=task)
+        tiles, keys = TiledAttention(rules, queries=mine), exchange_of(exchange, world, shares, rules.pattern)
+        out, _ = split_attention((inputs[0], inputs[1], inputs[2]), tiles=tiles, exchange=keys)
         return [out.detach(), *torch.autograd.grad(out, inputs, do)]
 
     of_ranks = run(cp, main)
@@ -145,7 +145,8 @@ def test_half_precision_is_merged_in_fp32() -> None:
         mine = shares[world.rank]
         rules = ScoreRules(causal(), 1 / math.sqrt(FEATURES))
         q, k, v = (mine.take(x, dim=2) for x in inputs)
-        return split_attention((q, k, v), task=AttentionTask(rules, mine, Rotated(world, "ring", shares)))[0]
+        tiles = TiledAttention(rules, queries=mine)
+        return split_attention((q, k, v), tiles=tiles, exchange=Rotated(world, "ring", shares))[0]
 
     for share, out in zip(token_order("zigzag", length=LENGTH, parts=4), run(4, main), strict=True):
         assert out.dtype == torch.bfloat16
@@ -160,9 +161,9 @@ def test_a_ring_passes_on_n_minus_1_blocks_forward_and_2n_minus_1_backward() -> 
         world = world.over(Mesh((("ring", ranks),)))
         shares = token_order("zigzag", length=length, parts=ranks)
         q, k, v = (torch.randn(1, 2, length // ranks, 4, requires_grad=True) for _ in range(3))
-        task = AttentionTask(ScoreRules(causal(), 0.5), shares[world.rank], Rotated(world, "ring", shares))
+        tiles = TiledAttention(ScoreRules(causal(), 0.5), queries=shares[world.rank])
         with world.record() as forward:
-            out, _ = split_attention((q, k, v), task=task)
+            out, _ = split_attention((q, k, v), tiles=tiles, exchange=Rotated(world, "ring", shares))
         with world.record() as backward:
             out.sum().backward()
         return ([(r.kind, r.bytes) for r in forward], [(r.kind, r.bytes) for r in backward])
@@ -183,7 +184,7 @@ def test_a_window_sends_only_the_halo() -> None:
         rules = ScoreRules(causal() & window(size), 0.5)
         with world.record() as calls:
             exchange = Direct(world, "ring", shares, rules.pattern)
-            split_attention((q, k, v), task=AttentionTask(rules, shares[world.rank], exchange))
+            split_attention((q, k, v), tiles=TiledAttention(rules, queries=shares[world.rank]), exchange=exchange)
         return sum(record.bytes for record in calls if record.kind == "recv")
 
     assert run(ranks, main) == [0, *[64 * 2 * 4 * 4] * 3]

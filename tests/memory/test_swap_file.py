@@ -17,7 +17,7 @@ from meshwise.comm.launch.fork_server import start_context
 from meshwise.memory.swap_file import (
     BLOCK,
     PIECE,
-    StagingBuffers,
+    BufferPool,
     SwapConfig,
     SwapFile,
     SwapTransfer,
@@ -202,14 +202,12 @@ def test_a_transfer_calls_back_once_whether_it_succeeds_or_fails(file: SwapFile)
 
 
 def test_no_more_than_count_staging_buffers_are_made() -> None:
-    staging = StagingBuffers(count=2, size=BLOCK + 1, streams=streams_of(torch.device("cpu")))
-    first, second = staging.take(), staging.take()
-    assert staging.bytes == 2 * staging.size == 4 * BLOCK
-    assert staging.take(wait=False) is None
-    assert first is not None
+    staging = BufferPool(2 * BLOCK, streams=streams_of(torch.device("cpu")))
+    first, second = staging.take(BLOCK), staging.take(BLOCK)
+    assert staging.bytes == 2 * BLOCK
+    assert staging.take_now(BLOCK) is None
     staging.give(first)
-    assert staging.take() is first
-    assert second is not None
+    assert staging.take(BLOCK) is first
     assert second.data_ptr() % BLOCK == 0
     with pytest.raises(ValueError, match=r"1 staging buffers of 10 bytes .*; give at least 2, of at least 4096 bytes"):
         SwapConfig(buffers=1, buffer=10)

@@ -26,12 +26,14 @@ from torch import Tensor
 from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full, pair_indices
 from meshwise.layout.layout import TokenRanges, TokenTile
 from meshwise.model.random_interception import DrawContext, IndexBlock, draw, keep_mask
-from meshwise.model.torch_private import attention_with_lse, attention_with_lse_backward
 
 CPU_TILE = 256
 """Tokens in one tile of queries or of keys on the CPU."""
 DEVICE_TILE = 1024
 """Tokens in one tile of queries or of keys on other devices."""
+_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""torch's fused attention on the CPU. It returns the log-sum-exp of the scores, as no public function of torch does."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class KeyRun:
 class TiledAttention:
     """Attention of this rank's queries, which gets the keys block by block."""
 
-    def __init__(self, rules: ScoreRules, *, queries: TokenRanges, progress: Callable[[], None]) -> None:
+    def __init__(self, rules: ScoreRules, *, queries: TokenRanges, progress: Callable[[], None] = lambda: None) -> None:
         """Keep the positions of the queries, and `progress`, which is called between tiles for pending collectives."""
         self.rules = rules
         self._queries = queries
@@ -305,7 +307,7 @@ class _Kernel:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return o and lse; a query without keys has o = 0 and lse = -inf."""
         if self.fused:
-            o, lse = attention_with_lse((self.q, self.k, self.v), mask=self.mask, scale=self.rules.scale)
+            o, lse = _FUSED(self.q, self.k, self.v, attn_mask=self.mask, scale=self.rules.scale)
             if self.mask is not None:
                 lse = lse.masked_fill((self.mask == -math.inf).all(-1).expand(lse.shape), -math.inf)
             return o, lse
@@ -322,10 +324,9 @@ class _Kernel:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and of the mask (None from the fused kernel)."""
         if self.fused and dlse is None:
-            qkv, merged = (self.q, self.k, self.v), (o, lse)
-            return *attention_with_lse_backward(
-                do, qkv=qkv, merged=merged, mask=self.mask, scale=self.rules.scale
-            ), None
+            tensors, no_dropout, causal = (do, self.q, self.k, self.v, o, lse), 0.0, False
+            masked = {"attn_mask": self.mask, "scale": self.rules.scale}
+            return *_FUSED_BACKWARD(*tensors, no_dropout, causal, **masked), None
         scores, slope = self._scores()
         weights = (scores - lse.unsqueeze(-1)).exp_()
         dropped = weights if self.keep is None else weights * self.keep

@@ -9,7 +9,7 @@ for heads before, and heads for tokens after:
     q (B, H, n, D) ── all-to-all over `heads` ── (B, H/u, u n, D) ── attention ── all-to-all ── (B, H, n, D)"""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,27 +66,15 @@ class HeadExchange:
         return k.repeat_interleave(ranks // k.size(1) if shared else groups, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionTask:
-    """What `split_attention` computes.
-
-    | queries    positions of this rank's queries
-    | exchange   how the keys come
-    | progress   called between tiles for pending collectives"""
-
-    rules: ScoreRules
-    queries: TokenRanges
-    exchange: KeyExchange
-    progress: Callable[[], None] = lambda: None
-
-
-def split_attention(qkv: tuple[Tensor, Tensor, Tensor], *, task: AttentionTask) -> tuple[Tensor, Tensor]:
+def split_attention(
+    qkv: tuple[Tensor, Tensor, Tensor], *, tiles: TiledAttention, exchange: KeyExchange
+) -> tuple[Tensor, Tensor]:
     """Return the attention of this rank's queries on the keys of all ranks, and the log-sum-exp of their scores.
 
-    Shapes: (samples, heads, queries, features) and (samples, heads, queries)."""
+    Shapes: (samples, heads, queries, features) and (samples, heads, queries). `exchange`: how the keys come."""
     if (dtype := product_dtype(qkv[0].device.type)) is not None:  # as torch's own attention
         qkv = tuple(x.to(dtype) for x in qkv)  # type: ignore[assignment]
-    result: tuple[Tensor, Tensor] = _SplitAttention.apply(*qkv, task.rules.mask, task.rules.sinks, task)
+    result: tuple[Tensor, Tensor] = _SplitAttention.apply(*qkv, tiles.rules.mask, tiles.rules.sinks, tiles, exchange)
     return result
 
 
@@ -95,23 +83,29 @@ class _SplitAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, task: AttentionTask
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        tiles: TiledAttention,
+        exchange: KeyExchange,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        engine = TiledAttention(task.rules, queries=task.queries, progress=task.progress)
         dtype = accumulator(q.dtype)
         o = q.new_zeros(*q.shape[:-1], v.size(-1), dtype=dtype)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=dtype)
         with _plain_torch(q.device):
-            if isinstance(task.exchange, TokenRanges):
-                engine.add(q, block=(k, v), keys=task.exchange, into=(o, lse))
+            if isinstance(exchange, TokenRanges):
+                tiles.add(q, block=(k, v), keys=exchange, into=(o, lse))
             else:
-                for keys, block in task.exchange.blocks(torch.cat((k, v), -1)):
-                    engine.add(q, block=_parted(block, k), keys=keys, into=(o, lse))
+                for keys, block in exchange.blocks(torch.cat((k, v), -1)):
+                    tiles.add(q, block=_parted(block, k), keys=keys, into=(o, lse))
         if sinks is not None:
             join_sinks(sinks, o=o, lse=lse)
         out = o.to(q.dtype)
-        ctx.task, ctx.engine = task, engine
+        ctx.tiles, ctx.exchange = tiles, exchange
         ctx.save_for_backward(q, k, v, out, lse, mask, sinks)
         return out, lse
 
@@ -120,28 +114,28 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mask, sinks = ctx.saved_tensors
         do = torch.zeros_like(out) if do is None else do
-        task: AttentionTask = ctx.task
-        engine: TiledAttention = ctx.engine
+        exchange: KeyExchange = ctx.exchange
+        tiles: TiledAttention = ctx.tiles
         dtype = accumulator(q.dtype)
         dq = torch.zeros_like(q, dtype=dtype)
         dmask = torch.zeros_like(mask, dtype=dtype) if ctx.needs_input_grad[3] else None
 
         def gradient_of(keys: TokenRanges, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            return engine.gradients(q, block=kv, keys=keys, merged=(out, lse, do, dlse), into=(dq, dmask))
+            return tiles.gradients(q, block=kv, keys=keys, merged=(out, lse, do, dlse), into=(dq, dmask))
 
         with _plain_torch(q.device):
-            if isinstance(task.exchange, TokenRanges):
-                dk, dv = gradient_of(task.exchange, (k, v))
+            if isinstance(exchange, TokenRanges):
+                dk, dv = gradient_of(exchange, (k, v))
             else:
                 gradient = lambda keys, block: torch.cat(gradient_of(keys, _parted(block, k)), -1)  # noqa: E731
-                dk, dv = _parted(task.exchange.backward(torch.cat((k, v), -1), gradient=gradient), k)
+                dk, dv = _parted(exchange.backward(torch.cat((k, v), -1), gradient=gradient), k)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             share = (sinks.to(dtype)[None, :, None] - lse).exp()
             slope = (do * out).to(dtype).sum(-1) - (0.0 if dlse is None else dlse)
             dsinks = -(share * slope).sum((0, 2)).to(sinks.dtype)
         given = None if dmask is None else dmask.to(mask.dtype)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), given, dsinks, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), given, dsinks, None, None
 
 
 def _parted(block: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,6 +185,6 @@ def attend(
         return found
     lengths = query.size(-2), key.size(-2)
     queries, keys = map(TokenRanges.whole, lengths)
-    task = AttentionTask(ScoreRules.of(query, lengths=lengths, given=given), queries, keys)
-    result: Any = split_attention((query, key, value), task=task)
+    tiles = TiledAttention(ScoreRules.of(query, lengths=lengths, given=given), queries=queries)
+    result: Any = split_attention((query, key, value), tiles=tiles, exchange=keys)
     return result if given.get("lse") else result[0]  # type: ignore[no-any-return]

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.attention.attention_tiles import ScoreRules
+from meshwise.attention.attention_tiles import ScoreRules, TiledAttention
 from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, Rotated, needed_share
 from meshwise.attention.mask_pattern import Documents, Pattern, TilePair, causal, full, map_closure
-from meshwise.attention.split_attention import AttentionTask, HeadExchange, attend
+from meshwise.attention.split_attention import HeadExchange, attend
 from meshwise.attention.split_attention import split_attention as attention_of
 from meshwise.base.mesh import Mesh, even_split
 from meshwise.base.tensor_tree import map_tensors, tensors
@@ -289,8 +289,8 @@ class TokenAttention:
         given |= {"pattern": pattern, "mask": mask}
         rules = ScoreRules.of(q, lengths=(state.length, keys), given=given)
         if not split:
-            task = AttentionTask(rules, state.own, TokenRanges.whole(keys), self.world.progress)
-            result = attention_of((q, k, v), task=task)
+            tiles = TiledAttention(rules, queries=state.own, progress=self.world.progress)
+            result = attention_of((q, k, v), tiles=tiles, exchange=TokenRanges.whole(keys))
         else:
             result = self._exchanged(state, (q, k, v), rules)
         return result if given.get("lse") else result[0]
@@ -309,9 +309,8 @@ class TokenAttention:
             k, v = (heads.whole_heads(x, queries=q.size(1)) for x in (k, v))
             q, k, v = (heads.to_heads(x) for x in (q, k, v))
             rules = _of_heads(rules, own, heads)
-        exchange = self._exchange(state, rounds, rules.pattern)
-        task = AttentionTask(rules, rounds[ring.index], exchange, self.world.progress)
-        out, lse = attention_of((q, k, v), task=task)
+        tiles = TiledAttention(rules, queries=rounds[ring.index], progress=self.world.progress)
+        out, lse = attention_of((q, k, v), tiles=tiles, exchange=self._exchange(state, rounds, rules.pattern))
         if across.size > 1:
             return heads.to_tokens(out), heads.to_tokens(lse.unsqueeze(-1)).squeeze(-1)
         return out, lse

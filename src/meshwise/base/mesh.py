@@ -101,10 +101,8 @@ class Mesh:
         """Return the coordinate of `rank`: one index per axis. Raises ValueError when the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"no rank {rank} in the mesh {self}: its ranks are 0 to {self.size - 1}")
-        indices = {}
-        for name, degree in reversed(self.axes):
-            rank, indices[name] = divmod(rank, degree)
-        return {name: indices[name] for name in self.names}
+        strides = self._strides()
+        return {name: rank // strides[name] % degree for name, degree in self.axes}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """Return the rank at `coordinate`. Raises ValueError for a missing, unknown or out-of-range index."""

@@ -6,6 +6,7 @@ private, and every dataclass has to be registered there globally."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,17 +45,28 @@ def tensors(tree: Any) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+def storage_bytes(tree: Any) -> int:
+    """Return the bytes of the storages of a tree's tensors, each storage counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors(tree)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
 def all_tensors(value: Any) -> Iterator[Tensor]:
     """Yield each tensor of a tree and of the attributes of its objects once, unordered; modules are left out."""
+    return (item for item in reachable(value) if isinstance(item, Tensor))
+
+
+def reachable(value: Any) -> Iterator[Any]:
+    """Yield a value and all objects in its containers and attributes once, unordered; modules are left out."""
     seen = set()
     open_ = [value]
     while open_:
         item = open_.pop()
-        if id(item) in seen or isinstance(item, nn.Module | type):
+        if id(item) in seen or isinstance(item, _LEFT_OUT):
             continue
         seen.add(id(item))
+        yield item
         if isinstance(item, Tensor):
-            yield item
             continue
         if isinstance(item, Mapping):
             open_ += item.values()
@@ -62,7 +74,12 @@ def all_tensors(value: Any) -> Iterator[Tensor]:
             open_ += item
         if dataclasses.is_dataclass(item):
             open_ += [getattr(item, field.name) for field in dataclasses.fields(item)]
-        open_ += getattr(item, "__dict__", {}).values()
+        if isinstance(attributes := getattr(item, "__dict__", None), dict):
+            open_.append(attributes)
+
+
+_LEFT_OUT = (nn.Module, type, FunctionType, MethodType, ModuleType, int, float, complex, str, bytes, type(None))
+"""Types of objects that hold no tensors of a batch."""
 
 
 def row_count(tree: Any) -> int:

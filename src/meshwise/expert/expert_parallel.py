@@ -117,21 +117,6 @@ class ExpertAxes:
         return cls(experts, inner, copies, inner if split else (), mesh.others(("pp", "ep", "etp")))
 
 
-@dataclass(frozen=True)
-class _Routing:
-    """Pairs of this rank that are sent, and rows that arrive.
-
-    | order      numbers of the pairs that are kept, sorted by expert; pair p is choice p % k of token p // k
-    | sent       rows sent to each rank
-    | received   rows received from each rank
-    | local      number among this rank's experts of each received row's expert"""
-
-    order: Tensor
-    sent: list[int]
-    received: list[int]
-    local: Tensor
-
-
 class ExpertExchange:
     """Exchange of one mixture on this rank; deep copies of its module share it."""
 
@@ -195,18 +180,19 @@ class ExpertExchange:
 
     def _mixed(self, tokens: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
         """Return the output for this rank's tokens: sort the pairs, send them, compute, return and sum the results."""
-        routing, choices = self._routed(index), index.size(1)
-        rows = self._moved(tokens[routing.order // choices], sent=routing.sent, received=routing.received)
+        order, sent, received, local = self._routed(index)
+        source = order // index.size(1)
+        rows = self._moved(tokens[source], sent=sent, received=received)
         if torch.is_grad_enabled() and not rows.requires_grad:
             # Then every rank takes part in the backward of the return, also a rank whose experts get no row.
             rows = rows.detach().requires_grad_()
-        results = self._computed(rows, local=routing.local, compute=compute)
-        results = self._moved(results, sent=routing.received, received=routing.sent)
-        weighted: Tensor = results * weights.reshape(-1)[routing.order].unsqueeze(-1)
-        if len(routing.order) == index.numel():  # nothing is dropped: a sum in a fixed order, also on CUDA
-            mixed: Tensor = weighted[routing.order.argsort()].unflatten(0, index.shape).sum(1)
+        results = self._computed(rows, local=local, compute=compute)
+        results = self._moved(results, sent=received, received=sent)
+        weighted: Tensor = results * weights.reshape(-1)[order].unsqueeze(-1)
+        if len(order) == index.numel():  # nothing is dropped: a sum in a fixed order, also on CUDA
+            mixed: Tensor = weighted[order.argsort()].unflatten(0, index.shape).sum(1)
         else:
-            mixed = weighted.new_zeros(len(tokens), weighted.size(-1)).index_add(0, routing.order // choices, weighted)
+            mixed = weighted.new_zeros(len(tokens), weighted.size(-1)).index_add(0, source, weighted)
         return mixed.to(tokens.dtype)
 
     def _computed(self, rows: Tensor, *, local: Tensor, compute: Callable[..., Tensor]) -> Tensor:
@@ -225,8 +211,13 @@ class ExpertExchange:
             rows, world=self._world, axes=self._axes.experts, split_dim=0, cat_dim=0, sizes=(sent, received)
         ).wait()
 
-    def _routed(self, index: Tensor) -> _Routing:
-        """Return the routing of this rank's pairs, after an exchange of counts; a repeated forward repeats it."""
+    def _routed(self, index: Tensor) -> tuple[Tensor, list[int], list[int], Tensor]:
+        """Return the routing of this rank's pairs, after an exchange of counts; a repeated forward repeats it.
+
+        | order      numbers of the pairs that are kept, sorted by expert; pair p is choice p % k of token p // k
+        | sent       rows sent to each rank
+        | received   rows received from each rank
+        | local      number among this rank's experts of each received row's expert"""
         if index.is_meta:
             return self._balanced(index)
         order, counts, arriving = self._recall.once(lambda: self._counted(index))
@@ -235,20 +226,18 @@ class ExpertExchange:
         numbers = torch.arange(mine, device=index.device).repeat(ranks)
         local = numbers.repeat_interleave(arriving)
         received = arriving.cpu().view(ranks, mine).sum(1).tolist()
-        return _Routing(order, sent, received, local)
+        return order, sent, received, local
 
     def _counted(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the kept pairs sorted by expert, the pairs for each expert, and the rows from each rank to each expert
         of this rank, rank by rank."""
         chosen = index.reshape(-1)
         counts = torch.bincount(chosen, minlength=self._experts)[: self._experts]
-        order = chosen.argsort(stable=True)
-        if bool(chosen.numel()) and int(chosen.max()) >= self._experts:
-            order = order[: int(counts.sum())]
+        order = chosen.argsort(stable=True)[: int(counts.sum())]
         self.load += counts
         return order, counts, self._exchange_counts(counts)
 
-    def _balanced(self, index: Tensor) -> _Routing:
+    def _balanced(self, index: Tensor) -> tuple[Tensor, list[int], list[int], Tensor]:
         """Return a routing without values, as of a router that gives equally many pairs to the experts of each rank.
 
         This rank receives `imbalance` times as many, at most all."""
@@ -260,7 +249,7 @@ class ExpertExchange:
         received = [mine] * group.size
         self._exchange_counts(index.new_empty(self._experts))
         order = torch.arange(index.numel(), device=index.device)
-        return _Routing(order, sent, received, index.new_empty(sum(received)))
+        return order, sent, received, index.new_empty(sum(received))
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
         """Send each rank its part of `counts` (experts,); return the received counts (ranks · own experts,)."""
@@ -273,15 +262,12 @@ class ExpertExchange:
 
 @dataclass(frozen=True)
 class SplitMixture:
-    """A mixture on this rank, and its exchange. Deep copies share it."""
+    """A mixture on this rank, and its exchange."""
 
     mixture: Mixture
     exchange: ExpertExchange
     inner: InnerSplit | None = None
     """Split of the experts' matrices over `etp`; None without `etp`."""
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
-        return self
 
 
 class SplitExperts(nn.Module):
@@ -547,7 +533,4 @@ def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, fl
         world.all_reduce(total, axes=world.mesh.others(["pp"])).wait()
         if mean := float(total.double().mean()):
             factors[name] = float(total.max()) / mean
-    everywhere: dict[str, float] = {}
-    for stage in world.exchange(factors, axes="pp"):
-        everywhere |= stage
-    return everywhere
+    return {name: factor for stage in world.exchange(factors, axes="pp") for name, factor in stage.items()}

@@ -25,14 +25,15 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwise.comm.api.streams import Stream, StreamEvent, Streams
-from meshwise.memory.swap_file import PinnedSlabs, SwapConfig, SwapFile, SwapTransfer, aligned, whole_blocks
+from meshwise.comm.api.streams import StreamEvent, Streams
+from meshwise.memory.swap_file import BufferPool, PinnedSlabs, SwapConfig, SwapFile, SwapTransfer, aligned, whole_blocks
 
 _LARGEST_RATIO = 8
 """A storage stays on the device if it is more than this many times larger than its saved view."""
@@ -51,44 +52,53 @@ class ActivationTransfers:
     staged: int = 64 * 2**20
 
 
-class ParkedStorage(ABC):
+class ParkedStorage:
     """A storage that has left the device. Its copy in the tier is freed with this object."""
 
-    def __init__(self, size: int, *, before: "ParkedStorage | None") -> None:
-        """`size`: bytes of the storage. `before`: the storage parked just before; the backward needs it next."""
+    def __init__(
+        self,
+        size: int,
+        *,
+        before: "ParkedStorage | None",
+        bring: Callable[[], Callable[[], Tensor]],
+        free: Callable[[], None],
+    ) -> None:
+        """`size`: bytes of the storage. `before`: the storage parked just before; the backward needs it next.
+
+        `bring` starts to bring the bytes back to the device. It returns a function that waits for them, and returns
+        them as a uint8 tensor. `free` frees the copy in the tier."""
         self.size = size
-        self._before = None if before is None else weakref.ref(before)
+        self._before = _none if before is None else weakref.ref(before)
+        self._bring, self._free = bring, free
+        self._arriving: Callable[[], Tensor] | None = None
 
-    @abstractmethod
-    def start(self) -> None:
-        """Start to bring the bytes back to the device; a second call does nothing."""
-
-    @abstractmethod
-    def get(self) -> Tensor:
-        """Wait for the bytes, whose return `start` has begun, and return them as a uint8 tensor on the device."""
+    def start(self) -> Callable[[], Tensor]:
+        """Start to bring the bytes back, unless it has begun; return the function that waits for them."""
+        if self._arriving is None:
+            self._arriving = self._bring()
+        return self._arriving
 
     def fetch(self, *, ahead: int) -> Tensor:
-        """Return the bytes as `get` does, and start to bring back `ahead` bytes of earlier parked storages."""
-        self.start()
-        parked = alive(self._before)
+        """Return the bytes on the device, and start to bring back `ahead` bytes of earlier parked storages."""
+        arriving, parked = self.start(), self._before()
         while parked is not None and ahead > 0:
             parked.start()
             ahead -= parked.size
-            parked = alive(parked._before)
-        return self.get()
+            parked = parked._before()
+        return arriving()
+
+    def __del__(self) -> None:
+        self._free()
 
 
-def alive(parked: weakref.ref[ParkedStorage] | None) -> ParkedStorage | None:
-    """Return the storage that the weak reference `parked` refers to, or None if it no longer exists."""
-    return None if parked is None else parked()
+def _none() -> None:
+    """Return None, as a weak reference to an object that does not exist."""
 
 
 class StorageMover(ABC):
     """Mover of storages away from a device and back."""
 
     device: torch.device
-    streams: Streams
-    _out: Stream
     used = 0
     """Bytes that are off the device now."""
     peak = 0
@@ -98,23 +108,13 @@ class StorageMover(ABC):
     def park(self, values: Tensor, *, before: ParkedStorage | None) -> ParkedStorage:
         """Start to move a storage, given as its bytes `values` (uint8). `before`: see `ParkedStorage`."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a mover may have nothing to close
         """Free the host memory, or close the file, to which storages move."""
 
     def count(self, size: int) -> None:
         """Count `size` bytes that leave the device; a negative `size` counts bytes that return."""
         self.used += size
         self.peak = max(self.peak, self.used)
-
-    def _copy_out(self, values: Tensor, into: Tensor) -> StreamEvent:
-        """Start to copy device memory to host memory on the stream `_out`, and return the event of its end."""
-        self._out.wait_stream(self.streams.current())
-        with self.streams.use(self._out):
-            into.copy_(values, non_blocking=True)
-            copied = self.streams.mark()
-        self.streams.keep(values, stream=self._out)
-        return copied
 
 
 # ---- movers to disk ----------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class DiskMover(StorageMover):
         self.file = file
         self.streams = streams
         self.device = streams.device
-        self._buffers = _BoundedBuffers(transfers.staged)
+        self._buffers = BufferPool(transfers.staged, streams=streams)
         self._out = self.streams.create()
         self._free: dict[int, list[int]] = defaultdict(list)
         self._lock = threading.Lock()
@@ -137,13 +137,35 @@ class DiskMover(StorageMover):
         size = values.numel()
         rounded = whole_blocks(size)
         offset = self._place(rounded)
-        buffer = self._buffers.take(rounded, streams=self.streams)
-        copied = self._copy_out(values, buffer[:size])
+        buffer = self._buffers.take(rounded)
+        copied = self.streams.copy_on(self._out, values=values, into=buffer[:size])
         written = self.file.write(offset, values=buffer, after=copied.synchronize)
         lent = [buffer]  # the transfer keeps its callback, which must not keep the buffer alive
         del buffer
         written.then(lambda: self._buffers.give(lent.pop()))
-        return _StorageOnDisk(self, offset, written, size, before)
+        transfers = [written]
+
+        def bring() -> Callable[[], Tensor]:
+            written.wait()
+            target = aligned(rounded, streams=self.streams)
+            transfers.append(self.file.read(offset, into=target))
+
+            @cache
+            def arrive() -> Tensor:
+                transfers[-1].wait()
+                return target[:size].to(self.device, non_blocking=True)
+
+            return arrive
+
+        def free() -> None:
+            # Wait for transfers to or from this range of the file before another storage uses the range.
+            with contextlib.suppress(Exception):
+                SwapTransfer.of(transfers).wait()
+            with self._lock:
+                self.count(-rounded)
+                self._free[rounded].append(offset)
+
+        return ParkedStorage(size, before=before, bring=bring, free=free)
 
     def _place(self, size: int) -> int:
         with self._lock:
@@ -155,73 +177,6 @@ class DiskMover(StorageMover):
     def close(self) -> None:
         """Close the file when its transfers have ended."""
         self.file.close()
-
-    def free(self, offset: int, *, size: int) -> None:
-        """Free `size` bytes of the file from `offset` on, for later storages of the same size."""
-        with self._lock:
-            self.count(-size)
-            self._free[size].append(offset)
-
-
-class _StorageOnDisk(ParkedStorage):
-    def __init__(
-        self, mover: DiskMover, offset: int, written: SwapTransfer, size: int, before: ParkedStorage | None
-    ) -> None:
-        super().__init__(size, before=before)
-        self._mover, self._offset, self._written = mover, offset, written
-        self._buffer: Tensor | None = None
-        self._read: SwapTransfer | None = None
-        self._back: Tensor | None = None
-
-    def start(self) -> None:
-        if self._read is None:
-            self._written.wait()
-            self._buffer = aligned(whole_blocks(self.size), streams=self._mover.streams)
-            self._read = self._mover.file.read(self._offset, into=self._buffer)
-
-    def get(self) -> Tensor:
-        if self._back is None:
-            assert self._read is not None
-            assert self._buffer is not None
-            self._read.wait()
-            self._back = self._buffer[: self.size].to(self._mover.device, non_blocking=True)
-        return self._back
-
-    def __del__(self) -> None:
-        # Wait for transfers to or from this range of the file before another storage uses the range.
-        for transfer in (self._written, self._read):
-            if transfer is not None:
-                with contextlib.suppress(Exception):
-                    transfer.wait()
-        self._mover.free(self._offset, size=whole_blocks(self.size))
-
-
-class _BoundedBuffers:
-    """Aligned buffers of at most `most` bytes in total; `take` waits until enough buffers are given back."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._taken = 0
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self._changed = threading.Condition()
-
-    def take(self, size: int, *, streams: Streams) -> Tensor:
-        """Return a buffer of `size` bytes. A buffer larger than `most` is lent only while no other buffer is lent."""
-        with self._changed:
-            while self._taken and self._taken + size > self._most:
-                self._changed.wait()
-            self._taken += size
-            if self._free[size]:
-                return self._free[size].pop()
-            self._free = defaultdict(list, {key: kept for key, kept in self._free.items() if key == size})
-        return aligned(size, streams=streams)
-
-    def give(self, buffer: Tensor) -> None:
-        """Return `buffer` to the free buffers, and wake waiting calls of `take`."""
-        with self._changed:
-            self._taken -= buffer.numel()
-            self._free[buffer.numel()].append(buffer)
-            self._changed.notify_all()
 
 
 # ---- movers to the CPU -------------------------------------------------------------------------------------------
@@ -246,41 +201,31 @@ class HostMover(StorageMover):
             self._out.wait_event(read)
         else:
             host = self._pinned.cut(size)
-        return _StorageOnHost(self, host, self._copy_out(values, host), before)
+        copied, arrived = self.streams.copy_on(self._out, values=values, into=host), self.streams.event()
+
+        def bring() -> Callable[[], Tensor]:
+            self.back.wait_event(copied)
+            with self.streams.use(self.back):
+                back = host.to(self.device, non_blocking=True)
+                arrived.record(self.back)
+
+            def arrive() -> Tensor:
+                current = self.streams.current()
+                current.wait_event(arrived)
+                self.streams.keep(back, stream=current)
+                return back
+
+            return arrive
+
+        def free() -> None:
+            self.count(-size)
+            self._free[size].append((host, arrived))  # the next copy to `host` waits for the last copy from it
+
+        return ParkedStorage(size, before=before, bring=bring, free=free)
 
     def close(self) -> None:
         """Free the buffers in host memory."""
         self._free.clear()
-
-    def free(self, host: Tensor, *, read: StreamEvent) -> None:
-        """Free a host buffer. The next copy to the buffer waits for `read`, the end of the last copy from it."""
-        self.count(-host.numel())
-        self._free[host.numel()].append((host, read))
-
-
-class _StorageOnHost(ParkedStorage):
-    def __init__(self, mover: HostMover, host: Tensor, copied: StreamEvent, before: ParkedStorage | None) -> None:
-        super().__init__(host.numel(), before=before)
-        self._mover, self._host, self._copied = mover, host, copied
-        self._back: Tensor | None = None
-        self._arrived = mover.streams.event()
-
-    def start(self) -> None:
-        if self._back is None:
-            self._mover.back.wait_event(self._copied)
-            with self._mover.streams.use(self._mover.back):
-                self._back = self._host.to(self._mover.device, non_blocking=True)
-                self._arrived.record(self._mover.back)
-
-    def get(self) -> Tensor:
-        assert self._back is not None
-        current = self._mover.streams.current()
-        current.wait_event(self._arrived)
-        self._mover.streams.keep(self._back, stream=current)
-        return self._back
-
-    def __del__(self) -> None:
-        self._mover.free(self._host, read=self._arrived)
 
 
 # ---- movers in a rehearsal -----------------------------------------------------------------------------------------
@@ -308,92 +253,67 @@ class RehearsedMover(StorageMover):
         if self.staged < self.peak and (not self._buffers or self.staged + size <= self._most):
             self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self.device))
             self.on_new_buffer(self._buffers[-1])
-        return _CountedStorage(self, size, before)
 
-    def close(self) -> None:
-        """Do nothing: there is no memory and no file."""
+        def bring() -> Callable[[], Tensor]:
+            back = torch.empty(size, dtype=torch.uint8, device=self.device)
+            return lambda: back
 
-
-class _CountedStorage(ParkedStorage):
-    def __init__(self, mover: RehearsedMover, size: int, before: ParkedStorage | None) -> None:
-        super().__init__(size, before=before)
-        self._mover = mover
-        self._back: Tensor | None = None
-
-    def start(self) -> None:
-        if self._back is None:
-            self._back = torch.empty(self.size, dtype=torch.uint8, device=self._mover.device)
-
-    def get(self) -> Tensor:
-        assert self._back is not None
-        return self._back
-
-    def __del__(self) -> None:
-        self._mover.count(-self.size)
+        return ParkedStorage(size, before=before, bring=bring, free=lambda: self.count(-size))
 
 
 # ---- tensors saved by autograd --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class ActivationTier:
-    """Tier to which one rank moves the activations that autograd saves."""
+    """Tier (`cpu` or `disk`) to which one rank moves the activations that autograd saves, by a mover, within limits."""
 
-    def __init__(self, tier: str, *, mover: StorageMover, transfers: ActivationTransfers) -> None:
-        """`tier`: `cpu` or `disk`. `mover`: moves storages to the tier. `transfers`: the limits of the moves."""
-        self.tier = tier
-        self.mover = mover
-        self._transfers = transfers
+    tier: str
+    mover: StorageMover
+    transfers: ActivationTransfers
 
     @contextlib.contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
         """Move the tensors that a forward of `model` saves in the block; parameters and buffers stay."""
-        saved = _SavedTensors(self.mover, model, self._transfers)
-        with saved_tensors_hooks(saved.pack, saved.unpack):
+        saved = _SavedTensors(self.mover, model, self.transfers)
+        with saved_tensors_hooks(saved.pack, lambda tensor: tensor()):
             yield
 
 
-@dataclass(frozen=True)
-class _View:
-    """A saved tensor whose storage has left the device: the storage, and the tensor's view of it."""
-
-    parked: ParkedStorage
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 class _SavedTensors:
-    """Pack and unpack hooks for one forward's saved tensors. `before` links their storages in the order of saving."""
+    """Pack hook for one forward's saved tensors. `before` links their storages in the order of saving."""
 
     def __init__(self, mover: StorageMover, model: nn.Module, transfers: ActivationTransfers) -> None:
         self._mover, self._model, self._transfers = mover, model, transfers
         self._own = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
         self._known: dict[tuple[int, int], tuple[weakref.ref[Any], weakref.ref[ParkedStorage]]] = {}
-        self._last: weakref.ref[ParkedStorage] | None = None
+        self._last: Callable[[], ParkedStorage | None] = _none
 
-    def pack(self, tensor: Tensor) -> Tensor | _View:
-        """Return the object that autograd keeps for a saved tensor: a `_View`, or the tensor if it stays."""
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that autograd keeps in place of a saved tensor, and that returns the tensor.
+
+        For a tensor that has moved, the function also starts to bring back the next storages."""
         if not self._moves(tensor):
-            return tensor.detach()
+            stays = tensor.detach()
+            return lambda: stays
         storage = tensor.untyped_storage()
         key = storage._cdata, tensor._version
-        known, known_parked = self._known.get(key, (None, None))
-        parked = known_parked() if known is not None and known_parked is not None and known() is not None else None
+        same_storage, known = self._known.get(key, (_none, _none))
+        parked = None if same_storage() is None else known()
         if parked is None:
             values = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            parked = self._mover.park(values, before=alive(self._last))
+            parked = self._mover.park(values, before=self._last())
             self._known[key] = weakref.ref(storage), weakref.ref(parked)
             self._last = weakref.ref(parked)
-        return _View(parked, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        fetch = partial(parked.fetch, ahead=self._transfers.ahead)
+        dtype, shape, stride, offset = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
-    def unpack(self, saved: Tensor | _View) -> Tensor:
-        """Return the saved tensor for the object that `pack` returned, and start to bring back the next storages."""
-        if isinstance(saved, Tensor):
-            return saved
-        values = saved.parked.fetch(ahead=self._transfers.ahead)
-        whole = values[: values.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
-        return whole.as_strided(saved.shape, saved.stride, whole.storage_offset() + saved.offset)
+        def moved() -> Tensor:
+            values = fetch()
+            whole = values[: values.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            return whole.as_strided(shape, stride, whole.storage_offset() + offset)
+
+        return moved
 
     def _moves(self, tensor: Tensor) -> bool:
         if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter):

@@ -102,10 +102,9 @@ class RecomputedBlocks:
         if self.steps_to_measure:
             return
         found: dict[str, RecomputeCost] = {}
-        for costs in self._world.exchange({block.name: block.cost for block in self._blocks}):
+        for costs in self._world.exchange({block.name: block.cost for block in self._blocks if block.cost is not None}):
             for name, cost in costs.items():
-                if cost is not None:
-                    found[name] = cost if name not in found else found[name].merged(cost)
+                found[name] = cost if name not in found else found[name].merged(cost)
         blocks = {block.name: block for block in self._blocks if block.name in found}
         self.costs = {
             name: RecomputeCost(found[name].bytes, found[name].seconds, self._in_flight[name]) for name in blocks

@@ -6,9 +6,7 @@ optimizer's state among its activations. Both leave holes that are too small for
 peak. So in the first step every large tensor has its own mapping, and the heap holds only memory that this step frees.
 
 From the second step on, freed memory is kept, and each step reuses the memory that the step before has freed. Returned
-memory would come back page by page: the system clears each page, and the cache misses it. On the measured ranks these
-are 35 000 to 85 000 pages a step, 2 to 9 % of its time. Kept memory raises the peak by up to a tenth, if blocks of
-several sizes do not fit into each other's places. On a pipeline's last rank, which holds the logits, it is a quarter.
+memory would come back page by page: the system clears each page, and the cache misses it. docs/memory.md has the cost.
 
 An out-of-memory error itself names only the bytes of the allocation that failed, not the tensors that filled the
 memory. `memory_errors_explained` adds a note with this rank's memory by category to an error of a user's script."""

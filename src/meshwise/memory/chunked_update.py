@@ -23,10 +23,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +83,7 @@ class StagedRound:
     """One round of chunks in a staging buffer. Call `bind_values`, then the optimizer's step, `write` and `leave`."""
 
     def __init__(self, round_: Sequence[StoredChunk], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
+        """Wait for a staging buffer, and start to read the masters, gradients and optimizer state on disk."""
         self.round = round_
         self._optimizer = optimizer
         self._tiers = tiers
@@ -92,24 +92,18 @@ class StagedRound:
         self._values: list[dict[str, Tensor]] = [{} for _ in round_]
         self._transfers: list[SwapTransfer] = []
         self._reads: list[SwapTransfer] = []
-        self._is_open = False
-
-    def __enter__(self) -> Self:
-        """Wait for a staging buffer, and start to read the masters, gradients and optimizer state on disk."""
-        self._is_open = True
-        if sum(one.bytes for one in self.round):
-            self._buffer = self._tiers.staging.take()
+        if _bytes(round_):
+            self._buffer = tiers.staging.take(tiers.staging_size)
         start = 0
-        for one, memory, values in zip(self.round, self._memory, self._values, strict=True):
-            written = {"master", "gradient", *one.state(self._optimizer)}
+        for one, memory, values in zip(round_, self._memory, self._values, strict=True):
+            written = {"master", "gradient", *one.state(optimizer)}
             for name, tensor in one.on_disk.items():
                 assert self._buffer is not None
                 memory[name] = self._buffer[start : start + whole_blocks(tensor.nbytes)]
                 values[name] = memory[name][: tensor.nbytes].view(tensor.dtype)
                 start += memory[name].numel()
                 if name in written:
-                    self._reads.append(self._tiers.read(tensor, into=memory[name]))
-        return self
+                    self._reads.append(tiers.read(tensor, into=memory[name]))
 
     @property
     def bytes(self) -> int:
@@ -162,9 +156,6 @@ class StagedRound:
 
     def leave(self) -> None:
         """Give the optimizer its tensors on disk again, drop the gradients, and free the buffer when it is idle."""
-        if not self._is_open:
-            return
-        self._is_open = False
         for one in self.round:
             for parameter, span in one.spans:
                 parameter.grad = None
@@ -175,9 +166,6 @@ class StagedRound:
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
             SwapTransfer.of([*self._reads, *self._transfers]).then(lambda: self._tiers.staging.give(buffer))
-
-    def __exit__(self, *_: object) -> None:
-        self.leave()
 
     def _bind(self, parameter: nn.Parameter, values: Mapping[str, Tensor], span: slice) -> None:
         """Let the optimizer's state of `parameter` be the part `span` of `values`, by key."""
@@ -310,15 +298,14 @@ class ChunkedUpdate:
         ]
         writes: list[SwapTransfer] = []
         sound = True
-        with ExitStack() as open_rounds:
-            ahead: deque[StagedRound] = deque()
+        staged_rounds: deque[StagedRound] = deque()
+        try:
             while True:
-                while len(ahead) < 2 and (round_ := queue.next(wait=not ahead)) is not None:
-                    staged = StagedRound(round_, optimizer=self.optimizer, tiers=self._tiers)
-                    ahead.append(open_rounds.enter_context(staged))
-                if not ahead:
+                while len(staged_rounds) < 2 and (round_ := queue.next(wait=not staged_rounds)) is not None:
+                    staged_rounds.append(StagedRound(round_, optimizer=self.optimizer, tiers=self._tiers))
+                if not staged_rounds:
                     break
-                staged = ahead.popleft()
+                staged = staged_rounds[0]
                 staged.bind_values()
                 sound = sound and (self._thread is None or staged.finite)
                 if sound:
@@ -329,9 +316,12 @@ class ChunkedUpdate:
                     self.optimizer.step()
                     self._tiers.record_update(staged.bytes, since=began)
                     writes += staged.write()
-                staged.leave()
+                staged_rounds.popleft().leave()
                 for one in staged.round:
                     done(one.chunk)
+        finally:
+            for staged in staged_rounds:
+                staged.leave()
         for written in writes:
             written.wait()
 

@@ -27,7 +27,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -35,9 +34,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwise.base.batch_norm_classes import RunningNorm
-from meshwise.base.tensor_tree import map_tensors
+from meshwise.base.tensor_tree import map_tensors, reachable, storage_bytes
 from meshwise.comm.api.streams import cuda_in_use, generator_states, restore_generators
-from meshwise.memory.recompute_modes import DeviceTimer, RecomputeCost, SavedOperations
+from meshwise.memory.recompute_modes import DeviceTimer, RecomputeCost, SavedOperations, saved_bytes_hook
 from meshwise.model.forward import ForwardReplay, ReplayTape
 from meshwise.model.torch_private import without_modes
 from meshwise.precision.dtype_policy import active_product_casts
@@ -131,14 +130,11 @@ class RecomputedBlock:
         """Run the forward under `full`, and measure the cost of every mode."""
         device = next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
         whole, products = DeviceTimer(device), DeviceTimer(device)
-        known = {parameter.untyped_storage()._cdata for parameter in self._module.parameters()}
-        call = _Call(self, args, kwargs)
-        saved: dict[int, int] = {}
+        call, saved = _Call(self, args, kwargs), dict[int, int]()
+        count = saved_bytes_hook(saved, parameters=self._module.parameters())
 
         def pack(tensor: Tensor) -> _Slot:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                saved[storage._cdata] = storage.nbytes()
+            count(tensor)
             return call.pack(tensor)
 
         try:
@@ -206,7 +202,7 @@ class _Call:
 
     def bytes(self) -> tuple[int, int]:
         """Return the bytes of the block's inputs, and the bytes of the kept results."""
-        return self._inputs.bytes(), self._tape.bytes()
+        return storage_bytes(self._inputs.saved()), storage_bytes(self._tape.results)
 
     def forget(self) -> None:
         """Drop the kept results."""
@@ -297,12 +293,8 @@ class _Inputs:
         self._requires_grad = [tensor.requires_grad for tensor in given]
         self._result: Any = _Save.apply(torch.empty(0, requires_grad=True), *given)  # keeps its node alive
 
-    def bytes(self) -> int:
-        """Return the bytes of the storages of the inputs, each counted once."""
-        storages = [one.untyped_storage() for one in self._saved()]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-    def _saved(self) -> tuple[Tensor, ...]:
+    def saved(self) -> tuple[Tensor, ...]:
+        """Return the tensors among the arguments. Raises RecomputeError if one has been written to in place."""
         try:
             saved: tuple[Tensor, ...] = self._result.grad_fn.saved_tensors
         except RuntimeError as error:
@@ -316,7 +308,7 @@ class _Inputs:
 
     def leaves(self) -> tuple[Any, Any]:
         """Return the positional and keyword arguments, with their tensors as leaves of a new autograd graph."""
-        saved = zip(self._saved(), self._requires_grad, strict=True)
+        saved = zip(self.saved(), self._requires_grad, strict=True)
         found = [tensor.detach().requires_grad_(needs) for tensor, needs in saved]
         leaves = iter([found[place] for place in self._places])
         args, kwargs = self._tree
@@ -395,15 +387,12 @@ def _is_close(tensor: Tensor, *, before: Tensor) -> bool:
 Container: TypeAlias = dict[Any, Any] | list[Any]
 """A list, a dict, or the attributes of an object (its `__dict__`)."""
 
-_PLAIN = (Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, int, float, complex, str, bytes, type(None))
-"""Types whose content is not searched for containers."""
-
 
 class BlockInputs:
     """The containers that can be reached from a block's arguments, with copies of their content before its forward."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._before = [(one, _copied(one)) for one in _reached(arguments)]
+        self._before = [(one, _copied(one)) for one in reachable(arguments) if isinstance(one, dict | list)]
 
     def ran(self) -> None:
         """Drop the copies of containers that the first forward left unchanged; call it after that forward."""
@@ -418,24 +407,6 @@ class BlockInputs:
             yield
         finally:
             _put(now)
-
-
-def _reached(arguments: tuple[Any, ...]) -> Iterator[Container]:
-    """Yield each container that can be reached from the arguments, once."""
-    seen: set[int] = set()
-    open_ = [*arguments]
-    while open_:
-        item = open_.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, dict | list):
-            yield item
-        if isinstance(item, dict | list | tuple):
-            values = item.values() if isinstance(item, dict) else item
-            open_ += (value for value in values if not isinstance(value, _PLAIN))
-        elif isinstance(attributes := getattr(item, "__dict__", None), dict):
-            open_.append(attributes)
 
 
 def _copied(container: Container) -> Container:

@@ -24,17 +24,17 @@ every operation inside them, at five microseconds each. Only the function and it
 keep the same outputs."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.streams import StreamEvent, streams_of
 from meshwise.model.forward import ForwardReplay
-from meshwise.model.torch_private import LightDispatchMode
+from meshwise.model.torch_private import LightDispatchMode, written_arguments
 from meshwise.plan import PlanError
 
 MODES = ("none", "selective", "full")
@@ -91,6 +91,21 @@ def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Se
         left -= size
 
 
+def saved_bytes_hook(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a pack hook that writes the bytes of each saved storage to `kept`, by the storage's address.
+
+    Storages of `parameters` are left out. The graph keeps the hook alive, so the hook must not hold the graph."""
+    stored = {parameter.untyped_storage()._cdata for parameter in parameters}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in stored:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor.detach()  # `tensor` itself would keep alive the operation that saved it: a cycle
+
+    return keep
+
+
 class DeviceTimer:
     """Timer of `with` blocks on a device. It sums their seconds; only `seconds` waits for the device."""
 
@@ -141,9 +156,7 @@ class SavedOperations(TorchFunctionMode):
         super().__init__()
         self._kept = _KeptOutputs(recall, clock)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__" or not (name in _MULTIPLIES or _may_write(name, func, args, kwargs)):
@@ -182,9 +195,6 @@ class _KeptOutputs(LightDispatchMode):
             with self._clock:
                 return self._recall.once(lambda: func(*args, **kwargs))
         if schema.is_mutable:
-            given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-            for argument in schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in tensors(given.get(argument.name)):
-                        self._recall.protect(tensor)
+            for tensor in written_arguments(func, args=args, kwargs=kwargs):
+                self._recall.protect(tensor)
         return func(*args, **kwargs)

@@ -15,7 +15,7 @@ The file has no name, so the system frees it when the process ends for any reaso
 Its space is reserved as it grows, so a full disk raises an error at an allocation, not at a later write.
 
 Reading ahead without a limit would hold the whole model in memory, and the tier `disk` would save nothing. So a read
-or a write takes one of a fixed number of `StagingBuffers`. A buffer is free again when its content is written or no
+or a write takes a buffer from a `BufferPool` of limited size. A buffer is free again when its content is written or no
 longer needed. In a rehearsal, in which tensors have no values, a `RehearsedFile` replaces the file."""
 
 import fcntl
@@ -26,7 +26,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -326,14 +326,13 @@ class PinnedSlabs:
         return cut
 
 
-class StagingBuffers:
-    """Pool of at most `count` buffers of `size` bytes each, made when they are first needed."""
+class BufferPool:
+    """Pool of aligned buffers of at most `most` bytes in total; a larger buffer is lent while no other buffer is."""
 
     def __init__(
         self,
+        most: int,
         *,
-        count: int,
-        size: int,
         streams: Streams,
         on_new_buffer: Callable[[Tensor], None] = lambda _: None,
         is_disk_slow: bool = False,
@@ -341,33 +340,40 @@ class StagingBuffers:
         """`streams`: of the device that computes; for a GPU the buffers are pinned. `on_new_buffer` gets new buffers.
 
         `is_disk_slow`: make all buffers before one is used again, as if no write ended in time. Rehearsals do so."""
-        self.size = whole_blocks(size)
+        self._most = most
         self._streams = streams
-        self._left = count
         self._on_new_buffer = on_new_buffer
         self._is_disk_slow = is_disk_slow
-        self._free: list[Tensor] = []
-        self._returned = threading.Condition()
+        self._lent = 0
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._changed = threading.Condition()
         self.bytes = 0
-        """Bytes of all buffers made so far."""
+        """Bytes of all buffers, lent and free."""
 
-    def take(self, *, wait: bool = True) -> Tensor | None:
-        """Return a free buffer. If none is free, wait for one; without `wait`, return None."""
-        with self._returned:
-            if self._left and (self._is_disk_slow or not self._free):
-                self._left -= 1
-                self.bytes += self.size
-                buffer = aligned(self.size, streams=self._streams)
-                self._on_new_buffer(buffer)
-                return buffer
-            while not self._free:
-                if not wait:
-                    return None
-                self._returned.wait()
-            return self._free.pop()
+    def take(self, size: int) -> Tensor:
+        """Return a buffer of `size` bytes; wait until enough buffers are given back."""
+        with self._changed:
+            while (buffer := self.take_now(size)) is None:
+                self._changed.wait()
+            return buffer
+
+    def take_now(self, size: int) -> Tensor | None:
+        """Return a buffer of `size` bytes, or None if there is none without waiting."""
+        with self._changed:
+            if self._lent and self._lent + size > self._most:
+                return None
+            self._lent += size
+            if self._free[size] and not (self._is_disk_slow and self.bytes + size <= self._most):
+                return self._free[size].pop()
+            self._free = defaultdict(list, {size: self._free[size]})  # buffers of other sizes have to go
+            self.bytes = self._lent + size * len(self._free[size])
+            buffer = aligned(size, streams=self._streams)
+            self._on_new_buffer(buffer)
+            return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Return `buffer` to the pool, and wake one waiting `take`."""
-        with self._returned:
-            self._free.append(buffer)
-            self._returned.notify()
+        """Return `buffer` to the pool, and wake waiting calls of `take`."""
+        with self._changed:
+            self._lent -= buffer.numel()
+            self._free[buffer.numel()].append(buffer)
+            self._changed.notify_all()

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.streams import StreamEvent, Streams, streams_of
+from meshwise.comm.api.streams import HostStream, StreamEvent, Streams, streams_of
 from meshwise.memory.swap_file import (
     BLOCK,
     REMEMBERED,
+    BufferPool,
     PinnedSlabs,
     RehearsedFile,
-    StagingBuffers,
     SwapConfig,
     SwapFile,
     SwapTransfer,
@@ -43,24 +43,22 @@ class BorrowedTensor:
     """Copy of an offloaded tensor on the device, for a short use."""
 
     def __init__(
-        self, values: Tensor, *, ready: Callable[[], None] | None = None, release: Callable[[], None] | None = None
+        self, values: Tensor, *, ready: Callable[[], None] = lambda: None, release: Callable[[], None] = lambda: None
     ) -> None:
-        """`ready`: waits until `values` are complete. `release`: frees their memory. None: nothing to do."""
+        """`ready`: waits until `values` are complete. `release`: frees their memory."""
         self._values = values
         self._ready = ready
         self._release = release
 
     def wait(self) -> Tensor:
         """Wait for the values, and return them. Raises TierError if a read failed."""
-        if self._ready is not None:
-            self._ready()
+        self._ready()
         return self._values
 
     def release(self) -> None:
         """Free the memory of the values; a second call does nothing."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        release, self._release = self._release, lambda: None
+        release()
 
 
 class Tiers:
@@ -83,13 +81,13 @@ class Tiers:
         self.disk_bytes: Counter[str] = Counter()
         """Bytes that `empty` has allocated on disk, by kind: `params`, `masters`, `gradients` or `optimizer`."""
         self._largest = 0
-        self._round = BLOCK
-        self._buffers: list[StagingBuffers] = []
+        self.staging_size = BLOCK
+        """Bytes of each staging buffer of the update."""
+        self._pools: list[BufferPool] = []
         self._stored: list[SwapTransfer] = []
         self._updates: deque[TierActivity] = deque(maxlen=REMEMBERED)
-        moves = self._on_gpu and self.offload != Offload()
-        self._out = self._streams.create() if moves else None
-        self._in = self._streams.create() if moves else None
+        create = self._streams.create if self._on_gpu and self.offload != Offload() else HostStream
+        self._out, self._in = create(), create()
         self._pinned = PinnedSlabs(self._streams)
 
     @property
@@ -105,29 +103,29 @@ class Tiers:
         return max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if self._moves else None
 
     @cached_property
-    def staging(self) -> StagingBuffers:
-        """Staging buffers of the update and of `store`, made on first use."""
+    def staging(self) -> BufferPool:
+        """Staging buffers of the update and of `store`, each of `staging_size` bytes."""
         is_rehearsal = isinstance(self.file, RehearsedFile)
-        return self._new_buffers(count=self.swap.buffers, size=self._round, is_disk_slow=is_rehearsal)
+        return self._new_pool(self.swap.buffers * self.staging_size, is_disk_slow=is_rehearsal)
 
     @cached_property
-    def _gathered(self) -> StagingBuffers:
+    def _gathered(self) -> BufferPool:
         """Staging buffers of parameters (or gradients) that `bring` reads from disk."""
-        return self._new_buffers(count=GATHERED_AHEAD, size=self._largest)
+        return self._new_pool(GATHERED_AHEAD * whole_blocks(self._largest))
 
-    def _new_buffers(self, **options: Any) -> StagingBuffers:
-        buffers = StagingBuffers(streams=self._streams, on_new_buffer=self.on_new_buffer, **options)
-        self._buffers.append(buffers)
-        return buffers
+    def _new_pool(self, most: int, *, is_disk_slow: bool = False) -> BufferPool:
+        pool = BufferPool(most, streams=self._streams, on_new_buffer=self.on_new_buffer, is_disk_slow=is_disk_slow)
+        self._pools.append(pool)
+        return pool
 
     def reserve(self, size: int) -> None:
-        """Set the least size of the update's staging buffers to `size` bytes; call it before they are made."""
-        self._round = max(self._round, size)
+        """Set the least `staging_size` to `size` bytes, whole blocks; call it before `staging` is used."""
+        self.staging_size = max(self.staging_size, size)
 
     @property
     def staged(self) -> int:
         """Bytes of all staging buffers made so far."""
-        return sum(one.bytes for one in self._buffers)
+        return sum(one.bytes for one in self._pools)
 
     # ---- storage -----------------------------------------------------------------------------------------------
 
@@ -182,12 +180,11 @@ class Tiers:
     def bring(self, tensor: Tensor) -> BorrowedTensor:
         """Start to copy an offloaded tensor to the device. A tensor that is on the device is lent itself."""
         if self.file is not None and (offset := self.file.locate(tensor)) is not None:
-            if (buffer := self._gathered.take(wait=False)) is None:
+            if (buffer := self._gathered.take_now(whole_blocks(self._largest))) is None:
                 return BorrowedTensor(tensor.to(self.device))
-            return self._read(tensor, offset, buffer, self._gathered)
+            return self._read(tensor, offset, buffer)
         if tensor.device.type == self.device.type:
             return BorrowedTensor(tensor)
-        assert self._in is not None
         with self._streams.use(self._in):
             values = tensor.to(self.device, non_blocking=True)
             copied = self._streams.mark()
@@ -206,37 +203,20 @@ class Tiers:
     def store(self, values: Tensor, *, into: Tensor) -> None:
         """Start to copy `values` on the device into the offloaded tensor `into`; `settle` waits for the copy."""
         if self.file is None or (offset := self.file.locate(into)) is None:
-            self._copy_out(values, into)
+            self._streams.copy_on(self._out, values=values, into=into)
             return
-        source = values.view(torch.uint8)
-        for low in range(0, source.numel(), self.staging.size):
-            piece = source[low : low + self.staging.size]
-            buffer = self.staging.take()
-            assert buffer is not None
-            copied = self._copy_out(piece, buffer[: piece.numel()])
+        for low, piece in enumerate(values.view(torch.uint8).split(self.staging_size)):
+            buffer = self.staging.take(self.staging_size)
+            copied = self._streams.copy_on(self._out, values=piece, into=buffer[: piece.numel()])
             transfer = self.file.write(
-                offset + low, values=buffer[: whole_blocks(piece.numel())], after=copied.synchronize
+                offset + low * self.staging_size, values=buffer[: whole_blocks(piece.numel())], after=copied.synchronize
             )
             transfer.then(lambda buffer=buffer: self.staging.give(buffer))  # type: ignore[misc] # one for each
             self._stored.append(transfer)
 
-    def _copy_out(self, values: Tensor, into: Tensor) -> StreamEvent:
-        """Start to copy device memory to host memory, and return the event of its end."""
-        if self._out is None:
-            into.copy_(values)
-            return self._streams.mark()
-        self._out.wait_stream(self._streams.current())
-        with self._streams.use(self._out):
-            into.copy_(values, non_blocking=True)
-            copied = self._streams.mark()
-        self._streams.keep(values, stream=self._out)
-        return copied
-
     def mark(self) -> Callable[[], None]:
         """Return a function that waits, on any thread, for the stores and the compute stream's work issued so far."""
         stored = SwapTransfer.of(self._stored)
-        if self._out is None:
-            return stored.wait
         self._out.wait_stream(self._streams.current())
         event = self._streams.event()
         event.record(self._out)
@@ -252,13 +232,12 @@ class Tiers:
         stored, self._stored = self._stored, []
         for transfer in stored:
             transfer.wait()
-        if self._out is not None and self._in is not None:
-            self._out.synchronize()
-            self._in.synchronize()
+        self._out.synchronize()
+        self._in.synchronize()
 
     def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this thread issues GPU work on the stream of copies to the device, if any."""
-        return contextlib.nullcontext() if self._in is None else self._streams.use(self._in)
+        """Return a context in which this thread issues GPU work on the stream of copies to the device."""
+        return self._streams.use(self._in)
 
     def close(self) -> None:
         """Close the swap file when its transfers have ended."""
@@ -274,15 +253,14 @@ class Tiers:
         """True if any tensor that an update needs is offloaded."""
         return any(self.is_offloaded(what) for what in ("optimizer", "masters", "gradients", "params"))
 
-    def _read(self, tensor: Tensor, offset: int, buffer: Tensor, staging: StagingBuffers) -> BorrowedTensor:
+    def _read(self, tensor: Tensor, offset: int, buffer: Tensor) -> BorrowedTensor:
         assert self.file is not None
         size = tensor.numel() * tensor.element_size()
         transfer = self.file.read(offset, into=buffer[: whole_blocks(size)])
         values = buffer[:size].view(tensor.dtype)
         if not self._on_gpu:
-            return BorrowedTensor(
-                values, ready=transfer.wait, release=lambda: transfer.then(lambda: staging.give(buffer))
-            )
+            give_back = lambda: self._gathered.give(buffer)  # noqa: E731
+            return BorrowedTensor(values, ready=transfer.wait, release=lambda: transfer.then(give_back))
         moved, copied = torch.empty_like(values, device=self.device), self._streams.event()
 
         def ready() -> None:
@@ -292,7 +270,7 @@ class Tiers:
 
         def give() -> None:
             copied.synchronize()
-            staging.give(buffer)
+            self._gathered.give(buffer)
 
         def release() -> None:
             assert self.file is not None

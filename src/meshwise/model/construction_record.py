@@ -39,6 +39,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -48,7 +49,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.torch_private import TorchDispatchMode, without_modes
+from meshwise.model.torch_private import TorchDispatchMode, without_modes, written_arguments
 
 CPU = torch.device("cpu")
 """The device on which values are computed."""
@@ -258,7 +259,6 @@ class _Traits:
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.names = [argument.name for argument in schema.arguments]
-        self.written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
         self.reads_values = torch.Tag.data_dependent_output in func.tags
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.overwrites = schema.name in _OVERWRITING
@@ -284,19 +284,19 @@ def _with_generator(func: Any) -> Any:
     )
 
 
+_traits_of = cache(_Traits)
+
+
 class _Recorder(TorchDispatchMode):
     """Mode that runs every operation on meta tensors and records it."""
 
     def __init__(self, record: ConstructionRecord) -> None:
         super().__init__()
         self._record = record
-        self._traits: dict[Any, _Traits] = {}
         self._shadows: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in self._traits:
-            self._traits[func] = _Traits(func)
-        traits = self._traits[func]
+        traits = _traits_of(func)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             args, kwargs = map_tensors(self._on_meta, (tuple(args), dict(kwargs or {})))
             kwargs |= dict.fromkeys(kwargs.keys() & {"generator", "pin_memory"})
@@ -323,7 +323,7 @@ class _Recorder(TorchDispatchMode):
         return view.set_(source, t.storage_offset(), t.size(), t.stride())
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        traits = self._traits[func]
+        traits = _traits_of(func)
         given = list(tensors((args, kwargs)))
         shapes_only = traits.shapes_only and len(given) == 1
         on_cpu = dict(kwargs)
@@ -337,12 +337,7 @@ class _Recorder(TorchDispatchMode):
             result = self._shells(func, args_then, kwargs_then)
         outputs = list(tensors(result))
         created = [None if self._record.knows(t) else t.detach() for t in outputs]
-        written = [
-            t
-            for name, value in (*zip(traits.names, args_then, strict=False), *kwargs_then.items())
-            if name in traits.written
-            for t in tensors(value)
-        ]
+        written = list(written_arguments(func, args=args_then, kwargs=kwargs_then))
         if not written and all(t is None for t in created):
             return result
         if "dtype" in traits.names and not given and kwargs_then.get("dtype") is None:
@@ -366,7 +361,7 @@ class _Recorder(TorchDispatchMode):
 
     def _shells(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation on values to learn its result's shapes, and return meta tensors of these shapes."""
-        traits = self._traits[func]
+        traits = _traits_of(func)
         kwargs = _values(self._record, kwargs) | ({"generator": torch.Generator()} if traits.random else {})
         result = traits.run(*_values(self._record, args), **kwargs)
         return map_tensors(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=META), result)

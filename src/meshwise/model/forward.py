@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol, TypeAlias
 
@@ -140,18 +141,13 @@ class RememberedState(Protocol):
         """Return a context in which the state is `place`, a value that `snapshot` has returned."""
 
 
+@dataclass
 class ReplayTape:
     """Kept results of one block's forward, in the order of their computation."""
 
-    def __init__(self) -> None:
-        self.results: list[Any] = []
-        self.played = 0
-        """Number of results that the repeated forward has taken."""
-
-    def bytes(self) -> int:
-        """Return the bytes of the kept results' storages."""
-        sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors(self.results)}
-        return sum(sizes.values())
+    results: list[Any] = field(default_factory=list)
+    played: int = 0
+    """Number of results that the repeated forward has taken."""
 
 
 class ForwardReplay:

@@ -48,19 +48,15 @@ def carry_hooks(old: nn.Parameter, *, to: nn.Parameter) -> None:
         return gradient
 
     def call_accumulate_hooks(parameter: Tensor) -> None:
-        for hook in list((_accumulate_hooks(old) or {}).values()):
+        for hook in list((old._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
 
     if not to.requires_grad:
         return
     if old._backward_hooks:
         to.register_hook(call_gradient_hooks)
-    if _accumulate_hooks(old):
+    if old._post_accumulate_grad_hooks:
         to.register_post_accumulate_grad_hook(call_accumulate_hooks)
-
-
-def _accumulate_hooks(parameter: nn.Parameter) -> dict[int, Callable[[Tensor], None]] | None:
-    return parameter._post_accumulate_grad_hooks
 
 
 _SAVE = (

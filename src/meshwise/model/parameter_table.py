@@ -136,12 +136,10 @@ class ParameterTable:
         units = []
         for unit in self.units:
             here = tuple(row for row in unit.rows if row.is_on(mesh, rank=rank))
-            absent = {row.name for row in unit.rows} - {row.name for row in here}
-            lost = [
-                name for name in unit.modules if _is_under(name, absent) and not _is_under(name, [r.name for r in here])
-            ]
+            names, absent = [row.name for row in here], [row.name for row in unit.rows if row not in here]
+            used = (name for name in unit.modules if _is_under(name, names) or not _is_under(name, absent))
             if here:
-                units.append(replace(unit, rows=here, modules=tuple(name for name in unit.modules if name not in lost)))
+                units.append(replace(unit, rows=here, modules=tuple(used)))
         return ParameterTable(tuple(units))
 
     def _with_rows(self, change: Callable[[ParameterRow], ParameterRow]) -> "ParameterTable":
@@ -168,21 +166,16 @@ def parameter_table(
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
     Raises ValueError as `check_trains` and `check_readable` do. Raises it also for options that are no mapping, and
     two parameters that share memory."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = all_names(module)
     check_trains(module)
     check_readable(module)
     _check(names)
     rule = options or matrices_decay
-    owner: dict[str, str] = {}
     divided = partition(module)
-    for pieces in divided:
-        for piece in pieces:
-            for name in piece.parameters:
-                owner.setdefault(name, piece.module)
+    pieces = [piece for unit in divided for piece in unit]
+    owner = {name: piece.module for piece in reversed(pieces) for name in piece.parameters}  # the first that uses it
+    unit_of = {piece.module: _unit_name(unit, owner) for unit in divided for piece in unit}
     rows: dict[str, ParameterRow] = {}
-    unit_of = {piece.module: _unit_name(pieces, owner) for pieces in divided for piece in pieces}
     for parameter, (first, *aliases) in names.items():
         rows[first] = ParameterRow(
             name=first,
@@ -196,16 +189,23 @@ def parameter_table(
             summed=tuple(replicas),
         )
     users: dict[str, list[str]] = {}
-    for pieces in divided:
-        for piece in pieces:
-            for unit in dict.fromkeys(rows[name].unit for name in piece.parameters):
-                users.setdefault(unit, []).append(piece.module)
+    for piece in pieces:
+        for name in dict.fromkeys(rows[parameter].unit for parameter in piece.parameters):
+            users.setdefault(name, []).append(piece.module)
     return ParameterTable(
         tuple(
-            ParameterUnit(unit, tuple(modules), tuple(row for row in rows.values() if row.unit == unit))
-            for unit, modules in users.items()
+            ParameterUnit(name, tuple(modules), tuple(row for row in rows.values() if row.unit == name))
+            for name, modules in users.items()
         )
     )
+
+
+def all_names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return the names of each parameter of a model; a tied parameter has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def _is_under(module: str, parameters: Iterable[str]) -> bool:

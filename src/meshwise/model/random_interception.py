@@ -73,11 +73,6 @@ class IndexBlock:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
-    def matrix(self) -> tuple[int, int]:
-        """(product of all dims but the last, last dim)."""
-        return math.prod(self.shape[:-1]), self.shape[-1]
-
 
 @dataclass(frozen=True)
 class Distribution:
@@ -93,14 +88,14 @@ def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device
     | key    any signed 64-bit integer; equal keys give equal draws
     | into   contiguous tensor of the kind's dtype to fill and return, with as many elements; None: a new tensor"""
     filled = torch.empty(part.shape, dtype=kind.dtype, device=device) if into is None else into
-    _fill(filled.view(1, *part.matrix), part=part, keys=[key], kind=kind)
+    _fill(filled.view(1, *part.shape).flatten(1, -2), part=part, keys=[key], kind=kind)
     return filled
 
 
 def draw_many(part: IndexBlock, *, keys: Sequence[int], kind: Distribution, device: torch.device) -> Tensor:
     """Return the values that `draw` returns for each key, (keys, *shape of the part), by as few operations as one."""
     filled = torch.empty((len(keys), *part.shape), dtype=kind.dtype, device=device)
-    _fill(filled.view(len(keys), *part.matrix), part=part, keys=keys, kind=kind)
+    _fill(filled.flatten(1, -2), part=part, keys=keys, kind=kind)
     return filled
 
 
@@ -231,9 +226,7 @@ class DrawContext(Protocol):
 class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
     """Base of modes that stay active in a backward, which may repeat parts of a forward."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _BACKWARDS:
             return self._backward(*args, **(kwargs or {}))
         return self._answer(func, args, kwargs or {})

@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.torch_private import TorchDispatchMode, in_backward, without_modes
+from meshwise.model.torch_private import TorchDispatchMode, in_backward, without_modes, written_arguments
 
 aten = torch.ops.aten
 
@@ -89,7 +89,8 @@ class ShapeConstants(TorchDispatchMode):
                 return self._on_values(func, args, kwargs)
             if known and _is_answer(func, args) and any(one.is_meta for one in given):
                 return map_tensors(self._keep, self._on_values(func, args, kwargs))
-            if not known and func._overloadpacket is aten.index:
+            packet = func._overloadpacket
+            if not known and packet is aten.index:
                 args = (args[0], self._by_number(args[1]))
             output = func(*args, **kwargs)
             if drawn:
@@ -98,7 +99,7 @@ class ShapeConstants(TorchDispatchMode):
                         self._drawn[one] = True
             if func._schema.is_mutable:
                 self._changed(func, args, kwargs, known=known)
-            elif known and _is_small(output) and (_is_of(func, given) or self._is_models(output)):
+            elif known and _is_small(output) and (self._is_models(output) or (given and packet not in _LIKE)):
                 with contextlib.suppress(RuntimeError):  # a CPU does not compute everything
                     values_made = list(tensors(self._on_values(func, args, kwargs)))
                     for one, values in zip(tensors(output), values_made, strict=True):
@@ -109,7 +110,8 @@ class ShapeConstants(TorchDispatchMode):
         """Return whether the result of an operation depends on a generator."""
         if func._overloadpacket in _LIKE:
             return False
-        return _is_seeded(func) or any(not one.is_meta and one in self._drawn for one in given)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        return seeded or any(not one.is_meta and one in self._drawn for one in given)
 
     def _is_models(self, output: Any) -> bool:
         """Return whether the model, not the engine, made a tensor from sizes alone.
@@ -173,9 +175,7 @@ class ShapeConstants(TorchDispatchMode):
 
     def _changed(self, func: OpOverload, args: Any, kwargs: Any, *, known: bool) -> None:
         """Apply an in-place operation to its arguments' known values; if it cannot be applied, forget them."""
-        by_name = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-        names = (one.name for one in func._schema.arguments if one.alias_info and one.alias_info.is_write)
-        written = [one for name in names for one in tensors(by_name.get(name)) if one.is_meta]
+        written = [one for one in written_arguments(func, args=args, kwargs=kwargs) if one.is_meta]
         places = {one.untyped_storage()._cdata for one in written} & self._places
         changed = [one for one in self._values if one.untyped_storage()._cdata in places] if places else []
         if known and written:
@@ -191,16 +191,6 @@ def _is_answer(func: OpOverload, args: Any) -> bool:
     if func._overloadpacket is aten.index:  # if it gets no mask but indices, the size is known
         return any(one.dtype in _MASKS for one in tensors(args[1]))
     return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-
-
-@cache
-def _is_seeded(func: OpOverload) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _is_of(func: OpOverload, given: Sequence[Tensor]) -> bool:
-    """Return whether an operation reads the values of its tensor arguments."""
-    return bool(given) and func._overloadpacket not in _LIKE
 
 
 def _is_small(output: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Wrap private functions of torch: about modes, the running backward, attention, and the backends of torch.compile."""
+"""Wrap private functions of torch: about modes, the running backward, schemas, and the backends of torch.compile."""
 
 import contextlib
 import importlib
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 - other files import it
 from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwise.base.tensor_tree import tensors
 
 
 class LightDispatchMode(TorchDispatchMode):
@@ -42,6 +44,15 @@ def _runs(node: Node) -> bool:
         return True
 
 
+def written_arguments(func: Any, *, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Yield the arguments that an operation of torch changes in place."""
+    arguments = func._schema.arguments
+    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors(named.get(argument.name))
+
+
 def dispatch_modes() -> int:
     """Return the number of active dispatch modes."""
     return int(torch._C._len_torch_dispatch_stack())
@@ -70,22 +81,3 @@ def without_modes() -> contextlib.AbstractContextManager[None]:
     """Inside the block, hide operations from all dispatch modes, because they do not belong to the model's step."""
     hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
     return hidden
-
-
-def attention_with_lse(
-    qkv: tuple[Tensor, Tensor, Tensor], *, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return attention and the log-sum-exp of its scores: no public function of torch returns the latter on the CPU."""
-    o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv, attn_mask=mask, scale=scale)
-    return o, lse
-
-
-def attention_with_lse_backward(
-    do: Tensor, *, qkv: tuple[Tensor, Tensor, Tensor], merged: tuple[Tensor, Tensor], mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v for the gradient `do` of the output. `merged`: output and log-sum-exp."""
-    no_dropout, causal = 0.0, False
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, *qkv, *merged, no_dropout, causal, attn_mask=mask, scale=scale
-    )
-    return dq, dk, dv

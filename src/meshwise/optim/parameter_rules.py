@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshwise.model.full_parameter_access import LogicalTensors
-from meshwise.model.parameter_table import ParameterOptions, matrices_decay
+from meshwise.model.parameter_table import ParameterOptions, all_names, matrices_decay
 from meshwise.model.parameter_units import partition
 from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer
 
@@ -38,9 +38,7 @@ def parameter_rule(
     | layer_decay   factor of the rate per block between a parameter and the output (Clark et al., arXiv 2003.10555)
 
     Raises ValueError for a pattern that matches no parameter."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = all_names(module)
     known = [name for own in names.values() for name in own]
     for pattern in groups or {}:
         if not fnmatch.filter(known, pattern):

@@ -4,15 +4,8 @@ They follow from `precision` and `wire` of the plan and from nothing else in it.
 dtypes. `Trainer.precision` reports the dtypes that the tensors of a rank really have.
 
 The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them (Micikevicius et
-al., "Mixed Precision Training", arXiv 1710.03740). Megatron-LM and FSDP2 do the same.
-
-`LossScale` adapts the loss scale of fp16 so that gradients neither underflow nor overflow. The loss is multiplied by a
-scale, and the gradient is divided by it in fp32 (Micikevicius et al., arXiv 1710.03740, section 3.2). If the gradient
-overflows, every rank skips the update, and the scale is lowered. The first overflow divides it by 2, the second in a
-row by 4, the third by 8. After `patience` applied updates it doubles.
-
-The trainer sums the loss over the batch, and divides by the exact count of loss terms at the end of the step. So the
-sum is multiplied by `factor`: the scale over an approximate count. docs/precision.md says how the count is chosen.
+al., "Mixed Precision Training", arXiv 1710.03740). `LossScale` is the loss scale of fp16 (section 3.2 there);
+docs/precision.md has its rules.
 
 A model that is only cast to bf16 fails at the first tensor in another dtype. docs/precision.md has the three rules that
 make a plain model work unchanged: for stored parameters, for the inputs of modules, and for products between modules.

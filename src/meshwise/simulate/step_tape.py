@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.flight_recorder import Activity, CallRecord
-from meshwise.pipeline.cut.dataflow import written_arguments
+from meshwise.model.torch_private import written_arguments
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind
 
 

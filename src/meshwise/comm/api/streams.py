@@ -179,6 +179,15 @@ class Streams:
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
         """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
 
+    def copy_on(self, stream: Stream, *, values: Tensor, into: Tensor) -> StreamEvent:
+        """Start to copy `values` on `stream`, after the work issued so far; return the event of the copy's end."""
+        stream.wait_stream(self.current())
+        with self.use(stream):
+            into.copy_(values, non_blocking=True)
+            copied = self.mark()
+        self.keep(values, stream=stream)
+        return copied
+
     def resize(self, tensor: Tensor, *, size: int) -> None:
         """Let the storage of `tensor` have `size` bytes, with unspecified values. 0 frees its memory, which
         is used again in the order of its stream."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.torch_private import TorchDispatchMode
+from meshwise.model.torch_private import TorchDispatchMode, written_arguments
 
 
 @dataclass(frozen=True)
@@ -260,12 +260,3 @@ def _size_deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     given = list(tensors((args, kwargs)))
     masks = [tensor for tensor in given if tensor.dtype in (torch.bool, torch.uint8)]
     return masks if func.overloadpacket is torch.ops.aten.index else given
-
-
-def written_arguments(func: Any, *, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the arguments that an operation of torch changes in place."""
-    arguments = func._schema.arguments
-    named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors(named.get(argument.name))

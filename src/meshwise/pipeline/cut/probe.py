@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.streams import streams_of
 from meshwise.memory.allocator import keep_freed_memory
+from meshwise.memory.recompute_modes import saved_bytes_hook
 from meshwise.model.deferred_init import without_values
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.parameter_units import GatheredModule, Patterns, partition
@@ -459,21 +460,6 @@ def read_clock(*, cuda: bool) -> float:
     if cuda:
         streams_of(torch.device("cuda")).synchronize()
     return time.thread_time() if not cuda and torch.get_num_threads() == 1 else time.perf_counter()
-
-
-def saved_bytes_hook(kept: dict[int, int], *, parameters: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a pack hook that writes the bytes of each saved storage to `kept`, by the storage's address.
-
-    Storages of `parameters` are left out. The graph keeps the hook alive, so the hook must not hold the graph."""
-    stored = {parameter.untyped_storage()._cdata for parameter in parameters}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in stored:
-            kept[storage._cdata] = storage.nbytes()
-        return tensor.detach()  # `tensor` itself would keep alive the operation that saved it: a cycle
-
-    return keep
 
 
 def has_input_shape(output: Any, *, inputs: Any) -> bool:
