@@ -189,7 +189,7 @@ class TapeRecording:
     """True if the ranks are processes of one host and share its memory."""
     values: tuple[tuple[Tensor, Tensor], ...]
     """Pairs of a meta tensor of the batch and its values."""
-    memo: OperationMemo = field(default_factory=OperationMemo)
+    memo: OperationMemo = field(default_factory=dict)
 
     def tapes(self) -> tuple[Tape, ...]:
         """Rehearse one rank of each kind, each in its own thread, and return the tape of each rank along pp."""

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -191,8 +191,8 @@ class _Known:
     single: bool
 
 
-class OperationMemo(dict[Any, _Known]):
-    """Cache of operations' costs and result shapes. A model repeats its blocks, and shape inference is slow."""
+OperationMemo: TypeAlias = dict[Any, _Known]
+"""Cache of operations' costs and result shapes. A model repeats its blocks, and shape inference is slow."""
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -398,10 +398,8 @@ class StageMessages:
     def __init__(self, rehearsed: Sequence[int]) -> None:
         """`rehearsed`: for each rank along pp, the rank that is rehearsed for it."""
         self.rehearsed = tuple(rehearsed)
-        self._turn = threading.Lock()
-        self._sent = threading.Condition(self._turn)
-        self._barrier = threading.Barrier(len(set(rehearsed)))
-        self._values: dict[int, Any] = {}
+        self._turn = threading.Condition()
+        self._failed = False
         self._messages: dict[tuple[int, int], list[Any]] = defaultdict(list)
 
     @contextlib.contextmanager
@@ -411,41 +409,28 @@ class StageMessages:
             try:
                 yield
             except BaseException:
-                self._barrier.abort()
-                self._sent.notify_all()
+                self._failed = True
+                self._turn.notify_all()
                 raise
 
     def exchange(self, index: int, *, value: Any) -> list[Any]:
         """Return the values of all ranks along pp, in order. Every rehearsed rank calls it with its own `value`."""
-        self._values[index] = value
-        with self._waiting():
-            self._barrier.wait()
-        values = [self._values[rank] for rank in self.rehearsed]
-        with self._waiting():
-            self._barrier.wait()
-        return values
+        self.send(value, source=index, target=index)
+        number = len(self._messages[index, 0]) - 1
+        return [self.receive(number, source=rank, target=rank) for rank in range(len(self.rehearsed))]
 
     def send(self, value: Any, *, source: int, target: int) -> None:
         """Store a value for `receive`; `source` and `target` are indices along pp."""
         self._messages[source, target - source].append(value)
-        self._sent.notify_all()
+        self._turn.notify_all()
 
     def receive(self, number: int, *, source: int, target: int) -> Any:
         """Wait for the message with this number (from 0) from `source` to `target`, and return its value."""
         messages = self._messages[self.rehearsed[source], target - source]
-        while len(messages) <= number and not self._barrier.broken:
-            self._sent.wait()
+        self._turn.wait_for(lambda: len(messages) > number or self._failed)
         if len(messages) <= number:
             raise threading.BrokenBarrierError
         return messages[number]
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._turn.release()
-        try:
-            yield
-        finally:
-            self._turn.acquire()
 
 
 class RehearsalWorld(TraceWorld):
