@@ -214,7 +214,8 @@ class _Rank:
         counted = Counter(id(part.entries) for part in parts)
         once = {id(part.entries): part for part in parts}
         self._around = [part for part in parts if part.kind is None]
-        self._actions = [(part.action, part, counted[key]) for key, part in once.items() if part.action is not None]
+        actions = ((key, part.activity, part) for key, part in once.items())
+        self._actions = [(one, part, counted[key]) for key, one, part in actions if isinstance(one, Action)]
         self._alone: dict[int, PlayedSegment] = {}
 
     def play(self, segments: Iterable[TapeSegment]) -> Iterator[PlayedSegment]:
@@ -411,10 +412,11 @@ class PredictionReplay:
         current = Counter(self.prediction.memory[index].rest)
         levels = [MemoryLevel(0.0, "begin", dict(current))]
         most = total = sum(current.values())
-        for act, time, entry in self._changes(index):
-            if entry.host and apart:
+        timed = ((act, time) for act in self._acts[index] for time in act.played.times)
+        for act, (_, entry, moment, _) in timed:
+            if not isinstance(entry, MemoryChange) or (entry.host and apart):
                 continue
-            while (start := len(levels) * seconds / columns) <= time and len(levels) < columns:
+            while (start := len(levels) * seconds / columns) <= act.at(moment) and len(levels) < columns:
                 levels.append(
                     MemoryLevel(
                         start, f"{act.activity}" if start >= act.start else f"before {act.activity}", dict(current)
@@ -429,13 +431,6 @@ class PredictionReplay:
         end = str(self._acts[index][-1].activity)
         rest = (MemoryLevel(step * seconds / columns, end, dict(current)) for step in range(len(levels), columns))
         return MemoryHistory(index, seconds, (*levels, *rest))
-
-    def _changes(self, index: int) -> Iterator[tuple[_Act, float, MemoryChange]]:
-        """Yield a rank's memory changes in order, each with its activity and its time in the step."""
-        for act in self._acts[index]:
-            for _, entry, time, _ in act.played.times:
-                if isinstance(entry, MemoryChange):
-                    yield act, act.at(time), entry
 
     @cached_property
     def _acts(self) -> list[list[_Act]]:

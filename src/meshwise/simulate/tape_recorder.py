@@ -15,11 +15,12 @@ rehearsed come from the rehearsed stage of its kind."""
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import math
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -76,13 +77,9 @@ class Recorder:
 
     def segments(self) -> tuple[TapeSegment, ...]:
         """Return the entries since the last call of `segments`, as one segment per activity, and forget them."""
-        found: list[tuple[Activity, list[Entry]]] = []
-        for activity, entry in self._entries:
-            if not found or found[-1][0] != activity:
-                found.append((activity, []))
-            found[-1][1].append(entry)
-        self._entries = []
-        return tuple(TapeSegment(activity, tuple(entries)) for activity, entries in found)
+        entries, self._entries = self._entries, []
+        grouped = itertools.groupby(entries, key=lambda noted: noted[0])
+        return tuple(TapeSegment(activity, tuple(entry for _, entry in noted)) for activity, noted in grouped)
 
     def record_operation(self, operation: TapeOperation | None, *, output: Any) -> None:
         """Record an operation that has run, and the memory of its output. `operation`: None if it has no cost."""
@@ -254,10 +251,8 @@ class KernelChoice(ForwardAndBackwardMode):
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _IS_CPU and args[0].is_meta:
             return self._kind == "cpu"
-        if func in _DROPOUTS and self._kind == "cuda" and args[0].is_meta:
-            return _dropout(*args, **kwargs)
-        if func in _NORMS and self._kind == "cuda" and args[0].is_meta:
-            return _rms_norm(*args, **kwargs)
+        if func in _ON_GPU and self._kind == "cuda" and args[0].is_meta:
+            return _ON_GPU[func](*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
             if not given["query"].is_meta:
@@ -282,18 +277,12 @@ _ATTENTION = MappingProxyType(
 """Parameters of `scaled_dot_product_attention` in their order, with their defaults."""
 
 
-_DROPOUTS = frozenset({functional.dropout, torch.dropout})
-
-
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
     """Apply dropout as on a GPU: one kernel, which keeps a mask of one byte per element."""
     if not training or not p:
         return x
     dropped: Tensor = torch.native_dropout(x, p, train=True)[0]
     return x.copy_(dropped) if inplace else dropped
-
-
-_NORMS = frozenset({functional.rms_norm, torch.rms_norm})
 
 
 def _rms_norm(
@@ -307,6 +296,11 @@ def _rms_norm(
     A layer norm replaces it here, because it reads and writes as many bytes; values do not matter."""
     normed: Tensor = torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)[0]
     return normed
+
+
+_ON_GPU: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
+    {functional.dropout: _dropout, torch.dropout: _dropout, functional.rms_norm: _rms_norm, torch.rms_norm: _rms_norm}
+)
 
 
 def _attention(kind: str, given: dict[str, Any]) -> Tensor:
