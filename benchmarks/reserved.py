@@ -186,7 +186,7 @@ def reserved(rehearsal: Rehearsal, *, index: int, held: Held, room: float = math
 
 def _ends(segments: Iterable[TapeSegment], *, stages: int) -> list[tuple[Action, TapeSegment]]:
     """A step's forwards and backwards, less micro-batches in the middle, which leave everything as it is."""
-    found = [(one.action, one) for one in segments if one.action is not None]
+    found = [(one.activity, one) for one in segments if isinstance(one.activity, Action)]
     found = [(action, one) for action, one in found if action.kind in (ActionKind.F, ActionKind.B)]
     last = max(action.microbatch or 0 for action, _ in found)
     few = 3 * stages + 2

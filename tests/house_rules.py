@@ -244,8 +244,7 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.attention.token_attention": "whether a batch is packed; a mask on the CPU",
     "meshwise.attention.mask_pattern": "which tiles of documents and padding are empty",
     # On the CPU; on CUDA the same check is one of the device (torch._assert_async).
-    "meshwise.tensor.core.vocab_parallel._require_classes": "classes are checked",
-    "meshwise.tensor.core.sharded_layers": "numbers are checked",
+    "meshwise.tensor.core.vocab_parallel.require_valid": "classes and tokens are checked",
 }
 """Files and functions that may let the host wait for the device, and for what; a step reads its totals in `World`."""
 

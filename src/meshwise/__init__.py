@@ -10,7 +10,7 @@ from meshwise.engine.open_step import OpenStep
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import EvalResult, NonFiniteError, StepResult
 from meshwise.engine.trainer import ParameterAverage, Trainer, measure
-from meshwise.layout import Layout
+from meshwise.layout.layout import Layout
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.model.forward import LossError
 from meshwise.pipeline.cut.model_cut import CutOptions

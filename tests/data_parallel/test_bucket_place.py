@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.data_parallel.bucket_place import ALIGNMENT, BucketPlace, OptionRun, Options
-from meshwise.layout import Layout
+from meshwise.layout.layout import Layout
 from meshwise.model.parameter_table import ParameterRow
 
 DECAY: Options = ()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.base.mesh import even_split
-from meshwise.layout import Rectangle, rectangles
+from meshwise.layout.layout import Rectangle, rectangles
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

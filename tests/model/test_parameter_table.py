@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.layout import Layout
+from meshwise.layout.layout import Layout
 from meshwise.model.deferred_init import build_with_values, shapes_of
 from meshwise.model.parameter_table import ParameterRow, ParameterTable, parameter_table
 from meshwise.reference import GPT, GPTConfig

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from grid import Grid
 from meshwise.model.shape_constants import LARGEST, ShapeConstants
 from meshwise.simulate.rehearsal import LARGEST as LARGEST_OF_A_BATCH
-from meshwise.simulate.rehearsal import MetaBatch, Rehearsal, RehearsalSubject, rehearse, with_rows
+from meshwise.simulate.rehearsal import MetaBatch, Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import TapeOperation
 
 
@@ -174,13 +174,6 @@ def test_a_batch_too_large_or_without_values_gives_none() -> None:
     assert not MetaBatch.of(bare, rows=2).values
     assert not MetaBatch.of(large, rows=len(large)).values
     assert [known.shape for _, known in MetaBatch.of(large[:4], rows=6).values] == [(6,)]
-
-
-def test_a_batch_of_other_rows_has_the_values_of_the_users() -> None:
-    longer = with_rows(BATCH, rows=4)
-    assert torch.equal(longer["mask"], BATCH["mask"][[0, 1, 2, 0]])
-    assert longer["x"].is_meta
-    assert longer["x"].shape == (4, 4)
 
 
 class _Asks(nn.Module):

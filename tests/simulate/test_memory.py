@@ -1,10 +1,15 @@
 """Memory by category, from the life of every storage."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from grid import Grid
+from meshwise.reference.gpt import GPTConfig
 from meshwise.simulate.predicted_memory import RankMemory, fullest, memory_of, memory_table, size_text
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import Category
@@ -59,6 +64,20 @@ def test_zero_stores_what_its_paper_says(
         states = kept[Category.PARAMETERS] + kept[Category.GRADIENTS] / 2 + kept[Category.OPTIMIZER]
         # As many digits as are printed; whole numbers are cut off there, not rounded.
         assert states / 1e9 == pytest.approx(published, abs=0.9 if published > 100 else 0.06)
+
+
+def test_a_view_of_split_logits_takes_no_memory() -> None:
+    config = GPTConfig(vocabulary=4096, context=16, layers=1, heads=4, width=32)
+
+    def peak(reshape: Callable[[Tensor], Tensor]) -> int:
+        def loss(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
+            summed = functional.cross_entropy(reshape(output), batch[1].flatten(), reduction="sum")
+            return summed, batch[1].numel()
+
+        subject = replace(gpt_subject(config), loss=loss)
+        return fullest(memory_of(rehearse(subject, plan="tp=4", ranks=4, device="cuda"))).peak.bytes
+
+    assert peak(lambda logits: logits.view(-1, 4096)) == peak(lambda logits: logits.flatten(0, 1))
 
 
 def test_each_category_is_what_the_plan_keeps_of_it() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
-from meshwise.layout import Layout
+from meshwise.layout.layout import Layout
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_layers import Projection
 from meshwise.tensor.core.split_context import SplitContext

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwise.base.mesh import Mesh, even_split
 from meshwise.comm.api.world import World
-from meshwise.tensor.core.vocab_parallel import SplitLogits, VocabularySplit
+from meshwise.tensor.core.vocab_parallel import DimShards, SplitLogits
 from meshwise.testing import run
 
 CLASSES, RANKS = 11, 3
@@ -20,7 +20,7 @@ SIZES = tuple(stop - start for start, stop in even_split(CLASSES, RANKS))
 
 def split_logits(world: World, whole: Tensor, *, dim: int = -1) -> tuple[Tensor, SplitLogits]:
     """This rank's part as a leaf, and the logits made of it."""
-    vocabulary = VocabularySplit(world.over(Mesh.of(tp=RANKS)), ("tp",), SIZES)
+    vocabulary = DimShards(world.over(Mesh.of(tp=RANKS)), ("tp",), SIZES)
     local = whole.split(SIZES, dim)[world.rank].clone().requires_grad_()
     return local, SplitLogits(local, vocabulary=vocabulary, dim=dim)
 
@@ -174,7 +174,7 @@ def test_no_rank_ever_has_whole_logits(options: dict[str, Any]) -> None:
 
     def main(world: World) -> None:
         local = torch.randn(tokens, classes // RANKS, requires_grad=True)
-        vocabulary = VocabularySplit(world.over(Mesh.of(tp=RANKS)), ("tp",), (classes // RANKS,) * RANKS)
+        vocabulary = DimShards(world.over(Mesh.of(tp=RANKS)), ("tp",), (classes // RANKS,) * RANKS)
         targets = torch.arange(tokens)
         with Largest() as largest:
             loss = functional.cross_entropy(SplitLogits(local, vocabulary=vocabulary).float(), targets, **options)

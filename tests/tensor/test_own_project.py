@@ -7,9 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from meshwise import verify
 from meshwise.cli.main import main
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.plan import Plan
+from meshwise.testing import agree, alone, outcome, run
 
 MODEL = """
 import torch
@@ -144,3 +151,25 @@ def test_the_function_says_so_too(project: tuple[Any, Any], plan: str) -> None:
     model, train = project
     report = verify(model.Poet, train.loss, list(train.batches(3)), plan, lr=1e-2)
     assert report.ok, str(report)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4"])
+def test_its_adapters_train_as_on_one_process(project: tuple[Any, Any], plan: str) -> None:
+    """The attention takes the width of its heads from its input, and an adapter holds the matrix that reads it."""
+    peft = pytest.importorskip("peft")
+    model, train = project
+    batches = list(train.batches(2))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=3, target_modules=["c_attn", "c_proj", "gate"], init_lora_weights=False)
+        adapted: nn.Module = peft.get_peft_model(model.Poet(), config).double()
+        return adapted
+
+    def made(world: World) -> Trainer:
+        return parallelize(build(), plan, world=world, loss=train.loss, options=Options(example=batches[0]), lr=1e-2)
+
+    expected = alone(build(), loss=train.loss, batches=batches, lr=1e-2)
+    for one in run(Plan.parse(plan).mesh().size, lambda world: outcome(made(world), batches=batches)):
+        agree(one, expected, bound=1e-9)

@@ -199,7 +199,7 @@ class Pair(nn.Module):
 @EVERY_SCHEME
 def test_a_pair_may_gather_its_input_once(plan: str) -> None:
     inside = {"middle.gate": Part("colwise", gathered=True), "middle.up": Part("colwise", gathered=True)}
-    agrees(Around(Pair()), plan, parts(Part("pair", gathers=True), **inside, **{"middle.down": Part("rowwise")}))
+    agrees(Around(Pair()), plan, parts(Part("attention"), **inside, **{"middle.down": Part("rowwise")}))
 
 
 def test_an_embedding_that_rescales_its_rows_is_refused() -> None:

@@ -190,7 +190,7 @@ class Residual(Counting):
 def test_an_attention_that_asks_for_the_number_of_its_tokens_is_given_them_or_refused() -> None:
     model, plan = stack(), Plan.parse("tp=2 sequence_parallel=1")
     model[1].attention = Counting(16, 4, kv_heads=4)
-    assert assign_roles(model, plan=plan)["1.attention"].gathers
+    assert assign_roles(model, plan=plan)["1.attention.q"].gathered
     model[1].attention = Residual(16, 4, kv_heads=4)
     with pytest.raises(
         PlanError, match=r"1.attention reads sizes of its input x.*call self.q\(x\).*: sequence_parallel=0"

@@ -13,6 +13,7 @@ taken as equal."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,7 +68,9 @@ class NoiseMeter:
                 if here and bucket.counts:
                     layer = self.layers.index(layer_of(piece.row.name))
                     self._measured.append((bucket, piece, layer))
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._adder(layer)))
+                    self._handles.append(
+                        parameter.register_post_accumulate_grad_hook(partial(_add_square, self._small[layer]))
+                    )
 
     def begin(self) -> None:
         """Begin a step."""
@@ -106,14 +109,11 @@ class NoiseMeter:
         for handle in self._handles:
             handle.remove()
 
-    def _adder(self, layer: int) -> Callable[[Tensor], None]:
-        small = self._small  # a hook that held the engine would keep a dropped trainer alive
 
-        def add(parameter: Tensor) -> None:
-            if parameter.grad is not None:
-                small[layer] += torch.linalg.vector_norm(parameter.grad).double() ** 2
-
-        return add
+def _add_square(total: Tensor, parameter: Tensor) -> None:
+    """Add the squared norm of a gradient to `total`. As a hook it does not keep the engine of a dropped trainer alive."""
+    if parameter.grad is not None:
+        total += torch.linalg.vector_norm(parameter.grad).double() ** 2
 
 
 def layer_of(name: str) -> str:

@@ -1,8 +1,7 @@
 """Layouts: which part of a tensor, or of a sequence of tokens, each rank has.
 
-A `Layout` says which mesh axes split which dim, and over which axes the tensor is a partial sum. The ranks along all
-other axes hold copies. These three facts describe a tensor in every scheme of tensor parallelism. So a scheme here is a
-table of layouts, not code that slices and communicates.
+A `Layout` says which mesh axes split which dim. The ranks along all other axes hold copies. This describes a tensor in
+every scheme of tensor parallelism. So a scheme here is a table of layouts, not code that slices and communicates.
 
 ZeRO splits the row-major elements of a tensor at any element. Both kinds of part are written as a `Rectangle` of the
 full tensor, so a checkpoint of one plan can be loaded under another. `rectangles` covers a range of elements.
@@ -137,24 +136,21 @@ ANYWHERE = DimSplit()
 
 @dataclass(frozen=True)
 class Layout:
-    """Mesh axes that split the dims of a tensor, and axes over which it is a partial sum. Along all others are copies.
+    """Mesh axes that split the dims of a tensor. The ranks along all other axes hold copies.
 
     | splits    per dim, the axes that split it, outermost first; () leaves the dim whole
-    | partial   axes over whose ranks the local tensors must be summed to give the full tensor
     | cuts      per dim, its constraint; (): every dim may be split between any two elements
 
     `str` and `parse` convert to and from a short text:
 
         | dp,-          a matrix: dp splits its rows
         | row.dep,col   row, and within it dep, splits dim 0; col splits dim 1
-        | -,- +tp       whole matrices, to be summed over tp
         | tp[8|8:4],-   tp splits the first 8 rows, and separately the next 8; groups of 4 rows stay together
         | ()            a scalar
 
     Raises ValueError if an axis appears twice, more than one dim has sections, or `cuts` has the wrong length."""
 
     splits: tuple[tuple[str, ...], ...]
-    partial: tuple[str, ...] = ()
     cuts: tuple[DimSplit, ...] = ()
 
     def __post_init__(self) -> None:
@@ -164,8 +160,7 @@ class Layout:
             object.__setattr__(self, "cuts", ())
         if sum(bool(cut.sections) for cut in self.cuts) > 1:
             raise ValueError(f"two dims have sections in the layout '{self}'; only one dim may have sections")
-        axes = [axis for split in self.splits for axis in split] + list(self.partial)
-        if repeated := sorted({axis for axis in axes if axes.count(axis) > 1}):
+        if repeated := sorted({axis for axis in self.axes if self.axes.count(axis) > 1}):
             raise ValueError(f"axis {' '.join(repeated)} appears twice in the layout '{self}'; name each axis once")
 
     @classmethod
@@ -175,23 +170,23 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Return the layout that prints as `text`, such as `dp,- +tp`. Raises ValueError for anything else."""
+        """Return the layout that prints as `text`, such as `dp,-`. Raises ValueError for anything else."""
         dim = r"(?:-|\w+(?:\.\w+)*)(?:\[\d*(?:\|\d+)*(?::\d+)?\])?"
-        match = re.fullmatch(rf"\s*(\(\)|{dim}(?:,{dim})*)((?:\s*\+\w+)*)\s*", text)
+        match = re.fullmatch(rf"\s*(\(\)|{dim}(?:,{dim})*)\s*", text)
         if match is None:
-            raise ValueError(f"{text!r} is not a layout; write the axes of each dim, as in 'dp,-', and '+tp' for a sum")
+            raise ValueError(f"{text!r} is not a layout; write the axes of each dim, as in 'dp,-'")
         dims = [] if match[1] == "()" else match[1].split(",")
         words = [dim.partition("[") for dim in dims]
         splits = tuple(() if axes == "-" else tuple(axes.split(".")) for axes, _, _ in words)
-        return cls(splits, tuple(re.findall(r"\w+", match[2])), tuple(DimSplit.parse(cut) for _, _, cut in words))
+        return cls(splits, tuple(DimSplit.parse(cut) for _, _, cut in words))
 
     def __str__(self) -> str:
         words = [f"{'.'.join(axes) or '-'}{cut}" for axes, cut in zip(self.splits, self._cuts, strict=True)]
-        return " ".join([",".join(words) or "()", *(f"+{axis}" for axis in self.partial)])
+        return ",".join(words) or "()"
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes that split the tensor, dim by dim; without the axes of `partial`."""
+        """Axes that split the tensor, dim by dim."""
         return tuple(axis for axes in self.splits for axis in axes)
 
     def local(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> Rectangle:
@@ -234,12 +229,10 @@ class Layout:
         """Return (start, stop) of the rank's part of each section, per dim."""
         if len(shape) != len(self.splits):
             raise ValueError(f"the layout '{self}' has {len(self.splits)} dims, the shape {tuple(shape)} {len(shape)}")
-        for axis in self.partial:
-            mesh.degree(axis)
-        bounds = []
-        for size, axes, cut in zip(shape, self.splits, self._cuts, strict=True):
-            bounds.append(cut.spans(size, places=[(mesh.index(rank, axis=a), mesh.degree(a)) for a in axes]))
-        return bounds
+        return [
+            cut.spans(size, places=[(mesh.index(rank, axis=a), mesh.degree(a)) for a in axes])
+            for size, axes, cut in zip(shape, self.splits, self._cuts, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -263,7 +256,7 @@ class TokenTile:
 
     def halves(self) -> list["TokenTile"]:
         """Return the first and the second half of the tokens; one tile for one token."""
-        low = TokenRanges(((self.first, self.stop - self.start, self.step),))
+        low = TokenRanges((range(self.first, self.last + 1, self.step),))
         return [
             replace(one, start=self.start + one.start, stop=self.start + one.stop)
             for one in low.tiles((low.count + 1) // 2)
@@ -272,16 +265,14 @@ class TokenTile:
 
 @dataclass(frozen=True)
 class TokenRanges:
-    """Global positions of tokens, in the order in which a rank has them.
+    """Global positions of tokens, as ranges in the order in which a rank has them."""
 
-    `ranges`: for each range the first position, the number of tokens, and the distance between two positions."""
-
-    ranges: tuple[tuple[int, int, int], ...]
+    ranges: tuple[range, ...]
 
     @classmethod
     def whole(cls, length: int) -> "TokenRanges":
         """Return the positions of all tokens of a sequence."""
-        return cls(((0, length, 1),))
+        return cls((range(length),))
 
     @classmethod
     def joined(cls, parts: Sequence["TokenRanges"]) -> "TokenRanges":
@@ -291,51 +282,45 @@ class TokenRanges:
     @cached_property
     def count(self) -> int:
         """Number of tokens."""
-        return sum(count for _, count, _ in self.ranges)
+        return sum(map(len, self.ranges))
 
     def positions(self, *, device: torch.device | None = None) -> Tensor:
         """Return the positions as integers of shape (count,)."""
-        parts = [torch.arange(first, first + count * step, step, device=device) for first, count, step in self.ranges]
-        return torch.cat(parts)
+        return torch.cat([torch.arange(part.start, part.stop, part.step, device=device) for part in self.ranges])
 
     def take(self, x: Tensor, *, dim: int) -> Tensor:
         """Return the elements of `x` at these positions along `dim`."""
         index: list[slice] = [slice(None)] * (dim % x.dim())
-        parts = [x[(*index, slice(first, first + count * step, step))] for first, count, step in self.ranges]
+        parts = [x[(*index, slice(part.start, part.stop, part.step))] for part in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def narrow(self, start: int, *, stop: int) -> "TokenRanges":
         """Return the positions of the local tokens `start` to `stop` (excluded)."""
         found, passed = [], 0
-        for first, count, step in self.ranges:
-            low, high = max(0, start - passed), min(count, stop - passed)
-            found.append((first + low * step, max(0, high - low), step))
-            passed += count
+        for part in self.ranges:
+            found.append(part[max(0, start - passed) : max(0, stop - passed)])
+            passed += len(part)
         return TokenRanges(tuple(found))
 
     def without(self, position: int) -> "TokenRanges":
         """Return the positions below `position`."""
-        return TokenRanges(
-            tuple((first, min(count, len(range(first, position, step))), step) for first, count, step in self.ranges)
-        )
+        return TokenRanges(tuple(part[: len(range(part.start, position, part.step))] for part in self.ranges))
 
     def tiles(self, size: int) -> Iterator[TokenTile]:
         """Yield the tokens as tiles of at most `size` tokens, none across the border of two ranges."""
         passed = 0
-        for first, count, step in self.ranges:
-            for low in range(0, count, size):
-                high = min(low + size, count)
-                yield TokenTile(passed + low, passed + high, first + low * step, first + (high - 1) * step, step)
-            passed += count
+        for part in self.ranges:
+            for low in range(0, len(part), size):
+                tile = part[low : low + size]
+                yield TokenTile(passed + low, passed + low + len(tile), tile[0], tile[-1], tile.step)
+            passed += len(part)
 
 
 def token_order(order: str, *, length: int, parts: int) -> tuple[TokenRanges, ...]:
     """Return the positions of each of `parts` ranks for a sequence of `length` tokens; some may have none."""
     if order == "contiguous":
-        blocks = even_split(length, parts)
-        return tuple(TokenRanges(((start, stop - start, 1),)) for start, stop in blocks)
+        return tuple(TokenRanges((range(start, stop),)) for start, stop in even_split(length, parts))
     if order == "zigzag":
-        blocks = even_split(length, 2 * parts)
-        pairs = ((blocks[index], blocks[2 * parts - 1 - index]) for index in range(parts))
-        return tuple(TokenRanges(tuple((start, stop - start, 1) for start, stop in pair)) for pair in pairs)
-    return tuple(TokenRanges(((index, len(range(index, length, parts)), parts),)) for index in range(parts))
+        blocks = [range(*block) for block in even_split(length, 2 * parts)]
+        return tuple(TokenRanges(pair) for pair in zip(blocks[:parts], blocks[: parts - 1 : -1], strict=True))
+    return tuple(TokenRanges((range(index, max(index, length), parts),)) for index in range(parts))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from meshwise.base.mesh import Mesh
-from meshwise.layout import Layout
+from meshwise.layout.layout import Layout
 from meshwise.model.parameter_units import GatheredModule, partition
 from meshwise.plan.degrees import REPLICAS
 

@@ -37,7 +37,7 @@ from meshwise.planner.plan_space import splits_backward
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cost_model import CostModel, entry_times
 from meshwise.simulate.predicted_memory import memory_of
-from meshwise.simulate.rehearsal import MetaBatch, RehearsalSubject, rehearse, shapes_in, with_rows, wrap_for_rehearsal
+from meshwise.simulate.rehearsal import MetaBatch, RehearsalSubject, rehearse, shapes_in, wrap_for_rehearsal
 from meshwise.simulate.step_tape import Category, Entry, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
 
 
@@ -258,11 +258,11 @@ def profile_layers(
     device = dataclasses.replace(cluster.device, fresh=(), launch=launch)
     cost_model = CostModel(dataclasses.replace(cluster, device=device))
     plan = dataclasses.replace(key.plan, pp=pieces.cut.stages)
-    batch = with_rows(subject.batch, rows=key.rows)
     where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:], made=pieces.cut)
-    options = dataclasses.replace(subject.options, cut=where, example=batch)
-    alone = dataclasses.replace(subject, model=pieces.model, batch=batch, options=options)
-    rehearsal = rehearse(alone, plan=plan, ranks=plan.mesh().size, device=cluster.device.kind)  # type: ignore[arg-type]
+    options = dataclasses.replace(subject.options, cut=where)
+    alone = dataclasses.replace(subject, model=pieces.model, options=options)
+    kind, ranks = cluster.device.kind, plan.mesh().size
+    rehearsal = rehearse(alone, plan=plan, ranks=ranks, device=kind, rows=key.rows)  # type: ignore[arg-type]
     memory = memory_of(rehearsal)
     tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
     steps = [rehearsal.step(index) for index in range(plan.pp)]

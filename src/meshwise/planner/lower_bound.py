@@ -14,8 +14,8 @@ Memory: the state of a rank between steps, plus the activations that its stages 
 The bounds hold if the rehearsal's clock keeps the order of each rank's actions, and no stage is faster than its
 operations. tests/planner compares the bounds with rehearsals."""
 
-import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -60,25 +60,50 @@ class PlanFigures:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Costs of a stage: sums over its pieces. `launch`: seconds of the host per operation; 0 on a CPU."""
+    """Costs of a stage for one micro-batch: sums over its pieces."""
 
     pieces: Sequence[ModelPiece]
-    launch: float
+    states: Mapping[Category, int]
+    """Bytes of the stage on a rank between steps, by category, without sharding over dp."""
+    forward: float
+    """Minimum seconds of a forward."""
+    backward: float
+    """Minimum seconds of a backward, or of its first part if it has two."""
+    weight: float
+    """Minimum seconds of the second part of a backward; 0 if it has one part."""
+    busy: float
+    """Seconds of operations and waits, without launches by the host."""
+    waits: float
+    """Seconds in which the stage only waits for collectives."""
+    keeps: int
+    """Bytes of activations that are kept from a forward to its backward."""
+    top_forward: int
+    top_backward: int
+    """Peak bytes of activations in a forward and in a backward, minus their bytes when it begins."""
 
-    @cached_property
-    def forward(self) -> float:
-        """Minimum seconds of a forward of one micro-batch."""
-        return self._seconds([piece.forward for piece in self.pieces])
-
-    @cached_property
-    def backward(self) -> float:
-        """Minimum seconds of a backward, or of its first part if it has two."""
-        return self._seconds([piece.backward for piece in self.pieces])
-
-    @cached_property
-    def weight(self) -> float:
-        """Minimum seconds of the second part of a backward; 0 if it has one part."""
-        return self._seconds([piece.weight for piece in self.pieces])
+    @classmethod
+    def of(cls, pieces: Sequence[ModelPiece], *, launch: float) -> "_Stage":
+        """Return the costs of a stage of these pieces. `launch`: seconds of the host per operation; 0 on a CPU."""
+        forwards, backwards = [piece.forward for piece in pieces], [piece.backward for piece in pieces]
+        works = (forwards, backwards, [piece.weight for piece in pieces])
+        busy = [sum(work.seconds for work in each) for each in works]
+        launches = [launch * sum(work.kernels for work in each) for each in works]
+        forward, backward, weight = map(max, busy, launches)
+        states = Counter[Category]()
+        for piece in pieces:
+            states.update(piece.states)
+        return cls(
+            pieces,
+            states,
+            forward,
+            backward,
+            weight,
+            busy=sum(busy),
+            waits=sum(work.waits for each in works for work in each),
+            keeps=sum(work.keeps for work in forwards),
+            top_forward=_top(forwards),
+            top_backward=_top(backwards[::-1]),
+        )
 
     @property
     def parts(self) -> tuple[float, float]:
@@ -89,36 +114,8 @@ class _Stage:
 
     @property
     def whole(self) -> float:
-        """Minimum seconds of the forward and the backward of a micro-batch."""
+        """Minimum seconds of the forward and the backward."""
         return self.forward + self.backward + self.weight
-
-    @property
-    def busy(self) -> float:
-        """Seconds of operations and waits for a micro-batch, without launches by the host."""
-        return sum(work.seconds for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
-
-    @property
-    def waits(self) -> float:
-        """Seconds for a micro-batch in which the stage only waits for collectives."""
-        return sum(work.waits for piece in self.pieces for work in (piece.forward, piece.backward, piece.weight))
-
-    @cached_property
-    def keeps(self) -> int:
-        """Bytes of activations that are kept from a forward to its backward."""
-        return sum(piece.forward.keeps for piece in self.pieces)
-
-    @property
-    def top_forward(self) -> int:
-        """Peak bytes of activations in a forward, minus their bytes when the forward begins."""
-        return _top([piece.forward for piece in self.pieces])
-
-    @property
-    def top_backward(self) -> int:
-        """Peak bytes of activations in a backward, minus their bytes when the backward begins."""
-        return _top([piece.backward for piece in reversed(self.pieces)])
-
-    def _seconds(self, works: Sequence[PieceWork]) -> float:
-        return max(sum(work.seconds for work in works), self.launch * sum(work.kernels for work in works))
 
 
 def _top(works: Sequence[PieceWork]) -> int:
@@ -142,7 +139,7 @@ def bound(
 
     `cut`: pieces of each stage. `exact`: time the schedule's table (some ms); the profile must have the plan's key."""
     launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
-    stages = [_Stage([profile.pieces[index] for index in own], launch) for own in cut]
+    stages = [_Stage.of([profile.pieces[index] for index in own], launch=launch) for own in cut]
     holder = _rank_of(plan.schedule, plan.pp, plan.virtual_stages)
     ranks = [[s for s, rank in enumerate(holder) if rank == r] for r in range(plan.pp)]
     shard = _Shard(plan, cluster)
@@ -236,33 +233,30 @@ class _Shard:
 
     def rests(self, stages: Sequence[_Stage]) -> float:
         """Return the bytes on the device of a rank with these stages, between steps."""
-        zero, tiers, shares = self.plan.zero, self.plan.tiers, self._shares
-        host = self.cluster.device.kind == "cpu"
-        away = lambda tier: tier == "disk" or (tier == "cpu" and not host)  # noqa: E731
-        total = 0.0
-        for piece in (piece for stage in stages for piece in stage.pieces):
-            sizes = {category: float(size) for category, size in piece.states.items()}
-            parameters = sizes.get(Category.PARAMETERS, 0.0)
-            used = parameters * self._used
-            if not away(tiers.params):
-                total += used / (shares if zero == 3 or (zero and self.cluster.shared) else 1)
-            if not away(tiers.masters):
-                total += (parameters - used) / (shares if zero else 1)
-            if not away(tiers.gradients):
-                total += sizes.get(Category.GRADIENTS, 0.0) / (shares if zero >= 2 else 1)
-            if not away(tiers.optimizer):
-                total += sizes.get(Category.OPTIMIZER, 0.0) / (shares if zero else 1)
-        return total
+        zero, tiers = self.plan.zero, self.plan.tiers
+        here = ("device", "cpu") if self.cluster.device.kind == "cpu" else ("device",)
+        parameters, gradients, optimizer = (
+            float(sum(stage.states.get(category, 0) for stage in stages))
+            for category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
+        )
+        used = parameters * self._used
+        rows = (  # bytes, tier, True if they are sharded
+            (used, tiers.params, zero == 3 or (zero and self.cluster.shared)),
+            (parameters - used, tiers.masters, zero),
+            (gradients, tiers.gradients, zero >= 2),
+            (optimizer, tiers.optimizer, zero),
+        )
+        return sum(size / (self._shares if sharded else 1) for size, tier, sharded in rows if tier in here)
 
     def gathered(self, stage: _Stage) -> float:
         """Return the bytes that gathered parameters of a stage add to the rank's shard; 0 with ep or zero < 3."""
-        used = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used
+        used = stage.states.get(Category.PARAMETERS, 0) * self._used
         resting = 0.0 if self.plan.tiers.params == "disk" else used / self._shares
         return used - resting if self.plan.zero == 3 and self.plan.ep == 1 and not self.cluster.shared else 0.0
 
     def accumulated(self, stage: _Stage) -> float:
         """Return the bytes that a stage's unreduced gradients add to the rank's shard; 0 with ep or zero < 2."""
-        whole = sum(piece.states.get(Category.GRADIENTS, 0) for piece in stage.pieces)
+        whole = stage.states.get(Category.GRADIENTS, 0)
         return whole * (1 - 1 / self._shares) if self.plan.zero >= 2 and self.plan.ep == 1 else 0.0
 
     def update(self, stages: Sequence[_Stage]) -> float:
@@ -296,7 +290,7 @@ class _Shard:
         If collectives overlap computation, the reduction can begin with the last backward; else its time is added.
         Under zero=3, each forward and each backward gathers parameters (the last piece may still be gathered), and
         gradients are reduced after each backward."""
-        count, rest = self.plan.microbatches, dataclasses.replace(stage, pieces=stage.pieces[:-1])
+        count, rest = self.plan.microbatches, _Stage.of(stage.pieces[:-1], launch=0.0)
         moved = self.reduce(stage)
         if self.plan.zero == 3:
             moved = count * (self.whole(stage) + self.whole(rest) + moved)
@@ -312,7 +306,7 @@ class _Shard:
         ranks = self._replicas[:: self._shares] if outer else self._replicas[: self._shares]
         if len(ranks) == 1 or self.plan.ep > 1:
             return 0.0
-        size = sum(piece.states.get(Category.PARAMETERS, 0) for piece in stage.pieces) * self._used * width
+        size = stage.states.get(Category.PARAMETERS, 0) * self._used * width
         return self._cost_model.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", int(size), ""), ranks))
 
     def link(self, stage: _Stage, number: int, rank_of: Sequence[int]) -> float:

@@ -252,14 +252,11 @@ def parse_cluster(text: str) -> Cluster:
 def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
     """Return a dataclass made from a TOML table. Raises ClusterError for an unknown key or an invalid value."""
     hints = typing.get_type_hints(kind)
-    defaults = {item.name: item.default for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in hints:
-            near = (difflib.get_close_matches(key, hints, n=1, cutoff=0.3) or list(hints))[0]
-            raise ClusterError(f"{at}: unknown key {key}; did you mean {near}?")
-        values[key] = _value(hints[key], value, at=f"{at}: {key}", zero=defaults.get(key) == 0)
-    return kind(**values)
+    _require_known(table, known=list(hints), at=at)
+    zeros = {item.name for item in dataclasses.fields(kind) if item.default == 0}  # type: ignore[arg-type]
+    return kind(
+        **{key: _value(hints[key], value, at=f"{at}: {key}", zero=key in zeros) for key, value in table.items()}
+    )
 
 
 def _value(hint: Any, value: Any, *, at: str, zero: bool = False) -> Any:

@@ -486,11 +486,15 @@ class MemoryNeeds:
 
 
 def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, used: Mapping[str, int]) -> MemoryShortage:
-    """Return the predicted memory of `plan`, which ran out of memory, and the cheapest plan that fits into `room`."""
+    """Return the predicted memory of `plan`, and the cheapest plan that fits into `room`.
+
+    `used`: bytes by category when `plan` ran out of memory; if empty, `plan` itself may be the plan that fits."""
     try:
         predicted = needs.of(plan)
     except (ValueError, RuntimeError) as error:
         return MemoryShortage(plan, {}, used, room, unpredictable=str(error))
+    if not used and needs.total(plan) <= room:
+        return MemoryShortage(plan, predicted, used, room, plan, int(needs.total(plan)))
     for change in CHANGES:
         candidates = list(_changed(plan, change, needs=needs))
         # The last candidate needs (almost) the least memory. If it does not fit, the others are not rehearsed.
@@ -522,13 +526,10 @@ def needs(
     found = MemoryNeeds(subject, ranks=ranks, shared=here == ranks)
     room = room_left(torch.device(found.device), ranks=here)
     try:
-        predicted = found.of(plan)
+        found.of(plan)
     except RuntimeError as error:
         if not asks_for_values(error):
             raise
-        return MemoryShortage(plan, {}, {}, room, unpredictable=str(error))
-    if sum(predicted.values()) <= room:
-        return MemoryShortage(plan, predicted, {}, room, plan, sum(predicted.values()))
     return shortage(found, plan=plan, room=room, used={})
 
 

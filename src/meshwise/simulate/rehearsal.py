@@ -54,7 +54,6 @@ from meshwise.model.parameter_table import check_trains
 from meshwise.model.shape_constants import ShapeConstants
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.cut.piece_calls import CutError
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
 from meshwise.plan import Plan
@@ -121,13 +120,6 @@ class MetaBatch:
         return cls(tree.map_tensors(stand_in, batch), tuple(values))
 
 
-def with_rows(batch: Any, *, rows: int) -> Any:
-    """Return a batch of `rows` rows: CPU tensors where `MetaBatch` keeps the values, meta tensors otherwise."""
-    made = MetaBatch.of(batch, rows=rows)
-    values = {id(bare): known for bare, known in made.values}
-    return tree.map_tensors(lambda bare: values.get(id(bare), bare), made.batch)
-
-
 ASKED = "a rehearsal's tensors have no values, but the model seems to read some"
 """Reason to append to an error if `asks_for_values` is True for it."""
 
@@ -190,7 +182,7 @@ class TapeRecording:
     """True if the ranks are processes of one host and share its memory."""
     values: tuple[tuple[Tensor, Tensor], ...]
     """Pairs of a meta tensor of the batch and its values."""
-    memo: OperationMemo = field(default_factory=OperationMemo)
+    memo: OperationMemo = field(default_factory=dict)
 
     def tapes(self) -> tuple[Tape, ...]:
         """Rehearse one rank of each kind, each in its own thread, and return the tape of each rank along pp."""
@@ -410,18 +402,24 @@ def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionK
 
 
 def rehearse(
-    subject: RehearsalSubject, *, plan: Plan | str, ranks: int, device: Device = "cpu", shared: bool = False
+    subject: RehearsalSubject,
+    *,
+    plan: Plan | str,
+    ranks: int,
+    device: Device = "cpu",
+    shared: bool = False,
+    rows: int | None = None,
 ) -> Rehearsal:
     """Run a plan on meta tensors, for one rank of each kind, as if there were `ranks` ranks with this kind of device.
 
-    `shared`: the ranks are processes of one host on its CPUs, which share memory.
+    `shared`: the ranks are processes of one host on its CPUs, which share memory. `rows`: rows of the global batch, for
+    which the rows of `subject.batch` are repeated or cut; None for as many as it has.
 
     Raises the errors of `parallelize` and of a step: PlanError if the plan does not fit the ranks or the model,
     ValueError for a model, an optimizer, an option or a batch that cannot work, RuntimeError if the model reads values.
     """
-    plan = Plan.of(plan)
-    plan = plan.resolve(ranks)
-    rows = tree.row_count(subject.batch)
+    plan = Plan.of(plan).resolve(ranks)
+    rows = tree.row_count(subject.batch) if rows is None else rows
     if not rows:
         raise ValueError("the batch has no rows; rehearse with a batch of one row or more")
     schedule = schedule_of(plan)
@@ -473,13 +471,10 @@ def _kinds(
     micro = tree.take_rows(options.example, start=0, stop=tree.row_count(options.example) // shares)
     try:
         parts = assign_roles(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
-    except ValueError:
-        return tuple(range(plan.pp)), options  # parallelize refuses it
-    options = dataclasses.replace(options, parts=parts)
-    make = cutter(source.module, plan=plan, schedule=schedule, where=options.cut, parts=parts)
-    try:
+        options = dataclasses.replace(options, parts=parts)
+        make = cutter(source.module, plan=plan, schedule=schedule, where=options.cut, parts=parts)
         cut = cut_and_note_writes(make, micro=micro, run=forward)
-    except CutError:
+    except ValueError:
         return tuple(range(plan.pp)), options  # parallelize refuses it
     at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])
     options = dataclasses.replace(options, cut=dataclasses.replace(options.cut, at=at, made=cut))

@@ -15,7 +15,7 @@ changes of the tape:
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,12 +32,23 @@ from meshwise.simulate.step_tape import Category, MemoryChange, TapeCall, TapeOp
 
 @dataclass(frozen=True)
 class PlayedSegment:
-    """Times of consecutive segments of a tape."""
+    """Segment with the times of its entries, in seconds since the first of the consecutive segments began."""
 
-    seconds: float
-    """Seconds from the first start to the last stop."""
-    exposed: Mapping[str, float]
-    """Seconds in which the rank waits for collectives, by the collectives' axes joined with `·` (`dp·cp`)."""
+    activity: Activity
+    start: float = 0.0
+    stop: float = 0.0
+    times: tuple[EntryTime, ...] = ()
+    inside: tuple[tuple[TimelineRow, str, float, float], ...] = ()
+    """Row of the timeline, name, start and stop of each collective and wait of the segment."""
+
+    @cached_property
+    def waits(self) -> Mapping[str, float]:
+        """Seconds in which the rank waits for collectives, by the collectives' axes joined with `·` (`dp·cp`)."""
+        total: dict[str, float] = defaultdict(float)
+        for stream, call, start, stop in self.inside:
+            if stream is TimelineRow.WAIT:
+                total[call.split()[-1]] += stop - start
+        return total
 
 
 @dataclass(frozen=True)
@@ -103,30 +114,28 @@ class Prediction:
 
 def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     """Return the prediction for a rehearsed plan on a cluster."""
-    cost_model, step = CostModel(cluster), cluster.device.step
-    places = _places(rehearsal, cluster)
-    # one rank for each place: the first along pp
-    ranks = {place: _Rank(rehearsal, places.index(place), cost_model) for place in dict.fromkeys(places)}
-    each = [rank.sent() for rank in ranks.values()]
+    step, ranks = cluster.device.step, _ranks(rehearsal, cluster)
+    different = Counter(ranks)
+    each = [rank.sent() for rank in different]
     sent = {link: max(one[link] for one in each) for link in each[0]}
     if rehearsal.plan.pp == 1:
-        played = ranks[places[0]].play(rehearsal.step(0))
-        took, waits = _add_host_time(rehearsal, cluster, played.seconds + step, played.exposed)
+        played = list(ranks[0].play(rehearsal.step(0)))
+        took, waits = _add_host_time(rehearsal, cluster, played[-1].stop + step, _waits(played))
         return Prediction(rehearsal, cluster, took, 0.0, waits, sent, None)
     costs: dict[int, ActionCost] = {}
-    for index, place in enumerate(places):
-        costs |= dict(zip(rehearsal.schedule.stages_of(index), ranks[place].costs().values(), strict=True))
+    for index, rank in enumerate(ranks):
+        costs |= dict(zip(rehearsal.schedule.stages_of(index), rank.costs().values(), strict=True))
     timeline = clock(rehearsal.schedule, costs=[costs[stage] for stage in range(rehearsal.schedule.stages)])
     computed = max(event.stop for event in timeline.events if event.stream is TimelineRow.COMPUTE)
     along = max(event.stop for event in timeline.events)
-    around = max(rank.around().seconds for rank in ranks.values())
+    around = max(rank.around for rank in different)
     spent = along + around + step
     exposed: dict[str, float] = defaultdict(float)
     idle = 0.0
-    for place, count in Counter(places).items():
-        part = count / len(places)
-        idle += part * (computed - ranks[place].busy() + around - ranks[place].around().seconds)
-        for axes, seconds in ranks[place].waits().items():
+    for rank, count in different.items():
+        part = count / len(ranks)
+        idle += part * (computed - rank.busy() + around - rank.around)
+        for axes, seconds in rank.waits().items():
             exposed[axes] += part * seconds
     exposed["·".join(rehearsal.plan.row_axes)] += along - computed  # reductions after the last computation
     took, waits = _add_host_time(rehearsal, cluster, spent, exposed)
@@ -183,48 +192,73 @@ def _flops(part: TapeSegment, *, repeated: bool) -> int:
     return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and not one.recomputed)
 
 
-_Place = tuple[int, int]
-"""(index along pp of the rank whose tape it shares, its own number in its node). Equal pairs have equal times."""
-
-
-def _places(rehearsal: Rehearsal, cluster: Cluster) -> list[_Place]:
-    """Return the place of each rank along pp."""
-    each = rehearsal.replicas
-    return [(tape.index, index * each % cluster.ranks_per_node) for index, tape in enumerate(rehearsal.tapes)]
+def _ranks(rehearsal: Rehearsal, cluster: Cluster) -> list["_Rank"]:
+    """Return the ranks along pp. Ranks with the same tape and the same number in their node are one object."""
+    cost_model, each = CostModel(cluster), rehearsal.replicas
+    made: dict[tuple[int, int], _Rank] = {}
+    found = []
+    for index, tape in enumerate(rehearsal.tapes):
+        key = tape.index, index * each % cluster.ranks_per_node
+        if key not in made:
+            shifted = dataclasses.replace(cost_model, shift=(index - tape.index) * each)
+            made[key] = _Rank(rehearsal.step(index), shifted)
+        found.append(made[key])
+    return found
 
 
 class _Rank:
     """One rank along pp, with the times of its segments; equal segments are played once."""
 
-    def __init__(self, rehearsal: Rehearsal, index: int, cost_model: CostModel) -> None:
-        shift = (index - rehearsal.tapes[index].index) * rehearsal.replicas
-        self.cost_model = dataclasses.replace(cost_model, shift=shift)
-        parts = rehearsal.step(index)
+    def __init__(self, parts: Sequence[TapeSegment], cost_model: CostModel) -> None:
+        self.cost_model = cost_model
         counted = Counter(id(part.entries) for part in parts)
         once = {id(part.entries): part for part in parts}
         self._around = [part for part in parts if part.kind is None]
-        self._actions = [(part.action, part, counted[key]) for key, part in once.items() if part.action is not None]
-        self._played = {id(part.entries): self.play([part]) for _, part, _ in self._actions}
+        actions = ((key, part.activity, part) for key, part in once.items())
+        self._actions = [(one, part, counted[key]) for key, one, part in actions if isinstance(one, Action)]
+        self._alone: dict[int, PlayedSegment] = {}
 
-    def play(self, segments: Iterable[TapeSegment]) -> PlayedSegment:
-        """Return the times of consecutive segments without messages between stages, which the clock adds."""
+    def play(self, segments: Iterable[TapeSegment]) -> Iterator[PlayedSegment]:
+        """Yield consecutive segments with their times, without messages between stages, which the clock adds."""
+        calls: dict[int, str] = {}
         now = 0.0
-        axes: dict[int, str] = {}
-        exposed: dict[str, float] = defaultdict(float)
-        for _, entry, start, stop in entry_times(segments, cost_model=self.cost_model):
-            if isinstance(entry, TapeCall):
-                axes[entry.record.sequence] = "·".join(entry.record.axes)
-                continue
-            now = stop
-            if isinstance(entry, TapeWait) and stop > start:
-                exposed[axes[entry.sequence]] += stop - start
-        return PlayedSegment(now, exposed)
+        timed = entry_times(segments, cost_model=self.cost_model)
+        for _, each in itertools.groupby(timed, key=lambda time: id(time.segment)):
+            start, own = now, tuple(each)
+            inside = []
+            for _, entry, begin, end in own:
+                if isinstance(entry, TapeCall):
+                    calls[entry.record.sequence] = f"{entry.record.kind} {'·'.join(entry.record.axes)}"
+                    inside.append((TimelineRow.COLLECTIVE, calls[entry.record.sequence], begin, end))
+                    continue
+                now = end
+                if isinstance(entry, TapeWait) and end > begin:
+                    inside.append((TimelineRow.WAIT, calls[entry.sequence], begin, end))
+            yield PlayedSegment(own[0].segment.activity, start, now, own, tuple(inside))
+
+    def alone(self, part: TapeSegment) -> PlayedSegment:
+        """Return one segment of the step with its times."""
+        key = id(part.entries)
+        if key not in self._alone:
+            self._alone[key] = next(self.play([part]), PlayedSegment(part.activity))
+        return self._alone[key]
+
+    @cached_property
+    def after(self) -> tuple[PlayedSegment, ...]:
+        """Phases of the step after the schedule's actions."""
+        return tuple(self.play(part for part in self._around if part.activity is not StepPhase.BEGIN))
+
+    @cached_property
+    def around(self) -> float:
+        """Seconds of the phases before and after the schedule's actions."""
+        return max((part.stop for part in self.play(self._around)), default=0.0)
 
     def costs(self) -> dict[int, ActionCost]:
         """Return the mean seconds of each kind of action, by stage of this rank, ascending."""
         found: dict[int, dict[ActionKind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
         for action, part, times in self._actions:
-            took = self._seconds(part) if action.kind in COMPUTE else sum(map(self.cost_model.collective, part.calls()))
+            calls = map(self.cost_model.collective, part.calls())
+            took = self.alone(part).stop if action.kind in COMPUTE else sum(calls)
             found[action.stage][action.kind].append((took, times))
         return {
             stage: ActionCost(
@@ -239,20 +273,16 @@ class _Rank:
             for stage, times in sorted(found.items())
         }
 
-    def around(self) -> PlayedSegment:
-        """Return the times of the phases before and after the schedule's actions."""
-        return self.play(self._around)
-
     def busy(self) -> float:
         """Return the seconds of all forwards and backwards, including their waits for collectives."""
-        return sum(self._seconds(part) * times for action, part, times in self._actions if action.kind in COMPUTE)
+        return sum(self.alone(part).stop * times for action, part, times in self._actions if action.kind in COMPUTE)
 
     def waits(self) -> Mapping[str, float]:
         """Return the seconds of waits in forwards, backwards and the phases around the schedule, by axes."""
-        found = Counter(self.around().exposed)
+        found = _waits(self.play(self._around))
         for action, part, times in self._actions:
             if action.kind in COMPUTE:
-                found.update({axes: took * times for axes, took in self._played[id(part.entries)].exposed.items()})
+                found.update({axes: took * times for axes, took in self.alone(part).waits.items()})
         return found
 
     def sent(self) -> dict[str, float]:
@@ -273,8 +303,13 @@ class _Rank:
                     found["inside"] += size * (1 - leaving)
         return found
 
-    def _seconds(self, part: TapeSegment) -> float:
-        return self._played[id(part.entries)].seconds
+
+def _waits(played: Iterable[PlayedSegment]) -> Counter[str]:
+    """Return the seconds in which a rank waits for collectives in several segments, by axes."""
+    found = Counter[str]()
+    for part in played:
+        found.update(part.waits)
+    return found
 
 
 def _mean(times: list[tuple[float, int]]) -> float:
@@ -325,68 +360,28 @@ class MemoryHistory:
 
 
 @dataclass(frozen=True)
-class _Played:
-    """Segment with the times of its entries, in seconds since the first of the consecutive segments began."""
-
-    activity: Activity
-    start: float
-    stop: float
-    times: tuple[EntryTime, ...]
-    inside: tuple[tuple[TimelineRow, str, float, float], ...]
-    """Row of the timeline, name, start and stop of each collective and wait of the segment."""
-
-    @cached_property
-    def waits(self) -> Mapping[str, float]:
-        """Seconds in which the rank waits for collectives, by axes."""
-        total: dict[str, float] = defaultdict(float)
-        for stream, call, start, stop in self.inside:
-            if stream is TimelineRow.WAIT:
-                total[call.split()[-1]] += stop - start
-        return total
-
-
-def _play(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> Iterator[_Played]:
-    """Yield consecutive segments of a rank with their times."""
-    calls: dict[int, str] = {}
-    now = 0.0
-    for _, each in itertools.groupby(entry_times(segments, cost_model=cost_model), key=lambda time: id(time.segment)):
-        start, own = now, tuple(each)
-        inside = []
-        for _, entry, begin, end in own:
-            if isinstance(entry, TapeCall):
-                calls[entry.record.sequence] = f"{entry.record.kind} {'·'.join(entry.record.axes)}"
-                inside.append((TimelineRow.COLLECTIVE, calls[entry.record.sequence], begin, end))
-                continue
-            now = end
-            if isinstance(entry, TapeWait) and end > begin:
-                inside.append((TimelineRow.WAIT, calls[entry.sequence], begin, end))
-        yield _Played(own[0].segment.activity, start, now, own, tuple(inside))
-
-
-@dataclass(frozen=True)
 class _Act:
     """Activity of a rank, with its start and stop in the step. An action lasts the mean time of its kind."""
 
     activity: Activity
     start: float
     stop: float
-    played: _Played | None = None
+    played: PlayedSegment
 
     def at(self, moment: float) -> float:
         """Convert a time of the played segment to a time in the step, scaled to this activity."""
-        assert self.played is not None
         own = self.played.stop - self.played.start
         return self.start + (moment - self.played.start) * ((self.stop - self.start) / own if own else 1.0)
 
     def inside(self, *, rank: int) -> Iterator[Event]:
         """Yield the collectives and waits of this activity."""
-        for stream, kind, start, stop in self.played.inside if self.played else ():
+        for stream, kind, start, stop in self.played.inside:
             yield Event(rank, stream, kind, self.at(start), self.at(stop))
 
     def waits(self, *, rank: int) -> Iterator[Event]:
         """Yield one wait per set of axes, at the end of this activity."""
         stop = self.stop
-        for axes, seconds in self.played.waits.items() if self.played else ():
+        for axes, seconds in self.played.waits.items():
             start = stop - (self.at(seconds) - self.at(0.0))
             yield Event(rank, TimelineRow.WAIT, axes, start, stop)
             stop = start
@@ -398,8 +393,7 @@ class PredictionReplay:
     def __init__(self, prediction: Prediction) -> None:
         self.prediction = prediction
         self._rehearsal = prediction.rehearsal
-        self._cost_models: dict[tuple[int, int], CostModel] = {}
-        self._alone: dict[tuple[int, int], _Played | None] = {}
+        self._ranks = _ranks(prediction.rehearsal, prediction.cluster)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -407,7 +401,7 @@ class PredictionReplay:
         ranks = range(len(self._rehearsal.tapes))
         events = [event for index in ranks for event in self._outline(index)]
         acts = [(index, act) for index in ranks for act in self._acts[index] if act.stop > act.start]
-        every = sum(len(act.played.inside) for _, act in acts if act.played) <= _MOST_EVENTS
+        every = sum(len(act.played.inside) for _, act in acts) <= _MOST_EVENTS
         for index, act in acts:
             events += act.inside(rank=index) if every else act.waits(rank=index)
         return Timeline(tuple(events), (tuple(ranks),))
@@ -418,10 +412,11 @@ class PredictionReplay:
         current = Counter(self.prediction.memory[index].rest)
         levels = [MemoryLevel(0.0, "begin", dict(current))]
         most = total = sum(current.values())
-        for act, time, entry in self._changes(index):
-            if entry.host and apart:
+        timed = ((act, time) for act in self._acts[index] for time in act.played.times)
+        for act, (_, entry, moment, _) in timed:
+            if not isinstance(entry, MemoryChange) or (entry.host and apart):
                 continue
-            while (start := len(levels) * seconds / columns) <= time and len(levels) < columns:
+            while (start := len(levels) * seconds / columns) <= act.at(moment) and len(levels) < columns:
                 levels.append(
                     MemoryLevel(
                         start, f"{act.activity}" if start >= act.start else f"before {act.activity}", dict(current)
@@ -437,20 +432,13 @@ class PredictionReplay:
         rest = (MemoryLevel(step * seconds / columns, end, dict(current)) for step in range(len(levels), columns))
         return MemoryHistory(index, seconds, (*levels, *rest))
 
-    def _changes(self, index: int) -> Iterator[tuple[_Act, float, MemoryChange]]:
-        """Yield a rank's memory changes in order, each with its activity and its time in the step."""
-        for act in self._acts[index]:
-            for _, entry, time, _ in act.played.times if act.played else ():
-                if isinstance(entry, MemoryChange):
-                    yield act, act.at(time), entry
-
     @cached_property
     def _acts(self) -> list[list[_Act]]:
         """Activities of each rank along pp, in order."""
         row = self.prediction.timeline
         if row is None:
-            parts = _play(self._rehearsal.step(0), cost_model=self._cost_model_of(0))
-            return [[_Act(StepPhase.BEGIN, 0.0, self._free), *_acts(parts, start=self._free)]]
+            parts, begin = self._ranks[0].play(self._rehearsal.step(0)), PlayedSegment(StepPhase.BEGIN)
+            return [[_Act(StepPhase.BEGIN, 0.0, self._free, begin), *_acts(parts, start=self._free)]]
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
     def _outline(self, index: int) -> Iterator[Event]:
@@ -474,9 +462,9 @@ class PredictionReplay:
     def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
         """Yield a rank's activities in order: `begin`, the actions at the times of the clock, the later phases."""
         clocked = {str(event): event for event in row.events if event.rank == index}
-        parts = self._rehearsal.step(index)
-        before = [part for part in parts if part.activity is StepPhase.BEGIN]
-        yield _Act(StepPhase.BEGIN, 0.0, self._free, self._played(before[0], index) if before else None)
+        parts, rank = self._rehearsal.step(index), self._ranks[index]
+        before = [rank.alone(part) for part in parts if part.activity is StepPhase.BEGIN]
+        yield _Act(StepPhase.BEGIN, 0.0, self._free, *(before or [PlayedSegment(StepPhase.BEGIN)]))
         now = self._free
         for part in (part for part in parts if part.kind is not None):
             kind, event, start = part.kind, clocked[str(part.activity)], now
@@ -484,8 +472,8 @@ class PredictionReplay:
                 start = self._free + event.start
             if kind in COMPUTE | RECEIVES:
                 now = self._free + event.stop
-            yield _Act(part.activity, start, now, self._played(part, index))
-        yield from _acts(self._after(index), start=self._free + row.seconds)
+            yield _Act(part.activity, start, now, rank.alone(part))
+        yield from _acts(rank.after, start=self._free + row.seconds)
 
     @cached_property
     def _free(self) -> float:
@@ -493,35 +481,14 @@ class PredictionReplay:
         seconds, row = self.prediction.seconds - self._host, self.prediction.timeline
         if row is None:
             return self.prediction.cluster.device.step
-        return seconds - row.seconds - max(part.stop for index in range(row.ranks) for part in self._after(index))
+        return seconds - row.seconds - max(part.stop for rank in self._ranks for part in rank.after)
 
     @property
     def _host(self) -> float:
         """Seconds in which every rank waits for offloaded state; the timeline shows them at the end of the step."""
         return self.prediction.exposed.get("host", 0.0)
 
-    def _after(self, index: int) -> Iterator[_Played]:
-        """Yield the phases of the step after the actions, with their times."""
-        parts = self._rehearsal.step(index)
-        after = (part for part in parts if part.kind is None and part.activity is not StepPhase.BEGIN)
-        return _play(after, cost_model=self._cost_model_of(index))
 
-    def _played(self, segment: TapeSegment, index: int) -> _Played | None:
-        """Return one segment with its times; None if it has no entries."""
-        cost_model = self._cost_model_of(index)
-        key = id(segment.entries), id(cost_model)
-        if key not in self._alone:
-            self._alone[key] = next(_play([segment], cost_model=cost_model), None)
-        return self._alone[key]
-
-    def _cost_model_of(self, index: int) -> CostModel:
-        """Return the cost model of a rank, one for each pair of a rehearsed rank and a place in a node."""
-        tape, cluster = self._rehearsal.tapes[index].index, self.prediction.cluster
-        each = self._rehearsal.replicas
-        key = tape, index * each % cluster.ranks_per_node
-        return self._cost_models.setdefault(key, CostModel(cluster, shift=(index - tape) * each))
-
-
-def _acts(parts: Iterable[_Played], *, start: float) -> Iterator[_Act]:
+def _acts(parts: Iterable[PlayedSegment], *, start: float) -> Iterator[_Act]:
     """Yield played segments as activities; the first segment begins at `start`."""
     return (_Act(part.activity, start + part.start, start + part.stop, part) for part in parts)

@@ -109,11 +109,6 @@ class TapeSegment:
     entries: tuple[Entry, ...]
 
     @property
-    def action(self) -> Action | None:
-        """The segment's action of the schedule; None for a phase of the step."""
-        return self.activity if isinstance(self.activity, Action) else None
-
-    @property
     def kind(self) -> ActionKind | None:
         """The kind of the segment's action; None for a phase of the step."""
         return self.activity.kind if isinstance(self.activity, Action) else None

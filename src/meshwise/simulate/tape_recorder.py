@@ -15,14 +15,15 @@ rehearsed come from the rehearsed stage of its kind."""
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import math
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -76,13 +77,9 @@ class Recorder:
 
     def segments(self) -> tuple[TapeSegment, ...]:
         """Return the entries since the last call of `segments`, as one segment per activity, and forget them."""
-        found: list[tuple[Activity, list[Entry]]] = []
-        for activity, entry in self._entries:
-            if not found or found[-1][0] != activity:
-                found.append((activity, []))
-            found[-1][1].append(entry)
-        self._entries = []
-        return tuple(TapeSegment(activity, tuple(entries)) for activity, entries in found)
+        entries, self._entries = self._entries, []
+        grouped = itertools.groupby(entries, key=lambda noted: noted[0])
+        return tuple(TapeSegment(activity, tuple(entry for _, entry in noted)) for activity, noted in grouped)
 
     def record_operation(self, operation: TapeOperation | None, *, output: Any) -> None:
         """Record an operation that has run, and the memory of its output. `operation`: None if it has no cost."""
@@ -191,8 +188,8 @@ class _Known:
     single: bool
 
 
-class OperationMemo(dict[Any, _Known]):
-    """Cache of operations' costs and result shapes. A model repeats its blocks, and shape inference is slow."""
+OperationMemo: TypeAlias = dict[Any, _Known]
+"""Cache of operations' costs and result shapes. A model repeats its blocks, and shape inference is slow."""
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -254,10 +251,8 @@ class KernelChoice(ForwardAndBackwardMode):
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _IS_CPU and args[0].is_meta:
             return self._kind == "cpu"
-        if func in _DROPOUTS and self._kind == "cuda" and args[0].is_meta:
-            return _dropout(*args, **kwargs)
-        if func in _NORMS and self._kind == "cuda" and args[0].is_meta:
-            return _rms_norm(*args, **kwargs)
+        if func in _ON_GPU and self._kind == "cuda" and args[0].is_meta:
+            return _ON_GPU[func](*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
             given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
             if not given["query"].is_meta:
@@ -282,18 +277,12 @@ _ATTENTION = MappingProxyType(
 """Parameters of `scaled_dot_product_attention` in their order, with their defaults."""
 
 
-_DROPOUTS = frozenset({functional.dropout, torch.dropout})
-
-
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
     """Apply dropout as on a GPU: one kernel, which keeps a mask of one byte per element."""
     if not training or not p:
         return x
     dropped: Tensor = torch.native_dropout(x, p, train=True)[0]
     return x.copy_(dropped) if inplace else dropped
-
-
-_NORMS = frozenset({functional.rms_norm, torch.rms_norm})
 
 
 def _rms_norm(
@@ -307,6 +296,11 @@ def _rms_norm(
     A layer norm replaces it here, because it reads and writes as many bytes; values do not matter."""
     normed: Tensor = torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 1e-6)[0]
     return normed
+
+
+_ON_GPU: Mapping[Any, Callable[..., Tensor]] = MappingProxyType(
+    {functional.dropout: _dropout, torch.dropout: _dropout, functional.rms_norm: _rms_norm, torch.rms_norm: _rms_norm}
+)
 
 
 def _attention(kind: str, given: dict[str, Any]) -> Tensor:
@@ -398,10 +392,8 @@ class StageMessages:
     def __init__(self, rehearsed: Sequence[int]) -> None:
         """`rehearsed`: for each rank along pp, the rank that is rehearsed for it."""
         self.rehearsed = tuple(rehearsed)
-        self._turn = threading.Lock()
-        self._sent = threading.Condition(self._turn)
-        self._barrier = threading.Barrier(len(set(rehearsed)))
-        self._values: dict[int, Any] = {}
+        self._turn = threading.Condition()
+        self._failed = False
         self._messages: dict[tuple[int, int], list[Any]] = defaultdict(list)
 
     @contextlib.contextmanager
@@ -411,41 +403,28 @@ class StageMessages:
             try:
                 yield
             except BaseException:
-                self._barrier.abort()
-                self._sent.notify_all()
+                self._failed = True
+                self._turn.notify_all()
                 raise
 
     def exchange(self, index: int, *, value: Any) -> list[Any]:
         """Return the values of all ranks along pp, in order. Every rehearsed rank calls it with its own `value`."""
-        self._values[index] = value
-        with self._waiting():
-            self._barrier.wait()
-        values = [self._values[rank] for rank in self.rehearsed]
-        with self._waiting():
-            self._barrier.wait()
-        return values
+        self.send(value, source=index, target=index)
+        number = len(self._messages[index, 0]) - 1
+        return [self.receive(number, source=rank, target=rank) for rank in range(len(self.rehearsed))]
 
     def send(self, value: Any, *, source: int, target: int) -> None:
         """Store a value for `receive`; `source` and `target` are indices along pp."""
         self._messages[source, target - source].append(value)
-        self._sent.notify_all()
+        self._turn.notify_all()
 
     def receive(self, number: int, *, source: int, target: int) -> Any:
         """Wait for the message with this number (from 0) from `source` to `target`, and return its value."""
         messages = self._messages[self.rehearsed[source], target - source]
-        while len(messages) <= number and not self._barrier.broken:
-            self._sent.wait()
+        self._turn.wait_for(lambda: len(messages) > number or self._failed)
         if len(messages) <= number:
             raise threading.BrokenBarrierError
         return messages[number]
-
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self._turn.release()
-        try:
-            yield
-        finally:
-            self._turn.acquire()
 
 
 class RehearsalWorld(TraceWorld):

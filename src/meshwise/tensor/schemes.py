@@ -72,24 +72,12 @@ class SchemeProduct:
 
 
 @dataclass(frozen=True)
-class SchemeLookup:
-    """Embedding of the vocabulary: the layout of its table W (vocabulary, features), and its collectives.
-
-    | vocabulary, features   the axes that split the table; it is stored like the head's weight (out, in)
-    | w                      the gather of the table's features (dim `in` of the head's weight)
-    | y                      the sum of the embeddings; for a token of another rank's vocabulary, a rank adds zeros"""
-
-    vocabulary: Axes
-    features: Axes
-    w: OperandLayoutMove
-    y: OperandLayoutMove
-
-
-@dataclass(frozen=True)
 class Scheme:
     """Layouts of a scheme of tensor parallelism: the products of each role, and the axes that split activations.
 
-    | head               the product of roles `head` and `single`
+    | head               the product of roles `head` and `single`. The embedding of the vocabulary exchanges its ends:
+    |                    its table W is stored as the head's, and the axes that gather X reduce its results. A rank has
+    |                    zeros for the tokens of other ranks' vocabulary
     | stream, inner      the axes that split the features of the hidden states, and the inner features of a pair
     | rows, inner_rows   the axes that split rows of the hidden states, and rows inside a pair, besides `replicas`
     | tokens             the axes that split the tokens of the hidden states
@@ -100,7 +88,6 @@ class Scheme:
     colwise: SchemeProduct
     rowwise: SchemeProduct
     head: SchemeProduct
-    embedding: SchemeLookup
     stream: Axes
     inner: Axes
     rows: Axes = ()
@@ -136,7 +123,6 @@ def one_d(*, sequence: bool) -> Scheme:
         colwise=SchemeProduct(out=tp, within=(), x=stream),
         rowwise=SchemeProduct(out=(), within=tp, y=stream, rows=tp if sequence else ()),
         head=SchemeProduct(out=tp, within=(), x=OperandLayoutMove(tp)),
-        embedding=SchemeLookup(vocabulary=tp, features=(), w=NO_MOVE, y=OperandLayoutMove(tp)),
         stream=(),
         inner=tp,
         tokens=tp if sequence else (),
@@ -176,7 +162,6 @@ def two_d(rows: Axes = ("row",)) -> Scheme:
         colwise=linear,
         rowwise=linear,
         head=linear,
-        embedding=SchemeLookup(vocabulary=("col",), features=("row",), w=inputs, y=features),
         stream=("col",),
         inner=("col",),
         rows=rows,
@@ -225,7 +210,6 @@ def three_d() -> Scheme:
             rows=("i", "j"),
         ),
         head=SchemeProduct(out=("l",), within=("i", "j"), x=features, w=inputs, rows=("i", "j")),
-        embedding=SchemeLookup(vocabulary=("l",), features=("i", "j"), w=inputs, y=features),
         stream=("l",),
         inner=("j",),
         rows=("i", "j"),

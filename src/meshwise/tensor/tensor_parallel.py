@@ -149,7 +149,7 @@ class _Split:
             module, front=ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding)
         )
         table.follow(self._root)
-        self._placed[f"{name}.weight"] = table.placement
+        self._placed[f"{name}.weight"] = table.head.weight_placement
         self._put_together(module, part)
 
     def _put_together(self, module: nn.Module, part: Part) -> None:
@@ -236,14 +236,20 @@ class _Split:
         if part.by_head and context.degree(inner) > 1:
             heads = Layout((inner,), cuts=(DimSplit(grain=part.grain),))
             reshard.slice_heads(module, context=context, names=part.by_head, heads=heads, size=part.heads)
-        if part.gathers:
-            reshard.gather_input_once(module, context=context, features=self._width(), readers=part.readers)
+        within, gathered = f"{name}." if name else "", [key for key, other in self._parts.items() if other.gathered]
+        # an adapted matrix lies inside the child that reads the input
+        readers = [
+            child
+            for key, child in module.named_children()
+            if any(f"{other}.".startswith(f"{within}{key}.") for other in gathered)
+        ]
+        if readers:
+            reshard.gather_input_once(module, context=context, features=self._width(), readers=len(readers))
         if part.even_rows:
             reshard.require_even_rows(module, name=name, context=context)
         if part.narrow_grain:
             own = context.own(self._width(), axes=inner, cut=DimSplit(grain=part.narrow_grain))
-            inside = [self._modules[key] for key, other in self._parts.items() if other.gathered]
-            reshard.narrow_input(module, readers=[m for m in module.children() if m in inside], features=own)
+            reshard.narrow_input(module, readers=readers, features=own)
         if part.sharded_class is None:
             return
         own_parts = {key: self._parts.get(f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
@@ -277,8 +283,8 @@ class _Split:
         for names in stacks.values():
             first, last = self._modules[names[0]], self._modules[names[-1]]
             if self._inside.degree(self._inside.scheme.tokens) > 1:
-                reshard.take_tokens_at_entry(first, context=self._inside)
-                reshard.gather_tokens_at_exit(last, context=self._inside)
+                reshard.change_input(first, change=self._inside.take_tokens)
+                reshard.change_output(last, change=self._inside.gather_tokens)
             if self._parts[names[0]].whole_features:
                 sizes = self._outside.stream_sizes(self._width())
                 reshard.change_input(first, change=functools.partial(self._outside.take_features, sizes=sizes))

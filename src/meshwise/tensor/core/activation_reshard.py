@@ -10,6 +10,7 @@ pair. If it needs a gradient, each rank computes the gradient for its own heads,
 Hooks of `GatheredOutputs` note the hidden states and attention weights of a forward that are parts. After the forward,
 each noted tensor in the model's output is gathered once."""
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -20,7 +21,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import DimSplit, Layout
@@ -47,28 +47,6 @@ def exchange_row_counts(module: nn.Module, *, context: SplitContext) -> None:
         context.shard_sizes.rows = tuple(context.world.exchange(rows, axes=axes))
 
     module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-
-
-def take_tokens_at_entry(block: nn.Module, *, context: SplitContext) -> None:
-    """Register a hook that takes this rank's tokens of the hidden states that enter `block`."""
-    axes, world = context.scheme.tokens, context.world
-
-    def take(x: Tensor) -> Tensor:
-        bounds = even_split(x.size(-2), world.group(axes).size)
-        context.shard_sizes.tokens = tuple(stop - start for start, stop in bounds)
-        return gradient.take(x, world=world, axes=axes, dim=-2, sizes=context.shard_sizes.tokens).wait()
-
-    change_input(block, change=take)
-
-
-def gather_tokens_at_exit(block: nn.Module, *, context: SplitContext) -> None:
-    """Register a hook that gathers all tokens of the hidden states that `block` returns."""
-
-    def replicate(x: Tensor) -> Tensor:
-        scheme, sizes = context.scheme, context.shard_sizes.tokens
-        return gradient.replicate(x, world=context.world, axes=scheme.tokens, dim=-2, sizes=sizes).wait()
-
-    change_output(block, change=replicate)
 
 
 def gather_input_once(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
@@ -287,7 +265,6 @@ class GatheredOutputs:
     """Record of the tensors in a model's current forward that are parts, each with the function that gathers it."""
 
     def __init__(self) -> None:
-        self._running = False
         self._parts: dict[int, tuple[weakref.ref[Tensor], Change]] = {}
 
     def follow(self, model: nn.Module) -> None:
@@ -297,11 +274,11 @@ class GatheredOutputs:
 
     def watch_stream(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
         """Register hooks that note a module's returned hidden states and, with `given`, its input's hidden states."""
+        sizes = context.stream_sizes(features)
 
         def whole() -> Change:
-            return functools.partial(
-                _whole_stream, context=context, features=features, tokens=context.shard_sizes.tokens
-            )
+            now = dataclasses.replace(context, shard_sizes=context.shard_sizes.snapshot())
+            return functools.partial(_whole_stream, context=now, sizes=sizes)
 
         def before(_module: nn.Module, args: tuple[Any, ...], by_name: dict[str, Any]) -> None:
             self._note(list(itertools.islice(tensors((args, by_name)), 1)), whole())
@@ -328,15 +305,12 @@ class GatheredOutputs:
             attention.register_forward_hook(after)
 
     def _note(self, found: list[Any], whole: Change) -> None:
-        if self._running:
-            self._parts |= {id(x): (weakref.ref(x), whole) for x in found if isinstance(x, Tensor)}
+        self._parts |= {id(x): (weakref.ref(x), whole) for x in found if isinstance(x, Tensor)}
 
     def _begin(self, _model: nn.Module, _args: Any) -> None:
-        self._running = True
         self._parts.clear()
 
     def _end(self, _model: nn.Module, _args: Any, output: Any) -> Any:
-        self._running = False
         parts = {key: whole for key, (reference, whole) in self._parts.items() if reference() is not None}
         self._parts.clear()
         if not any(id(x) in parts for x in tensors(output)):
@@ -353,12 +327,11 @@ class GatheredOutputs:
         return map_tensors(leave, output)
 
 
-def _whole_stream(x: Tensor, *, context: SplitContext, features: int, tokens: tuple[int, ...] | None) -> Tensor:
-    """Return the hidden states with all tokens and all features; `tokens`: each rank's number of tokens."""
-    axes = context.scheme.tokens
-    if context.degree(axes) > 1 and tokens is not None:
-        x = gradient.replicate(x, world=context.world, axes=axes, dim=-2, sizes=tokens).wait()
-    return context.gather_features_of(x, sizes=context.stream_sizes(features))
+def _whole_stream(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -> Tensor:
+    """Return the hidden states with all tokens and all features; `sizes`: each rank's number of features."""
+    if context.degree(context.scheme.tokens) > 1 and context.shard_sizes.tokens is not None:
+        x = context.gather_tokens(x)
+    return context.gather_features_of(x, sizes=sizes)
 
 
 def _all_heads(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -> Tensor:

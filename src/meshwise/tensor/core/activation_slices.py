@@ -114,14 +114,12 @@ def _inner(projection: Projection) -> ActivationRegion:
 
 def _stream(context: SplitContext, width: int) -> ActivationRegion:
     """Return the region of hidden states with `width` features."""
-    world, features, axes = context.world, context.scheme.stream, context.scheme.tokens
+    features, tokens = context.stream_sizes(width), context.shard_sizes.tokens or ()
     cuts = []
-    if context.degree(features) > 1:
-        part = Layout((features,)).local((width,), mesh=world.mesh, rank=world.rank)
-        cuts.append(DimSlice(-1, part.offsets[0], part.sizes[0]))
-    if context.degree(axes) > 1 and context.shard_sizes.tokens is not None and sum(context.shard_sizes.tokens) > 1:
-        index = world.group(axes).index
-        cuts.append(DimSlice(-2, sum(context.shard_sizes.tokens[:index]), context.shard_sizes.tokens[index]))
+    for dim, axes, sizes in ((-1, context.scheme.stream, features), (-2, context.scheme.tokens, tokens)):
+        if context.degree(axes) > 1 and sum(sizes) > 1:
+            index = context.world.group(axes).index
+            cuts.append(DimSlice(dim, sum(sizes[:index]), sizes[index]))
     return ActivationRegion(hidden=tuple(cuts))
 
 

@@ -74,11 +74,6 @@ class MatmulCollectives:
     streaming: Streaming = dataclasses.field(default_factory=Streaming)
     recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
 
-    @property
-    def adds_bias(self) -> bool:
-        """True if this rank adds the bias to its Y. If ranks sum Y, only the first rank does."""
-        return not self.y.axes or self.world.group(self.y.axes).index == 0
-
 
 class InputGather:
     """Gather in the backward of an X that several products read, made once for all of them."""
@@ -125,11 +120,8 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
     With experts: (local experts, rows, local K) times (local experts, local out, local K) to (local experts, rows,
     local out). Gradients have the shapes of the stored parts. The bias's gradient is the sum over this rank's rows of Y
     only. Under autocast, operands are converted before they are sent. Raises ValueError if parts misfit `operation`."""
-    value, weight, bias = (
-        to_product_dtype(x.value),
-        to_product_dtype(weight),
-        None if bias is None else to_product_dtype(bias),
-    )
+    value, weight = to_product_dtype(x.value), to_product_dtype(weight)
+    bias = None if bias is None else to_product_dtype(bias)
     kept = x if x.stored is None or x.stored.dtype == value.dtype else MatmulInput(value)
     result: Tensor = _Multiply.apply(value, weight, bias, operation, kept)
     return result
@@ -148,11 +140,12 @@ class _Multiply(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: MatmulCollectives, operand: MatmulInput
     ) -> Tensor:
-        added = bias if operation.adds_bias else None
+        first = not operation.y.axes or operation.world.group(operation.y.axes).index == 0
+        added = bias if first else None  # if ranks sum Y, only the first rank adds the bias
         kept: list[Tensor] = []
 
         def multiply() -> Tensor:
-            x_coming, w_coming = _operands(_there(x), weight, operation)
+            x_coming, w_coming = _operands(_there(x), _there(weight), operation)
             x_whole, w_whole = x_coming(), w_coming()
             kept.extend([x_whole, w_whole] if operation.streaming.keep else [])
             y = _product(x_whole, w_whole, bias=added, summed=operation.y, world=operation.world)
@@ -179,8 +172,8 @@ class _Multiply(torch.autograd.Function):
         if for_bias and operation.y.dim is not None:  # while dy arrives
             d_bias = _rows_of(own, experts=experts).sum(-2)
         dy = arriving()
-        wanted = whole if for_w else None, weight() if for_x else None
-        x_coming, w_coming = kept or _operands(*wanted, operation)
+        moved_x, moved_w = operation.x if for_w else OperandMove(), operation.w if for_x else OperandMove()
+        x_coming, w_coming = kept or _operands(whole, weight, dataclasses.replace(operation, x=moved_x, w=moved_w))
         dx = dw = None
         if for_x:
             partial = _product(dy, w_coming().mT.conj(), summed=operation.x, world=operation.world)
@@ -194,16 +187,11 @@ class _Multiply(torch.autograd.Function):
         return dx and dx(), dw and dw(), d_bias, None, None
 
 
-def _operands(x: Finish | None, weight: Tensor | None, operation: MatmulCollectives) -> tuple[Finish, Finish]:
-    """Start to gather X and W, and return functions that wait for X and for W (out, in). None: not needed."""
-    x_coming = _nothing if x is None else _gather(x, operation.x, world=operation.world)
-    w_coming = _nothing if weight is None else _gather(_there(weight), operation.w, world=operation.world)
+def _operands(x: Finish, weight: Finish, operation: MatmulCollectives) -> tuple[Finish, Finish]:
+    """Start to gather X and W, and return functions that wait for X and for W (out, in)."""
+    x_coming = _gather(x, operation.x, world=operation.world)
+    w_coming = _gather(weight, operation.w, world=operation.world)
     return x_coming, w_coming if operation.within == -1 else lambda: w_coming().mT
-
-
-def _nothing() -> Tensor:
-    """Raise AssertionError, because this operand is not needed."""
-    raise AssertionError("an operand that no product needs")
 
 
 def _there(x: Tensor) -> Finish:

@@ -22,7 +22,7 @@ features that must stay on one rank, such as the features of a head.
     | inner       parameters, an embedding or a batch norm that have a dim of heads or inner features
     | each_head   a module that treats every head alike (a norm of queries and keys), and is kept whole
     | attention   the module around the pair of an attention; it may have attributes that count heads
-    | pair        the module around a pair, if it gathers the pair's input; also a TransformerEncoder
+    | pair        a TransformerEncoder around its blocks
     | block       a repeated block: with sequence parallelism the tokens are split from the first to the last block
     | whole       a module that each rank computes whole, such as a classifier or a pooler
     | experts     the experts of a mixture, which `expert/` divides over ranks
@@ -73,16 +73,14 @@ class Part:
     transposed: bool = False
     """colwise, rowwise, single, head: True if the weight is stored as (in, out) instead of (out, in)."""
     readers: int = 1
-    """colwise: number of matrices that read the same input, which is gathered once for all. attention and pair, with
-    `gathers`: number of matrices inside that read the gathered input."""
+    """colwise: number of matrices that read the same input, which is gathered once for all."""
     gathered: bool = False
-    """colwise: True if the enclosing attention or pair gathers the input; see `gathers`."""
-    gathers: bool = False
-    """attention, pair: True if hidden states are gathered at the module's entry. Then its colwise linears share one
-    gather, and its forward sees the sizes of the whole input."""
+    """colwise: True if hidden states are gathered at the entry of the enclosing attention. Then its colwise linears
+    share one gather, and its forward sees the sizes of the whole input."""
     narrow_grain: int = 0
-    """attention with `gathers`: features that stay together, or 0. Not 0 if the forward takes the width of its heads
-    from the last size of its input. It then gets an input as wide as this rank's heads; its linears get the whole."""
+    """attention with a gathered input: features that stay together, or 0. Not 0 if the forward takes the width of its
+    heads from the last size of its input. It then gets an input as wide as this rank's heads. Its linears get the whole
+    input."""
     even_rows: bool = False
     """attention: True if all ranks need equally many rows, because the forward reads the number from its input."""
     whole_tokens: bool = False

@@ -22,7 +22,6 @@ L, S: numbers of query and key tokens; N: rows; E, H: this rank's features and h
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from meshwise.comm.api import autograd_collectives as gradient
-from meshwise.comm.api.world import World
 from meshwise.layout.layout import ANYWHERE, Layout
 from meshwise.model.parameter_table import Placement
 from meshwise.model.torch_private import in_backward, needed_gradients
@@ -43,8 +41,8 @@ from meshwise.tensor.core.activation_reshard import sum_gradient_over_heads, to_
 from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
 from meshwise.tensor.core.part import Norm, Part
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
-from meshwise.tensor.core.vocab_parallel import SplitLogits, TableWeight, VocabularySplit
-from meshwise.tensor.schemes import NO_MOVE, Axes, OperandLayoutMove, Scheme, SchemeProduct
+from meshwise.tensor.core.vocab_parallel import DimShards, SplitLogits, TableWeight, require_valid
+from meshwise.tensor.schemes import NO_MOVE, Scheme, SchemeProduct
 
 
 class Projection(BoundToRank):
@@ -72,7 +70,12 @@ class Projection(BoundToRank):
         self._x = context.sizes(shape[within], axes=product.x.axes, cut=in_cut)
         self._stream = context.stream_sizes(shape[within])
         self._within = within
-        self._w = self._weight_move(tuple(shape))
+        self.weight_move = self._weight_move(tuple(shape))
+
+    @property
+    def input_move(self) -> OperandMove:
+        """Gather of the input."""
+        return self.context.moved(self.product.x, features=self._x)
 
     @property
     def weight_placement(self) -> Placement:
@@ -97,8 +100,8 @@ class Projection(BoundToRank):
             return self(unflattened, weight, bias).flatten(0, 1)
         operation = MatmulCollectives(
             world=context.world,
-            x=OperandMove() if self._shares else context.moved(product.x, features=self._x),
-            w=self._w,
+            x=OperandMove() if self._shares else self.input_move,
+            w=self.weight_move,
             y=context.moved(product.y),
             within=self._within,
             streaming=context.streaming,
@@ -114,7 +117,7 @@ class Projection(BoundToRank):
         local, axes = self(x, weight, bias), self.product.features
         if self.context.degree(axes) == 1:
             return local
-        logits = SplitLogits(local, vocabulary=VocabularySplit(self.context.world, axes, self.out_sizes))
+        logits = SplitLogits(local, vocabulary=DimShards(self.context.world, axes, self.out_sizes))
         return logits.whole() if self.part.whole_features else logits
 
     def _operand(self, x: Tensor) -> MatmulInput:
@@ -123,8 +126,7 @@ class Projection(BoundToRank):
         arrived = context.shared_gather.take(x) if self._shares or self.part.gathered else None
         if arrived is not None or not self._shares:
             return arrived or MatmulInput(x)
-        moved = context.moved(self.product.x, features=self._x)
-        return context.gather_shared(x, moved=moved, readers=self.part.readers - 1)
+        return context.gather_shared(x, moved=self.input_move, readers=self.part.readers - 1)
 
     def _weight_move(self, shape: tuple[int, ...]) -> OperandMove:
         """Return the gather of the weight."""
@@ -170,75 +172,47 @@ def _product(scheme: Scheme, part: Part) -> SchemeProduct:
 class SplitTable(BoundToRank):
     """Sharded lookup of one embedding on this rank; call it with token numbers and this rank's part of the table.
 
-    `shape`: shape of the full table, (vocabulary, features). `running` is True while the model runs; in this time
-    `ShardedEmbedding.weight` is a `TableWeight`."""
+    `shape`: shape of the full table, (vocabulary, features). `head`: product of hidden states and the table. `running`
+    is True while the model runs; in this time `ShardedEmbedding.weight` is a `TableWeight`."""
 
     def __init__(self, context: SplitContext, *, shape: tuple[int, int], padding_idx: int | None) -> None:
-        lookup, world = context.scheme.embedding, context.world
         self.context = context
+        self.head = Projection(context, part=Part("head"), shape=shape)
         self.shape = shape
-        self.size = shape[0]
         self.running = False
-        self.layout = Layout((lookup.vocabulary, lookup.features))
-        own = self.layout.local(shape, mesh=world.mesh, rank=world.rank)
+        own = self.head.layout.local(shape, mesh=context.world.mesh, rank=context.world.rank)
         self._first, self._count = own.offsets[0], own.sizes[0]
         stored_here = padding_idx is not None and self._first <= padding_idx < self._first + self._count
         self._padding = padding_idx - self._first if stored_here and padding_idx is not None else None
-        self._w = OperandMove()
-        if context.degree(lookup.w.axes) > 1:
-            self._w = OperandMove(lookup.w.axes, 1, context.sizes(shape[1], axes=lookup.w.axes))
-        self._y = context.sizes(shape[1], axes=lookup.y.axes)
-
-    @property
-    def placement(self) -> Placement:
-        """Placement of the table. Its gradient is still to be summed over the row axes that the lookup leaves out."""
-        scheme = self.context.scheme
-        return Placement(
-            self.layout, (*scheme.replicas, *(axis for axis in scheme.rows if axis not in scheme.embedding.w.axes))
-        )
 
     def follow(self, model: nn.Module) -> None:
         """Register hooks that set `running` while a model runs."""
         model.register_forward_pre_hook(lambda *_: setattr(self, "running", True), prepend=True)
         model.register_forward_hook(lambda *_: setattr(self, "running", False), always_call=True)
 
-    def as_matrix(self, table: Tensor) -> Tensor:
-        """Return this rank's part of the table as a `TableWeight`, with which a forward may multiply."""
-        return TableWeight(table, size=self.shape, head=lambda x, part: self._head.logits(x, weight=part))
-
-    @functools.cached_property
-    def _head(self) -> Projection:
-        return Projection(self.context, part=Part("head"), shape=self.shape)
-
     def __call__(self, numbers: Tensor, table: Tensor) -> Tensor:
         """Return the embeddings, (…, local features), of (…) token numbers. Raises IndexError for unknown numbers."""
-        world, w = self.context.world, self._w
+        world, w = self.context.world, self.head.weight_move
         if w.axes:
             arriving = gradient.all_gather(table, world=world, axes=w.axes, dim=1, sizes=w.sizes)
         own = self._own(numbers)
         whole = arriving.wait() if w.axes else table
         parts = functional.embedding(own.clamp_min(0), whole, padding_idx=self._padding)
-        return self._added(parts.masked_fill((own < 0)[..., None], 0), self.context.scheme.embedding.y)
+        return self._added(parts.masked_fill((own < 0)[..., None], 0))
 
     def _own(self, numbers: Tensor) -> Tensor:
         """Return the row of each number in this rank's part of the table, or -1 for rows of other ranks."""
-        inside = (numbers >= 0) & (numbers < self.size)
-        if numbers.device.type == "cuda":
-            torch._assert_async(inside.all())
-        elif not numbers.is_meta and not bool(inside.all()):
-            wrong = numbers[~inside][0]
-            raise IndexError(f"number {int(wrong)} is not in a vocabulary of {self.size}")
+        inside = (numbers >= 0) & (numbers < self.shape[0])
+        require_valid(numbers, valid=inside, problem=f"number {{}} is not in a vocabulary of {self.shape[0]}")
         own = numbers - self._first
         return own.masked_fill((own < 0) | (own >= self._count), -1)
 
-    def _added(self, parts: Tensor, move: OperandLayoutMove) -> Tensor:
-        world = self.context.world
-        if self.context.degree(move.axes) == 1:
+    def _added(self, parts: Tensor) -> Tensor:
+        world, moved = self.context.world, self.head.input_move
+        if not moved.axes:
             return parts
-        if move.dim == "none":
-            return gradient.all_reduce(parts, world=world, axes=move.axes).wait()
-        moved = self.context.moved(move, features=self._y)
-        assert moved.dim is not None
+        if moved.dim is None:
+            return gradient.all_reduce(parts, world=world, axes=moved.axes).wait()
         return gradient.reduce_scatter(parts, world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait()
 
 
@@ -251,7 +225,10 @@ class ShardedEmbedding(nn.Embedding):
     def weight(self) -> Tensor:  # type: ignore[override]
         """The parameter, or a `TableWeight` in the model's forward and in a forward that the backward repeats."""
         parameter: Tensor = self._parameters["weight"]  # type: ignore[assignment]
-        return self.sharding.as_matrix(parameter) if self.sharding.running or in_backward() else parameter
+        if not (self.sharding.running or in_backward()):
+            return parameter
+        head = self.sharding.head
+        return TableWeight(parameter, size=self.sharding.shape, head=lambda x, part: head.logits(x, weight=part))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return the embeddings of token numbers `input`, with this rank's features."""
@@ -259,12 +236,9 @@ class ShardedEmbedding(nn.Embedding):
 
 
 @dataclass(frozen=True)
-class SplitNorm(BoundToRank):
-    """LayerNorm or RMSNorm on this rank: its formula, the axes that split the features, and each rank's size."""
+class SplitNorm(BoundToRank, DimShards):
+    """LayerNorm or RMSNorm on this rank: its formula, and the split of the features."""
 
-    world: World
-    axes: Axes
-    sizes: tuple[int, ...]
     norm: Norm
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -279,17 +253,16 @@ class SplitNorm(BoundToRank):
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance of each token over all features, (…, 1); for RMSNorm 0 and the mean square."""
-        total = sum(self.sizes)
         own = torch.stack((x.mean(-1), x.var(-1, correction=0))) if self.norm.centred else x.square().sum(-1)[None]
         if not self.norm.centred:
             self.world.all_reduce(own, axes=self.axes).wait()
-            return x.new_zeros(()), (own[0] / total)[..., None]
+            return x.new_zeros(()), (own[0] / self.size)[..., None]
         parts = own.new_empty(len(self.sizes), *own.shape)
         self.world.all_gather(own, into=parts, axes=self.axes).wait()
         counts = torch.cat([own.new_full([1] * own.dim(), size) for size in self.sizes])  # copies nothing from the host
         means, variances = parts.unbind(1)
-        mean = (counts * means).sum(0) / total
-        variance = (counts * (variances + (means - mean).square())).sum(0) / total
+        mean = (counts * means).sum(0) / self.size
+        variance = (counts * (variances + (means - mean).square())).sum(0) / self.size
         return mean[..., None], variance[..., None]
 
 
@@ -340,7 +313,7 @@ def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm)
 
     def finish() -> Tensor:
         reducing.wait()
-        over_all = means[..., None] / sum(split.sizes)
+        over_all = means[..., None] / split.size
         dx = torch.addcmul(g, normalised, over_all[0], value=-1)
         if split.norm.centred:
             dx -= over_all[1]
@@ -349,13 +322,8 @@ def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm)
     return finish
 
 
-@dataclass(frozen=True)
-class SplitStatistics(BoundToRank):
-    """Split of a batch norm's features: the axes, and each rank's size. The running statistics stay whole."""
-
-    world: World
-    axes: Axes
-    sizes: tuple[int, ...]
+class SplitStatistics(BoundToRank, DimShards):
+    """Split of a batch norm's features. The running statistics stay whole."""
 
     @contextlib.contextmanager
     def narrowed(self, norm: nn.Module) -> Iterator[None]:

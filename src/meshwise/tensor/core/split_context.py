@@ -20,6 +20,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from meshwise.base.mesh import even_split
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
@@ -196,6 +197,18 @@ class SplitContext:
             own = tokens[self.world.group(product.x.axes).index] if product.x.dim == "tokens" else sum(tokens)
             return x if x.size(0) == own else x.unflatten(0, (-1, own))
         return x
+
+    def take_tokens(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of hidden states `x`, and set the ranks' numbers of tokens in `shard_sizes`."""
+        axes = self.scheme.tokens
+        bounds = even_split(x.size(-2), self.world.group(axes).size)
+        self.shard_sizes.tokens = tuple(stop - start for start, stop in bounds)
+        return gradient.take(x, world=self.world, axes=axes, dim=-2, sizes=self.shard_sizes.tokens).wait()
+
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        """Return hidden states `x` with all tokens, which all ranks must use equally."""
+        axes, sizes = self.scheme.tokens, self.shard_sizes.tokens
+        return gradient.replicate(x, world=self.world, axes=axes, dim=-2, sizes=sizes).wait()
 
     def take_features(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
         """Return this rank's features of `x` if it has all features, else `x`. `sizes`: each rank's number."""

@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
+from meshwise.model.torch_private import without_modes
 
 _BLOCK = 256 << 10
 """Elements that are processed at a time on a CPU."""
@@ -46,8 +47,8 @@ _GPU_BLOCK = 1 << 25
 
 
 @dataclass(frozen=True)
-class VocabularySplit:
-    """Split of the classes over `axes`; `sizes`: each rank's number of classes, in group order."""
+class DimShards:
+    """Split of a dim over `axes`, such as classes or features; `sizes`: size of each rank's part, in group order."""
 
     world: World
     axes: tuple[str, ...]
@@ -55,12 +56,12 @@ class VocabularySplit:
 
     @property
     def size(self) -> int:
-        """Number of classes over all ranks."""
+        """Size of the dim over all ranks."""
         return sum(self.sizes)
 
     @property
     def first(self) -> int:
-        """Index of this rank's first class."""
+        """Index of the first element of this rank's part."""
         return sum(self.sizes[: self.world.group(self.axes).index])
 
 
@@ -69,7 +70,7 @@ class _How:
     """Inputs of the loss that need no gradient. `counts`: 0 for ignored targets, else 1. `weights`: weights of this
     rank's classes. `total`: sum of the weights of all classes."""
 
-    vocabulary: VocabularySplit
+    vocabulary: DimShards
     smoothing: float
     counts: Tensor
     weights: Tensor
@@ -80,7 +81,7 @@ def cross_entropy(
     local: Tensor,
     *,
     target: Tensor,
-    vocabulary: VocabularySplit,
+    vocabulary: DimShards,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -102,7 +103,9 @@ def cross_entropy(
     if weight is not None and weight.shape != (vocabulary.size,):
         raise ValueError(f"weight of shape {tuple(weight.shape)} for {vocabulary.size} classes")
     counted = target != ignore_index
-    _require_classes(target, counted, vocabulary.size)
+    if not target.is_meta:  # a rehearsal does not count the check
+        valid = ((target >= 0) & (target < vocabulary.size)) | ~counted
+        require_valid(target, valid=valid, problem=f"target {{}} is out of bounds for {vocabulary.size} classes")
     classes = target.masked_fill(~counted, 0)
     weights = local.new_ones(vocabulary.size, dtype=_wide(local.dtype)) if weight is None else weight
     counts = counted.to(weights.dtype)
@@ -116,14 +119,14 @@ def cross_entropy(
     return (total if reduction == "sum" else total / scale.sum()).to(local.dtype)
 
 
-def _require_classes(target: Tensor, counts: Tensor, size: int) -> None:
-    if target.is_meta:
-        return
-    valid = ((target >= 0) & (target < size)) | ~counts
-    if target.device.type == "cuda":
+def require_valid(numbers: Tensor, *, valid: Tensor, problem: str) -> None:
+    """Raise IndexError with the text `problem`, in which {} is the first number that is not `valid`.
+
+    On CUDA a device-side assertion fails instead; on meta, where numbers have no values, nothing is checked."""
+    if numbers.device.type == "cuda":
         torch._assert_async(valid.all())
-    elif not bool(valid.all()):
-        raise IndexError(f"target {int(target[~valid][0])} is out of bounds for {size} classes")
+    elif not numbers.is_meta and not bool(valid.all()):
+        raise IndexError(problem.format(int(numbers[~valid][0])))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -262,7 +265,7 @@ class SplitLogits(GlobalShapeTensor):
     | altered             True after an in-place write; the logits are then gathered, and functions use the whole ones
     | derived             True for a view or conversion of other logits, which may share memory with them"""
 
-    vocabulary: VocabularySplit
+    vocabulary: DimShards
     dim_of_vocabulary: int
     altered: bool
     derived: bool
@@ -270,7 +273,7 @@ class SplitLogits(GlobalShapeTensor):
     _whole: Tensor | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, *, vocabulary: VocabularySplit, dim: int = -1) -> "SplitLogits":
+    def __new__(cls, local: Tensor, *, vocabulary: DimShards, dim: int = -1) -> "SplitLogits":
         """Return split logits with this rank's part `local`, whose classes lie along `dim`."""
         shape = list(local.shape)
         shape[dim] = vocabulary.size
@@ -345,30 +348,22 @@ def _reshaped(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str,
     shape = given.get("shape", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
     if isinstance(shape, torch.dtype) or x.dim_of_vocabulary != x.dim() - 1 or len(given) > ("shape" in given):
         return None
-    *leading, last = torch.empty(x.shape, device="meta").reshape(tuple(shape)).shape
+    with without_modes():  # a rehearsal counts no memory for it
+        *leading, last = torch.empty(x.shape, device="meta").reshape(tuple(shape)).shape
     if last != x.vocabulary.size:
         return None
     return x.like(func(x.local, (*leading, x.local.size(-1))), dim=-1)
 
 
-def _flattened(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
-    start, end = (*args, *([0, -1][len(args) :]))[:2]
-    start, end = given.get("start_dim", start) % x.dim(), given.get("end_dim", end) % x.dim()
-    if start <= x.dim_of_vocabulary <= end and start != end:
-        return None
-    moved = end - start if x.dim_of_vocabulary > end else 0
-    return x.like(func(x.local, start, end), dim=x.dim_of_vocabulary - moved)
-
-
-def _transposed(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
-    one, other = (given.get(name, dim) % x.dim() for name, dim in zip(("dim0", "dim1"), (*args, 0, 0), strict=False))
-    exchanged = {one: other, other: one}
-    return x.like(func(x.local, one, other), dim=exchanged.get(x.dim_of_vocabulary, x.dim_of_vocabulary))
-
-
-def _permuted(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
-    dims = given.get("dims", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
-    return x.like(func(x.local, tuple(dims)), dim=[dim % x.dim() for dim in dims].index(x.dim_of_vocabulary))
+def _moved(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
+    """Return logits whose dims change places or merge, if the classes stay a dim of their own."""
+    with without_modes():  # in a tensor of two elements per dim, the strides tell the dims apart
+        result = func(torch.empty((2,) * x.dim(), device="meta"), *args, **given)
+    dims, classes = (
+        list(zip(result.size(), result.stride(), strict=True)),
+        (2, 2 ** (x.dim() - 1 - x.dim_of_vocabulary)),
+    )
+    return x.like(func(x.local, *args, **given), dim=dims.index(classes)) if classes in dims else None
 
 
 def _indexed(x: SplitLogits, func: Any, args: tuple[Any, ...], _given: dict[str, Any]) -> SplitLogits | None:
@@ -416,9 +411,8 @@ _STAYS_SPLIT: Mapping[Any, Callable[[SplitLogits, Any, tuple[Any, ...], dict[str
     **dict.fromkeys((getattr(Tensor, name) for name in _ELEMENT_METHODS.split()), _element_by_element),
     **dict.fromkeys((torch.mul, torch.div, torch.tanh, torch.clone), _element_by_element),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
-    **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
-    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.swapaxes), _transposed),
-    **dict.fromkeys((Tensor.permute, torch.permute), _permuted),
+    **dict.fromkeys((Tensor.flatten, torch.flatten, Tensor.permute, torch.permute), _moved),
+    **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.swapaxes), _moved),
     **dict.fromkeys((Tensor.argmax, torch.argmax), _largest),
     Tensor.__getitem__: _indexed,
     functional.cross_entropy: _cross_entropy,

@@ -14,7 +14,7 @@ Adapters of PEFT (LoRA) follow the matrix that they adapt. An adapted linear com
 found in the model without adapters. Under 1d:
 
     | W          A                                                B
-    | colwise    whole (each_head if the pair gathers the input)  colwise: its output is split as W's
+    | colwise    whole (each_head if an attention gathers x)      colwise: its output is split as W's
     | rowwise    rowwise: its input is split                      whole: its input is summed over the ranks
     | whole      whole                                            whole"""
 
@@ -338,7 +338,7 @@ def with_adapters(parts: Mapping[str, Part], *, module: nn.Module, plan: Plan) -
         part = found.pop(name, Part("whole"))
         found[f"{name}.base_layer"] = part
         _refuse_unknown(name, layer, part, plan)
-        # If the pair gathers its input, each rank has one term of A's gradient; `each_head` sums the terms.
+        # If an attention gathers its input, each rank has one term of A's gradient; `each_head` sums the terms.
         first = part if part.role == "rowwise" else Part("each_head" if part.gathered else "whole")
         ends = {"lora_A": first, "lora_B": part if part.role == "colwise" else Part("whole")}
         for matrices, end in ends.items():

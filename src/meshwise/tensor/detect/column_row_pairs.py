@@ -110,16 +110,10 @@ class BranchFinder:
     names: Collection[str]
     """First name of each module of the model. A module with several names is read under this name only."""
 
-    def branches(self, block: nn.Module, *, name: str) -> tuple[list[BlockBranch], list[MatrixModule]]:
-        """Return the branches of a block called `name`, and its matrices that belong to no branch."""
+    def branches(self, module: nn.Module, *, name: str) -> "tuple[list[BlockBranch], list[BranchItem]]":
+        """Return the branches that end inside a module called `name`, and the matrices of an unfinished branch."""
         found: list[BlockBranch] = []
-        left = self._walk(block, name, found)
-        return found, [item.matrix for item in left]
-
-    def _walk(self, module: nn.Module, name: str, found: list[BlockBranch]) -> "list[_Item]":
-        """Append the branches that end inside a module to `found`, and return the matrices of an unfinished branch."""
-        left: list[_Item] = []
-        before = len(found)
+        left: list[BranchItem] = []
         own_heads = counts_heads(module) or self.declared.get(name) == "attention"
         for child_name, child in module.named_children():
             below = f"{name}.{child_name}" if name else child_name
@@ -129,10 +123,11 @@ class BranchFinder:
                 continue
             matrix = as_matrix(child, name=below)
             if matrix is None:
-                items = self._walk(child, below, found)
+                inside, items = self.branches(child, name=below)
+                found += inside
             else:
                 role = self._role(matrix)
-                items = [_Item(matrix, role, own_heads)] if role in ("colwise", "rowwise", "") else []
+                items = [BranchItem(matrix, role, own_heads)] if role in ("colwise", "rowwise", "") else []
             for item in items:
                 if item.role == "colwise" and _ends(left):
                     found.append(_branch(left))
@@ -147,9 +142,9 @@ class BranchFinder:
         elif len(left) > 1 and [item.role for item in left] == ["rowwise"] + ["colwise"] * (len(left) - 1):
             found.append(_branch([*left[1:], left[0]]))  # Phi-3 registers the output before q, k and v
             left = []
-        elif late := _late(left, branches=found[before:], holder=name):
+        elif late := _late(left, branches=found, holder=name):
             found[-1], left = late, []
-        return left
+        return found, left
 
     def _role(self, matrix: MatrixModule) -> str:
         if matrix.name in self.declared:
@@ -160,7 +155,7 @@ class BranchFinder:
 
 
 @dataclass(frozen=True)
-class _Item:
+class BranchItem:
     """Matrix with its role ("" if its sizes leave it open), and whether an attention holds it."""
 
     matrix: MatrixModule
@@ -168,7 +163,7 @@ class _Item:
     in_attention: bool
 
 
-def _ends(items: Sequence[_Item]) -> bool:
+def _ends(items: Sequence[BranchItem]) -> bool:
     """Return whether these matrices are a branch that ends with the last one, a square matrix."""
     if not items or items[-1].role or any(item.role == "rowwise" for item in items):
         return False
@@ -178,7 +173,7 @@ def _ends(items: Sequence[_Item]) -> bool:
     return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
 
 
-def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
+def _late(items: Sequence[BranchItem], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
     """Return a module's only branch plus the colwise matrices registered after it; None if these do not fit."""
     if len(branches) != 1 or not items:
         return None
@@ -191,7 +186,7 @@ def _late(items: Sequence[_Item], *, branches: Sequence[BlockBranch], holder: st
     return BlockBranch((*branches[0].colwise, *(item.matrix for item in items)), branches[0].rowwise)
 
 
-def _branch(items: Sequence[_Item]) -> BlockBranch:
+def _branch(items: Sequence[BranchItem]) -> BlockBranch:
     *colwise, rowwise = (item.matrix for item in items)
     return BlockBranch(tuple(colwise), rowwise)
 
@@ -304,8 +299,6 @@ class ColumnRowPairs:
                 group_counts=attributes_equal_to(owner, names=GROUPS, number=heads.group),
                 kv_replicas=kv_replicas,
                 even_rows=self.plan.tp_mode == "3d" and not reads_no_sizes(owner),
-                readers=len(branch.colwise) - len(outside) if gathers else 1,
-                gathers=gathers,
                 narrow_grain=grain if narrows else 0,
                 by_head=tuple(
                     n for n in signature(owner.forward).parameters if n in BY_HEAD or any(word in n for word in MASKS)
@@ -371,9 +364,6 @@ class ColumnRowPairs:
             inside = self.modules[branch.rowwise.parent_name].named_modules(prefix=branch.rowwise.parent_name)
             norms = [name for name, inner in inside if isinstance(inner, BatchNorm) and inner.num_features == hidden]
             found |= dict.fromkeys(norms, Part("inner"))
-        gathers = len(branch.colwise) > 1 and self._share_input(branch)
-        if gathers:
-            found[branch.colwise[0].parent_name] = Part("pair", gathers=True, readers=len(branch.colwise))
         for matrix in branch.colwise:
             if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
                 self.reasons[matrix.name] = f"{matrix} does not fit {branch.rowwise}"
@@ -383,11 +373,10 @@ class ColumnRowPairs:
                     sections=cut[0],
                     transposed=matrix.weight_is_transposed,
                     readers=len(branch.colwise),
-                    gathered=gathers,
                 )
         return found
 
-    def _share_input(self, branch: BlockBranch, outside: Sequence[MatrixModule] = ()) -> bool:
+    def _share_input(self, branch: BlockBranch, outside: Sequence[MatrixModule]) -> bool:
         """Return whether all colwise matrices except `outside` read the input of the module that holds them."""
         homes = {matrix.parent_name for matrix in branch.colwise}
         inside = [matrix.own_name for matrix in branch.colwise if matrix not in outside]

@@ -96,8 +96,8 @@ class ModelStructure:
             return
         branches, left = BranchFinder(self.width, self._stated, self.modules.keys()).branches(block, name=name)
         if name:
-            for matrix in left:
-                self._reasons.setdefault(matrix.name, f"{matrix} forms no pair with another matrix")
+            for item in left:
+                self._reasons.setdefault(item.matrix.name, f"{item.matrix} forms no pair with another matrix")
             self.parts[name] = Part("block", stream=self.width)
         for inner, module in block.named_modules(prefix=name):
             if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
@@ -197,30 +197,24 @@ class ModelStructure:
                 "would replace; parts that keep it are positions, vector, inner, each_head and whole"
             )
         given = self._options.get(name, {})
+        sections: tuple[int, ...] = ()
+        grain, transposed = given.get("grain", 1), matrix is not None and matrix.weight_is_transposed
         if role == "attention":
             if name not in self.parts or self.parts[name].role != "attention":
                 raise ValueError(f"{name!r} is to be attention, but no pair of matrices was found in it")
         elif role in ("colwise", "rowwise"):
             if name in self.parts or name in self._reasons:
                 return  # its part comes from a pair, or a reason was noted
-            cut = (
-                cut_by_rule(matrix, sections=(matrix.outputs,), given=given, default=1)
-                if matrix and role == "colwise"
-                else ()
-            )
-            sections, grain = cut or ((), given.get("grain", 1))
-            self.parts[name] = Part(
-                role, sections=sections, grain=grain, transposed=bool(matrix and matrix.weight_is_transposed)
-            )
+            if matrix and role == "colwise":
+                sections, grain = cut_by_rule(matrix, sections=(matrix.outputs,), given=given, default=1)
+            self.parts[name] = Part(role, sections=sections, grain=grain, transposed=transposed)
         elif role == "norm":
             norm = as_norm(module) if module is not None else None
             if norm is None:
                 raise ValueError(f"{name!r} is to be a norm, but it computes neither LayerNorm nor RMSNorm")
             self.parts[name] = Part("norm", norm=norm[1])
         else:
-            self.parts[name] = Part(
-                role, grain=given.get("grain", 1), transposed=bool(matrix and matrix.weight_is_transposed)
-            )
+            self.parts[name] = Part(role, grain=grain, transposed=transposed)
 
     def _in_block(self, name: str) -> bool:
         return any(holder in self.blocks for holder in (name, *enclosing(name)))
