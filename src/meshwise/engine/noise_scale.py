@@ -111,7 +111,7 @@ class NoiseMeter:
 
 
 def _add_square(total: Tensor, parameter: Tensor) -> None:
-    """Add the squared norm of a gradient to `total`. As a hook it does not keep the engine of a dropped trainer alive."""
+    """Add the squared norm of a gradient to `total`: a hook that does not keep a dropped trainer alive."""
     if parameter.grad is not None:
         total += torch.linalg.vector_norm(parameter.grad).double() ** 2
 
