@@ -58,7 +58,7 @@ gpu-here:  ## on a machine with GPUs, without installing: doctor, the GPU tests,
 	$(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n 4 -m gpu
 	$(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -n 4 --on gpu tests/data_parallel/test_agreement.py \
 		tests/pipeline/test_grid.py
-	$(PYTHON) benchmarks/gpu_pair.py
+	$(PYTHON) benchmarks/gpu_plans.py
 	$(PYTHON) benchmarks/gpu_step.py
 
 check: install  ## lint, format and types, changing nothing

@@ -39,6 +39,7 @@ from meshwise.simulate.step_prediction import predict
 
 MODELS = {
     "tiny": (GPTConfig(vocabulary=256, context=64, layers=2, heads=2, width=64), 2),
+    "small": (GPTConfig(vocabulary=256, context=128, layers=24, heads=4, width=256), 8),
     "124M": (GPTConfig(vocabulary=50304, context=1024, layers=12, heads=12, width=768, tied=True), 16),
     "1.3B": (GPTConfig(vocabulary=50304, context=1024, layers=24, heads=16, width=2048, tied=True), 8),
 }
@@ -216,7 +217,7 @@ def figures(
 def main() -> None:
     """Print the table of all models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["124M", "1.3B"])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["small", "124M", "1.3B"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
