@@ -110,6 +110,7 @@ SPLIT = (
         for name in ("interleaved", "looped", "zb-v", "dualpipev")
     ),
     *("dp=2 precision=bf16", "dp=2 zero=1 precision=fp16", "dp=2 zero=3 compile=blocks precision=bf16"),
+    *("tp=2 compile=blocks", "tp=2 sequence_parallel=1 compile=blocks precision=bf16"),
     *(f"dp=2 wire={codec}" for codec in ("int8", "fp8", "1bit", "powersgd:4")),
     "dp=2 sync=local every=2",
 )

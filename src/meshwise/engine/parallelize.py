@@ -212,7 +212,8 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     tiers = Tiers(plan.tiers, streams=world.streams, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
-    compiled = CompiledBlocks(backend=options.compiler if plan.compile == "blocks" else None)
+    backend, splits = options.compiler if plan.compile == "blocks" else None, max(plan.tp, plan.ep) > 1
+    compiled = CompiledBlocks(backend=backend, splits=splits)
     policy = ActivationPolicy(recomputed, tier, compiled)
     forward, call = (
         policy.with_offload(_computed(called, plan=plan, precision=precision, device=world.device))

@@ -3,7 +3,7 @@
 torch.compile of a whole split model meets hooks, modes and collectives that it cannot trace. A block's own forward has
 none of them. Blocks of one class and equal shapes share their compiled code. A block that draws random numbers runs as
 it is, because its draws depend on places that torch.compile would take for constants. Under random=local, where torch
-draws, it is compiled too."""
+draws, it is compiled too. Layers that tp or ep split run as they are, and the rest of their block is compiled."""
 
 import threading
 import warnings
@@ -23,10 +23,13 @@ class CompiledBlocks:
 
     `blocks`: number of all blocks; `drawing`: names of those that run as they are, because they draw."""
 
-    def __init__(self, *, backend: str | None) -> None:
-        """`backend` of torch.compile; None: nothing is compiled. Raises ValueError if torch has no such backend."""
+    def __init__(self, *, backend: str | None, splits: bool = False) -> None:
+        """`backend` of torch.compile; None: nothing is compiled. `splits`: ranks split layers, at which blocks are cut.
+
+        Raises ValueError if torch has no such backend."""
         self.blocks = self.graphs = self.graph_breaks = self.recompilations = 0
         self.drawing: list[str] = []
+        self._splits = splits
         self._compiled: set[Any] = set()
         known = [] if backend is None else torch.compiler.list_backends(exclude_tags=())
         if backend is not None and backend not in known:
@@ -76,7 +79,7 @@ class CompiledBlocks:
         self.graph_breaks += made - 1
         self.recompilations += own in self._compiled
         self._compiled.add(own)
-        if made > 1:
+        if made > 1 and not self._splits:
             warnings.warn(
                 f"torch.compile cut the forward of {name} into {made} graphs; TORCH_LOGS=graph_breaks shows where",
                 stacklevel=2,

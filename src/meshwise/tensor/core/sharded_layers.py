@@ -1,6 +1,7 @@
 """Torch's layers on one rank's shards: linear, head, embedding, LayerNorm, RMSNorm, batch norm, multi-head attention.
 
-Each `Sharded…` class becomes the first base class of a module's class. Its attribute `sharding` knows the split.
+Each `Sharded…` class becomes the first base class of a module's class. Its attribute `sharding` knows the split. Its
+forward calls collectives, so under compile=blocks it runs as it is, between the compiled parts of its block.
 
 *Embedding*: a rank looks up the tokens in its part of the vocabulary, and has zeros for all other tokens. The ranks sum
 the results. The sum equals the product of one-hot rows and the table.
@@ -36,7 +37,7 @@ from torch.nn import functional
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import ANYWHERE, Layout
 from meshwise.model.parameter_table import Placement
-from meshwise.model.torch_private import in_backward, needed_gradients
+from meshwise.model.torch_private import in_backward, needed_gradients, uncompiled
 from meshwise.tensor.core.activation_reshard import sum_gradient_over_heads, to_inner_rows, to_stream_rows
 from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
 from meshwise.tensor.core.part import Norm, Part
@@ -146,6 +147,7 @@ class ShardedLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return this rank's part of the linear's output."""
         return self.sharding(input, self.weight, self.bias)
@@ -154,6 +156,7 @@ class ShardedLinear(nn.Module):
 class ShardedHead(ShardedLinear):
     """Linear that returns logits, which stay split over the vocabulary."""
 
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return the logits as `SplitLogits`, or as a plain tensor if one rank has them all."""
         return self.sharding.logits(input, weight=self.weight, bias=self.bias)
@@ -230,6 +233,7 @@ class ShardedEmbedding(nn.Embedding):
         head = self.sharding.head
         return TableWeight(parameter, size=self.sharding.shape, head=lambda x, part: head.logits(x, weight=part))
 
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return the embeddings of token numbers `input`, with this rank's features."""
         return self.sharding(input, self._parameters["weight"])  # type: ignore[arg-type]
@@ -271,6 +275,7 @@ class ShardedNorm(nn.Module):
 
     sharding: SplitNorm
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of this rank's features `x`, with statistics over all features."""
         norm = self.sharding.norm
@@ -344,6 +349,7 @@ class ShardedBatchNorm(nn.Module):
 
     sharding: SplitStatistics
 
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return the batch norm of this rank's features, and update the running statistics in training."""
         with self.sharding.narrowed(self):
@@ -372,6 +378,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         """False, so that torch's encoder layer does not pass all weights to a fused kernel."""
         return False
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return torch's results for torch's arguments: the output, and the attention weights of all ranks' heads."""
         bound = _SIGNATURE.bind(self, *args, **kwargs)
