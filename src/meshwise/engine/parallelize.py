@@ -46,7 +46,7 @@ from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
-from meshwise.model.deferred_init import ParameterSource, build_with_values
+from meshwise.model.deferred_init import ParameterSource, build_with_values, set_quantized_aside
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
 from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call_with, default_forward, no_loss
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
@@ -215,6 +215,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     backend, splits = options.compiler if plan.compile == "blocks" else None, max(plan.tp, plan.ep) > 1
     compiled = CompiledBlocks(backend=backend, splits=splits)
     policy = ActivationPolicy(recomputed, tier, compiled)
+    policy.undo.callback(set_quantized_aside(module, plan=plan))
     forward, call = (
         policy.with_offload(_computed(called, plan=plan, precision=precision, device=world.device))
         for called in (options.forward or default_forward, call_with)

@@ -19,6 +19,10 @@ from meshwise.comm.api.world import Axes, World
 from meshwise.model.construction_record import ConstructionRecord, recording
 from meshwise.model.module_copy import carry_hooks, copy_modules
 from meshwise.model.parameter_table import ParameterRow, check_readable
+from meshwise.plan import Plan, PlanError
+
+QUANTIZING = ("bitsandbytes.", "torchao.")
+"""Packages with classes of quantized parameters."""
 
 
 class ParameterSource:
@@ -119,6 +123,31 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
             "training; put the modules into an nn.ModuleList or nn.ModuleDict"
         )
     return ParameterSource(module, record=record)
+
+
+def set_quantized_aside(module: nn.Module, *, plan: Plan) -> Callable[[], None]:
+    """Make the quantized parameters of bitsandbytes and torchao plain attributes; return a function that undoes this.
+
+    Every rank keeps them whole and as they are: their bytes can be neither cut nor summed, and they are not trained.
+    Raises PlanError if there are some and the plan splits the model."""
+    found = [
+        (part, key, parameter)
+        for part in module.modules()
+        for key, parameter in part.named_parameters(recurse=False)
+        if type(parameter.data).__module__.startswith(QUANTIZING) or type(parameter).__module__.startswith(QUANTIZING)
+    ]
+    if found and max(plan.tp, plan.ep, plan.pp) > 1:
+        raise PlanError(f"'{plan}' would split quantized parameters, such as {found[0][1]}. Nearest: 'tp=1 ep=1 pp=1'")
+    for part, key, parameter in found:
+        delattr(part, key)
+        vars(part)[key] = parameter
+
+    def undo() -> None:
+        for part, key, parameter in found:
+            del vars(part)[key]
+            part.register_parameter(key, parameter)
+
+    return undo
 
 
 def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
