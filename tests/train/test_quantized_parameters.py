@@ -27,7 +27,7 @@ Packed.__module__ = "bitsandbytes.nn.modules"
 
 
 def packed(values: Tensor, scale: Tensor) -> Packed:
-    made = Packed(values, requires_grad=False)  # type: ignore[call-arg]
+    made = Packed(values, requires_grad=False)
     made.scale = scale
     return made
 
