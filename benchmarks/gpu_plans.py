@@ -36,6 +36,7 @@ SMALL: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+    "use_cache": False,
 }
 LATENT: Mapping[str, Any] = {
     "num_key_value_heads": 4,
@@ -136,6 +137,7 @@ def cases(ranks: int) -> Iterator[Case]:
         plans = ("dp=2 zero=3", "tp=2 sequence_parallel=1", "cp=2", "pp=2 microbatches=2", "dp=2 precision=bf16")
         yield from (Case(plan, name) for name in ("llama", "qwen2") if name in here for plan in plans)
         yield from (Case(plan, name) for name in mixtures for plan in ("dp=2 ep=2", "tp=2", "dp=2 zero=3"))
+        yield from (Case("tp=2 compile=blocks precision=bf16", name) for name in here)
     else:
         yield from (Case(plan) for plan in FOUR)
 

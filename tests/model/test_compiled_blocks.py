@@ -1,11 +1,14 @@
 """Blocks under compile=blocks: the same bits with the eager backend, one compilation for all blocks of one shape."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -100,6 +103,29 @@ def test_a_mixture_is_compiled_around_its_experts() -> None:
     expected = run(2, trained_mixture, args=("",))
     found = run(2, trained_mixture, args=("compile=blocks",))
     assert [losses for losses, _ in found] == [losses for losses, _ in expected]
+    assert sum(graphs for _, graphs in found) > 0
+
+
+def transformer(kind: str) -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"vocab_size": 32, "num_key_value_heads": 2, "use_cache": False, "num_local_experts": 4}
+    built: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more))
+    return built
+
+
+@pytest.mark.parametrize("kind, plan", [("llama", "tp=2"), ("mixtral", "tp=2"), ("mixtral", "dp=2 ep=2")])
+def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan: str) -> None:
+    def loss(output: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        return functional.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), 32
+
+    def losses(world: World, more: str) -> tuple[list[float], int]:
+        options = Options(compiler="eager")
+        build = partial(transformer, kind)
+        trainer = parallelize(build, f"{plan} {more}", world=world, loss=loss, options=options, lr=1e-2)
+        return [trainer.step(tokens(number)).loss for number in range(3)], trainer.compiled.graphs
+
+    expected, found = run(2, losses, args=("",)), run(2, losses, args=("compile=blocks",))
+    assert [one for one, _ in found] == [one for one, _ in expected]
     assert sum(graphs for _, graphs in found) > 0
 
 

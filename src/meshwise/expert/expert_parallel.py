@@ -34,7 +34,6 @@ from meshwise.model.find_mixtures import Mixture
 from meshwise.model.forward import ForwardReplay
 from meshwise.model.module_copy import set_sharded_class
 from meshwise.model.parameter_table import Placement
-from meshwise.model.torch_private import uncompiled
 from meshwise.plan import Plan, PlanError
 
 WIDTHS = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "hidden", "inner")
@@ -276,7 +275,7 @@ class SplitExperts(nn.Module):
 
     sharding: SplitMixture
 
-    @uncompiled
+    @gradient.uncompiled
     def forward(self, hidden: Tensor, *rest: Any, **named: Any) -> Tensor:
         """Return the mixture of all ranks' experts for this rank's tokens, with the arguments of the module's own."""
         own: Callable[..., Tensor] = super().forward
@@ -397,7 +396,7 @@ class CalledExpert(nn.Module):
 
     sharding: tuple[ExpertCalls, int]
 
-    @uncompiled
+    @gradient.uncompiled
     def forward(self, *rows: Tensor, **named: Any) -> Tensor:
         """Return the results of this rank's rows (…, features), wherever they are computed."""
         calls, number = self.sharding
@@ -420,7 +419,7 @@ class CallingModule(nn.Module):
 
     sharding: ExpertCalls
 
-    @uncompiled
+    @gradient.uncompiled
     def forward(self, *given: Any, **named: Any) -> Any:
         """Return the output of the module's own forward."""
         run, calls = functools.partial(super().forward, *given, **named), self.sharding

@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,6 @@ class LightDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def uncompiled(function: F) -> F:
-    """Let torch.compile run a function as it is, with all that the function calls."""
-    disabled: F = torch.compiler.disable(function)
-    return disabled
 
 
 def in_backward() -> bool:

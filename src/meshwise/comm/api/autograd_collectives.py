@@ -24,7 +24,7 @@ runs the backward of `.wait()` first and the backward of the call last."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,15 @@ Sizes: TypeAlias = Sequence[int] | None
 """Size of each rank's part along a dim, in group order. None stands for the default of the collective."""
 
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Let torch.compile run a function as it is, with all that it calls: a compiled block is cut at its collectives."""
+    disabled: F = torch.compiler.disable(function)
+    return disabled
+
+
 class PendingResult:
     """Result of a collective in progress; `wait` returns the tensor."""
 
@@ -49,6 +58,7 @@ class PendingResult:
         self._token = token
         self._result: Tensor | None = None
 
+    @uncompiled
     def wait(self) -> Tensor:
         """Block until the collective is complete, and return its result: the same tensor at every call."""
         if self._result is None:
@@ -307,6 +317,7 @@ class _Arrive(torch.autograd.Function):
         return gradient.new_empty(0), None
 
 
+@uncompiled
 def _start(name: str, x: Tensor, along: _Along, cat: _Along | None = None) -> PendingResult:
     passage = _Passage(name, along, cat or along)
     return PendingResult(passage, token=_Depart.apply(x, passage))

@@ -37,7 +37,7 @@ from torch.nn import functional
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import ANYWHERE, Layout
 from meshwise.model.parameter_table import Placement
-from meshwise.model.torch_private import in_backward, needed_gradients, uncompiled
+from meshwise.model.torch_private import in_backward, needed_gradients
 from meshwise.tensor.core.activation_reshard import sum_gradient_over_heads, to_inner_rows, to_stream_rows
 from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
 from meshwise.tensor.core.part import Norm, Part
@@ -147,7 +147,7 @@ class ShardedLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    @uncompiled
+    @gradient.uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return this rank's part of the linear's output."""
         return self.sharding(input, self.weight, self.bias)
@@ -156,7 +156,7 @@ class ShardedLinear(nn.Module):
 class ShardedHead(ShardedLinear):
     """Linear that returns logits, which stay split over the vocabulary."""
 
-    @uncompiled
+    @gradient.uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return the logits as `SplitLogits`, or as a plain tensor if one rank has them all."""
         return self.sharding.logits(input, weight=self.weight, bias=self.bias)
@@ -233,7 +233,7 @@ class ShardedEmbedding(nn.Embedding):
         head = self.sharding.head
         return TableWeight(parameter, size=self.sharding.shape, head=lambda x, part: head.logits(x, weight=part))
 
-    @uncompiled
+    @gradient.uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return the embeddings of token numbers `input`, with this rank's features."""
         return self.sharding(input, self._parameters["weight"])  # type: ignore[arg-type]
@@ -275,7 +275,7 @@ class ShardedNorm(nn.Module):
 
     sharding: SplitNorm
 
-    @uncompiled
+    @gradient.uncompiled
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of this rank's features `x`, with statistics over all features."""
         norm = self.sharding.norm
@@ -349,7 +349,7 @@ class ShardedBatchNorm(nn.Module):
 
     sharding: SplitStatistics
 
-    @uncompiled
+    @gradient.uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return the batch norm of this rank's features, and update the running statistics in training."""
         with self.sharding.narrowed(self):
@@ -378,7 +378,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         """False, so that torch's encoder layer does not pass all weights to a fused kernel."""
         return False
 
-    @uncompiled
+    @gradient.uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Return torch's results for torch's arguments: the output, and the attention weights of all ranks' heads."""
         bound = _SIGNATURE.bind(self, *args, **kwargs)
