@@ -1,6 +1,6 @@
 """Save and load the state of a training (`TrainingState`): all that the next step depends on, except the batch.
 
-parameter, optimizer, scalar, number,            first words of tensors' names (data_parallel.stored_slices)
+parameter, optimizer, scalar, number, whole,     first words of tensors' names (data_parallel.stored_slices)
 reduction, buffer
 replica/2/parameter, replica/2/optimizer, …      under a `sync` across steps: of replica 2; the names above: the mean
 rank/3/random                                    the random generators of rank 3; loaded only under the same plan
@@ -25,6 +25,7 @@ from meshwise.checkpoint.save_state import PendingSave
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import (
     OPTIMIZER_KINDS,
+    WHOLE,
     CheckpointRefill,
     RefillSlot,
     StoredSlice,
@@ -209,7 +210,7 @@ def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, Refill
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")
-        if kind in (*OPTIMIZER_KINDS, "reduction"):
+        if kind in (*OPTIMIZER_KINDS, "reduction", WHOLE):
             key, _, rest = rest.partition("/")
             found.setdefault(rest, {})[f"{kind}/{key}"] = RefillSlot(stored.dtype, stored.shape)
         elif kind == "parameter":

@@ -61,6 +61,8 @@ class DataParallel:
         self.storage = storage
         self.reduction = storage.reduction
         self.tiers = storage.tiers
+        self.owned: dict[nn.Parameter, ParameterRow] = {}
+        """Rows of the whole parameters whose optimizer state this rank has, by the key of the state."""
         here = table.on(world.mesh, rank=world.rank)
         self.units = [LiveUnit(unit, world=world, storage=storage) for unit in here.units]
         for unit in self.units:

@@ -6,18 +6,18 @@ Each parameter has an owner among the ranks that hold parts of it. A wave has on
     | owner 0 | gather a | f(a), gather c | send a, f(c) | send c |
     | owner 1 | gather b | f(b), gather d | send b, f(d) | send d |
 
-The largest remaining parameter goes to the owner with the least work so far, taken as elements times smallest dim.
-Elements sent for a parameter of n elements, over all its G ranks; each arrow is one all-to-all of a wave:
+The largest remaining parameter goes to the owner with the fewest elements so far. Elements sent for a parameter of n
+elements and k gathered tensors (a gradient; the parameter too), over all its G ranks; an arrow is one all-to-all of a wave:
 
     |                               to the owner     from the owner
-    | split over all G ranks        n (G-1)/G        n (G-1)/G
+    | split over all G ranks        k n (G-1)/G      n (G-1)/G
     | whole on each rank (zero=0)   none, no call    n (G-1)
 
 With copies, as along dp under zero=0, the copy nearest to the owner sends."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from meshwise.data_parallel.bucket_place import BucketPlace
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import slice_pieces
-from meshwise.model.full_parameter_access import Groups, SlicePart, WholeFunction
+from meshwise.model.full_parameter_access import Groups, OwnedTensor, SlicePart, WholeFunction, key_of
 from meshwise.model.parameter_table import ParameterRow
 
 
@@ -44,12 +44,18 @@ class RankPart(NamedTuple):
 class OwnedParameter(NamedTuple):
     """A parameter with its owner (an index of the group), and the parts of all ranks of the group, in group order.
 
-    | slices   (optimizer's slice, elements of it) for each slice of this rank that has elements of the parameter"""
+    | slices   (optimizer's slice, elements of it) for each slice of this rank that has elements of the parameter
+    | key      as in `OwnedTensor`"""
 
     row: ParameterRow
     owner: int
     parts: tuple[RankPart, ...]
     slices: tuple[tuple[nn.Parameter, slice], ...]
+    key: nn.Parameter
+
+
+Values: TypeAlias = Sequence[Mapping[nn.Parameter, Tensor]]
+"""Tensors of the shapes of the optimizer's slices, by slice. Results are written to the first ones."""
 
 
 class Wave(NamedTuple):
@@ -60,17 +66,17 @@ class Wave(NamedTuple):
     dtype: torch.dtype
     owned: Sequence[OwnedParameter | None]
 
-    def steps(
-        self, values: Mapping[nn.Parameter, Tensor], *, function: WholeFunction, dtype: torch.dtype | None
-    ) -> Iterator[None]:
+    def steps(self, values: Values, *, function: WholeFunction, dtype: torch.dtype | None) -> Iterator[None]:
         """Start to gather the parameters; then compute this rank's one and start to send the result; then store."""
         world, mesh, me = self.world, self.world.mesh, self.world.group(self.axes).index
         nothing = torch.empty(0, dtype=dtype or self.dtype, device=world.device)
         own, mine = self.owned[me], [(one, one.parts[me]) if one else None for one in self.owned]
 
-        received = [nothing.new_empty(part.sent) for part in own.parts] if own else [nothing for _ in self.owned]
+        received = [nothing for _ in self.owned]
+        if own:
+            received = [nothing.new_empty(part.sent * len(values)) for part in own.parts]
         sends = [
-            torch.cat([nothing, *(values[p].view(-1)[here].to(nothing.dtype) for p, here in it[0].slices)])
+            torch.cat([each[p].view(-1)[here].to(nothing.dtype) for each in values for p, here in it[0].slices])
             if it and it[1].sent
             else nothing
             for it in mine
@@ -84,7 +90,8 @@ class Wave(NamedTuple):
         work.wait()
         sends = [nothing for _ in self.owned]
         if own:
-            result = function(own.row.name, _full(own, received, world)).to(nothing.dtype)
+            gathered = zip(*(part.tensor_split(len(values)) for part in received), strict=True)
+            result = function(own.key, *(_full(own, parts, world) for parts in gathered)).to(nothing.dtype)
             for index, part in enumerate(own.parts):
                 there = own.row.part(result, mesh=mesh, rank=part.rank).reshape(-1)
                 sends[index] = there[part.start : part.stop]
@@ -94,7 +101,7 @@ class Wave(NamedTuple):
         work.wait()
         for one, flat in zip(self.owned, received, strict=True):
             for parameter, here in one.slices if one else ():
-                values[parameter].view(-1)[here], flat = flat.tensor_split([here.stop - here.start])
+                values[0][parameter].view(-1)[here], flat = flat.tensor_split([here.stop - here.start])
 
 
 class ParameterOwners:
@@ -109,21 +116,23 @@ class ParameterOwners:
                 if piece.row.name in names:
                     mesh, held = bucket.world.mesh, dict(piece.row.held_at)
                     key = tuple(axis for axis in mesh.names if axis not in held), bucket.master.dtype
-                    cost = piece.row.numel * min(piece.row.shape, default=1)
-                    found.setdefault(key, []).append((cost, bucket, number))
+                    found.setdefault(key, []).append((piece.row.numel, bucket, number))
         self._waves: list[Wave] = []
+        self.own: list[OwnedParameter] = []
+        """The parameters that this rank computes."""
         for (axes, dtype), pieces in found.items():
             world = pieces[0][1].world
             queues: list[list[OwnedParameter]] = [[] for _ in world.group(axes).ranks]
             loads = [0] * len(queues)
-            for cost, bucket, number in sorted(pieces, key=lambda one: -one[0]):
+            for numel, bucket, number in sorted(pieces, key=lambda one: -one[0]):
                 owner = loads.index(min(loads))
-                loads[owner] += cost
+                loads[owner] += numel
                 queues[owner].append(_owned(bucket, number, owner=owner, axes=axes))
+            self.own += queues[world.group(axes).index]
             self._waves += [Wave(world, axes, dtype, owned) for owned in zip_longest(*queues)]
 
-    def run(self, values: Mapping[nn.Parameter, Tensor], *, function: WholeFunction, dtype: torch.dtype | None) -> None:
-        """Replace the `values` of each parameter by `function(name, full tensor)`; arguments as in `LogicalTensors`."""
+    def run(self, values: Values, *, function: WholeFunction, dtype: torch.dtype | None) -> None:
+        """Replace `values[0]` of each parameter by `function(key, full tensors)`; arguments as in `LogicalTensors`."""
         waves = [wave.steps(values, function=function, dtype=dtype) for wave in self._waves]
         for last in range(len(waves) + 2):
             for wave in reversed(waves[max(0, last - 2) : last + 1]):
@@ -163,7 +172,9 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
         near = all(mesh.coordinate(rank)[axis] == mesh.coordinate(ranks[owner])[axis] for axis in copies)
         parts.append(RankPart(rank, low, high, near * (high - low)))
     own = slice_pieces(bucket, within=(piece.start, piece.stop))
-    return OwnedParameter(piece.row, owner, tuple(parts), tuple((parameter, here) for parameter, _, here, _ in own))
+    assert bucket.master is not None
+    key = key_of(piece.row.shape, dtype=bucket.master.dtype, device=bucket.device)
+    return OwnedParameter(piece.row, owner, tuple(parts), tuple((p, here) for p, _, here, _ in own), key)
 
 
 class LogicalSlices:
@@ -202,19 +213,29 @@ class LogicalSlices:
         world.all_reduce(totals, axes=world.mesh.names).wait()
         return dict(zip(self._names, totals, strict=True))
 
+    def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
+        """Return the whole parameters of `groups` that this rank computes, and let checkpoints have their state."""
+        group_of = {name: group for group in groups for name in group["names"]}
+        own = self._owners_of(groups).own
+        self._engine.owned.update((one.key, one.row) for one in own)
+        return [OwnedTensor(one.row.name, one.key, group_of[one.row.name]) for one in own]
+
     def map_whole(
         self,
         values: Mapping[nn.Parameter, Tensor],
-        *,
+        *more: Mapping[nn.Parameter, Tensor],
         groups: Groups,
         function: WholeFunction,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Replace the `values` of each whole parameter of `groups` by `function` of them; see `LogicalTensors`."""
+        self._owners_of(groups).run((values, *more), function=function, dtype=dtype)
+
+    def _owners_of(self, groups: Groups) -> ParameterOwners:
         names = frozenset(name for group in groups for name in group["names"])
         if names not in self._owners:
             self._owners[names] = ParameterOwners(self._engine.buckets, names=names)
-        self._owners[names].run(values, function=function, dtype=dtype)
+        return self._owners[names]
 
 
 def whole_tensors(values: Mapping[nn.Parameter, Tensor], *, engine: DataParallel) -> Iterator[tuple[str, Tensor]]:

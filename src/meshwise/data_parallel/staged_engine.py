@@ -28,6 +28,7 @@ class Engine:
         `ranks`: for each stage of the model, the index along `pp` of the rank that holds it."""
         self.world = world
         self.tiers = next(iter(stages.values())).tiers
+        self.owned: dict[nn.Parameter, ParameterRow] = {}
         self._stages = stages
         self._ranks = ranks
         own = {}

@@ -13,6 +13,8 @@ The slot of a tensor is its kind, for some kinds with a key after a slash:
     | optimizer/exp_avg    optimizer state of the shape of the parameter
     | scalar/step          optimizer state that is a tensor of one element
     | number/step          optimizer state that is a Python number
+    | whole/layout         state of a parameter that one rank computes whole (JSON, as bytes), with the numbers of its
+    |                      tensors whole/0, whole/1, …, which may have any shape
     | reduction/error      state of the reduction, of the shape of the parameter
     | buffer               a persistent buffer of the module
 
@@ -23,6 +25,7 @@ state only after its first step. It is created slice by slice from the checkpoin
 more than its plan needs."""
 
 import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,6 +34,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from meshwise.base.tensor_tree import map_tensors
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPiece, Options
 from meshwise.data_parallel.staged_engine import Engine
@@ -128,6 +132,9 @@ def slices_to_save(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Itera
                 for piece in bucket.place.pieces:
                     yield from _owned(bucket, piece, optimizer)
                 yield from _reduction_state(bucket)
+    for key, row in engine.owned.items():
+        if not row.counted_elsewhere:
+            yield from _whole_state(row.name, optimizer.state.get(key, {}))
     # Several stages may hold copies of one buffer.
     yield from {held.name: held for held in buffers(engine.modules) if engine.saves(held.name)}.values()
 
@@ -201,6 +208,23 @@ def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
                 yield dataclasses.replace(part, stable=False)  # it changes in the backward
 
 
+def _whole_state(name: str, state: Mapping[str, Any]) -> Iterator[StoredSlice]:
+    """Yield the state of one parameter, of any structure. Raises ValueError for a value that JSON cannot hold."""
+    found: list[Tensor] = []
+
+    def numbered(tensor: Tensor) -> Mapping[str, int]:
+        found.append(tensor.detach())
+        return {_TENSOR: len(found) - 1}
+
+    try:
+        text = json.dumps(map_tensors(numbered, state))
+    except TypeError as error:
+        raise ValueError(f"the optimizer's state of {name} cannot be saved: {error}") from error
+    layout = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    for slot, tensor in [("layout", layout), *enumerate(found)]:
+        yield StoredSlice.of_full(tensor, name=name, slot=f"{WHOLE}/{slot}")
+
+
 def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:
     """Return whether this rank saves the first element of the full parameter, and its scalars; one rank does."""
     here = part.slices_of(piece, slot="parameter", within=part.bucket.shard)
@@ -236,6 +260,10 @@ Slots: TypeAlias = Mapping[str, RefillSlot]
 
 OPTIMIZER_KINDS = ("optimizer", "scalar", "number")
 """Kinds of optimizer state, the first words of their slots: tensors, one-element tensors, Python numbers."""
+WHOLE = "whole"
+"""Kind of the optimizer state of parameters that one rank computes whole."""
+_TENSOR = "tensor of meshwise"
+"""Key of an object of `whole/layout` that stands for a tensor; its value is the number of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +293,7 @@ class CheckpointRefill:
         self._slots = slots
         self._numbers: list[_Number] = []
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        self._whole: dict[nn.Parameter, dict[str, Tensor]] = {}
         rows = {row.name for row in engine.table.rows}
         if unknown := sorted(slots.keys() - rows):
             raise ValueError(f"the checkpoint has parameters that the model has not: {_some(unknown)}")
@@ -292,6 +321,8 @@ class CheckpointRefill:
             for (part, parameter), (options, _) in zip(optimizer_slices(bucket), bucket.slices, strict=True):
                 yield from self._state(part, parameter, options)
             yield from self._reduction_state(bucket)
+        for key, row in self._engine.owned.items():
+            yield from self._whole_slots(key, self._slots[row.name], row.name)
         yield from buffers(self._engine.modules)
 
     def finish(self) -> None:
@@ -312,7 +343,35 @@ class CheckpointRefill:
             self._optimizer.state.pop(parameter, None)
             if state:
                 self._optimizer.state[parameter] = state
-        self._numbers, self._states = [], []
+        for key, tensors in self._whole.items():
+            self._optimizer.state.pop(key, None)
+            if tensors:
+                self._optimizer.state[key] = self._whole_state(key, tensors)
+        self._numbers, self._states, self._whole = [], [], {}
+
+    def _whole_slots(self, key: nn.Parameter, slots: Slots, name: str) -> Iterator[StoredSlice]:
+        """Create the tensors of a whole parameter's state, and yield the slices to fill."""
+        self._whole[key] = {}
+        for slot, saved in slots.items():
+            if slot.startswith(f"{WHOLE}/"):
+                dtype = key.dtype if saved.shape and saved.dtype == slots["parameter"].dtype else saved.dtype
+                self._whole[key][slot] = torch.empty(saved.shape, dtype=dtype)
+                yield StoredSlice.of_full(self._whole[key][slot], name=name, slot=slot)
+
+    def _whole_state(self, key: nn.Parameter, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the state of a whole parameter, with its tensors on the parameter's device, or a count on the CPU."""
+
+        def tensor_of(found: dict[str, Any]) -> Any:
+            return tensors[f"{WHOLE}/{found[_TENSOR]}"] if _TENSOR in found else found
+
+        text = bytes(tensors[f"{WHOLE}/layout"].tolist())
+        state: dict[str, Any] = json.loads(text, object_hook=tensor_of)
+        counts_here = any(group.get("fused") or group.get("capturable") for group in self._optimizer.param_groups)
+        stays = () if counts_here else ("step",)  # as torch's `load_state_dict` has it
+        return {
+            name: it if name in stays else map_tensors(lambda tensor: tensor.to(key.device), it)
+            for name, it in state.items()
+        }
 
     def _common_keys(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the slots of the optimizer's state of parameters. Raises ValueError if they differ between these.

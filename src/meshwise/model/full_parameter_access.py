@@ -20,16 +20,16 @@ parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and rece
                         step = gradients[p].view(-1)[here] / squares[part.name].sqrt()
                         p.data.view(-1)[here] -= group["lr"] * step
 
-A class that needs matrices computes each of them on one rank, by a function of the name and the full tensor:
+A class that needs matrices computes each of them on one rank, by a function of a key and the full tensor:
 
-    self.logical.map_whole(gradients, groups=self.param_groups, function=lambda name, full: orthogonal(full))
+    self.logical.map_whole(gradients, groups=self.param_groups, function=lambda key, full: orthogonal(full))
 
 `logical` is a `LogicalTensors`: a `WholeParameters` on one process, a `LogicalSlices` under a plan. Every rank must
 call its methods in the same order. Every slice has a gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +45,26 @@ class SlicePart:
     shape: tuple[int, ...]
 
 
-WholeFunction: TypeAlias = Callable[[str, Tensor], Tensor]
-"""Function from a parameter's name and a full tensor of the parameter's shape to a new tensor of this shape."""
+WholeFunction: TypeAlias = Callable[..., Tensor]
+"""Function from the `key` of an `OwnedTensor` and one or more full tensors of its shape to a tensor of this shape."""
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """Parameter groups of an optimizer (`optimizer.param_groups`), or some of them."""
+
+
+class OwnedTensor(NamedTuple):
+    """A whole parameter that this rank computes, and its parameter group.
+
+    `key`: has the full shape and the dtype of the masters, but no memory; for the optimizer's state of the parameter."""
+
+    name: str
+    key: nn.Parameter
+    group: Mapping[str, Any]
+
+
+def key_of(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Return the `key` of an `OwnedTensor`: a parameter of one stored element, expanded to `shape`."""
+    return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(*shape))
 
 
 NEEDS = ("norms", "matrices")
@@ -65,10 +80,13 @@ class LogicalTensors(Protocol):
     def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
         """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective)."""
 
+    def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
+        """Return the whole parameters of `groups` that `map_whole` computes on this rank."""
+
     def map_whole(
         self,
         values: Mapping[nn.Parameter, Tensor],
-        *,
+        *more: Mapping[nn.Parameter, Tensor],
         groups: Groups,
         function: WholeFunction,
         dtype: torch.dtype | None = None,
@@ -76,10 +94,12 @@ class LogicalTensors(Protocol):
         """Replace the `values` of each whole parameter of `groups` by `function` of them (collectives).
 
         | values    a tensor of the shape of each slice of `groups`, by slice; it is overwritten
+        | more      further tensors by slice, as further arguments of `function`
         | groups    parameter groups of the optimizer: the same on every rank, even if the rank has no slice of them
         | dtype     dtype in which tensors travel, and which `function` gets; None: the dtype of the slices
 
-        `function` runs on one rank for each parameter, so it must depend on its arguments alone."""
+        `function` runs on one rank for each parameter, and gets tensors that it may change. It must depend on its
+        arguments alone, and on state that only this rank needs."""
 
 
 class WholeParameters:
@@ -87,6 +107,7 @@ class WholeParameters:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._names = {parameter: name for name, parameter in parameters.items()}
+        self._keys = {p: key_of(p.shape, dtype=p.dtype, device=p.device) for p in parameters.values()}
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
         """Return one part, the whole parameter."""
@@ -96,14 +117,19 @@ class WholeParameters:
         """Return the squared 2-norms of the tensors: fp64 scalars by parameter name."""
         return {self._names[key]: torch.linalg.vector_norm(value).double() ** 2 for key, value in values.items()}
 
+    def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
+        """Return all parameters of `groups`."""
+        return [OwnedTensor(self._names[p], self._keys[p], group) for group in groups for p in group["params"]]
+
     def map_whole(
         self,
         values: Mapping[nn.Parameter, Tensor],
-        *,
+        *more: Mapping[nn.Parameter, Tensor],
         groups: Groups,  # noqa: ARG002 - they say which parameters other ranks have
         function: WholeFunction,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Replace each tensor of `values` by `function` of it."""
+        """Replace each tensor of `values` by `function` of it and of `more`."""
         for parameter, value in values.items():
-            value.copy_(function(self._names[parameter], value.to(dtype or value.dtype)))
+            full = (each[parameter].to(dtype or value.dtype, copy=True) for each in (values, *more))
+            value.copy_(function(self._keys[parameter], *full))

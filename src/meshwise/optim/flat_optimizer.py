@@ -9,13 +9,15 @@ Hyperparameters of groups are saved and restored by parameter name. torch's `sta
 so it fits only one plan. Names fit every plan."""
 
 import inspect
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from meshwise.base.tensor_tree import tensors
 from meshwise.model.full_parameter_access import NEEDS, LogicalTensors
 from meshwise.model.parameter_table import ParameterOptions
 
@@ -89,11 +91,13 @@ OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
 
 NEED_WHOLE_TENSORS: Mapping[str, str] = {
     "Adafactor": "it factors the second moment of a matrix into rows and columns",
-    "Muon": "it orthogonalises the momentum of a whole matrix; meshwise.optim.Muon does it under a plan",
+    "Muon": "it orthogonalises the momentum of a whole matrix",
     "LBFGS": "it takes inner products over the whole model and calls the loss several times a step",
     "SparseAdam": "it needs sparse gradients, and buckets are dense",
 }
 """Why torch's optimizers of these names cannot update slices; classes derived from them are refused too."""
+NEED_MORE = ("LBFGS", "SparseAdam")
+"""Those of `NEED_WHOLE_TENSORS` that `whole` refuses too."""
 
 
 def build_optimizer(
@@ -119,14 +123,9 @@ def build_optimizer(
             "parallelize(…, optimizer=torch.optim.AdamW, lr=3e-4)"
         )
     own = needs_whole(optimizer)
-    base = next((base.__name__ for base in optimizer.__mro__ if base.__name__ in NEED_WHOLE_TENSORS), None)
-    if base is not None and not own:
-        derived = "" if base == optimizer.__name__ else f", as a kind of {base},"
-        raise ValueError(
-            f"{optimizer.__name__}{derived} cannot run on slices of parameters: {NEED_WHOLE_TENSORS[base]}; use an "
-            "elementwise optimizer such as AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or Lion-like ones"
-        )
-    if own:
+    if not own:
+        refuse_bases(optimizer, names=NEED_WHOLE_TENSORS)
+    else:
         arguments["logical"] = logical
     accepted = inspect.signature(optimizer).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
@@ -136,9 +135,9 @@ def build_optimizer(
         )
     if not own and (how := slice_difference(optimizer, arguments=arguments)):
         raise ValueError(
-            f"{optimizer.__name__} needs whole parameters, but ranks update flat slices of them: {how}. Add the line "
-            f'`needs = "norms"` (or "matrices") to the class, and take whole tensors from its argument `logical`, as '
-            "in meshwise/model/full_parameter_access.py; or use AdamW"
+            f"{optimizer.__name__} needs whole parameters, but ranks update flat slices of them: {how}. Run the class "
+            f"on whole tensors: optimizer=meshwise.optim.whole({optimizer.__name__}); or declare what it `needs`, as in "
+            "meshwise/model/full_parameter_access.py"
         )
     adagrad = issubclass(optimizer, torch.optim.Adagrad)  # fused on CPUs alone
     slices = [parameter for group in groups for parameter in group["params"]]
@@ -146,6 +145,20 @@ def build_optimizer(
     if plain and "fused" in accepted and not IMPLEMENTATIONS & set(arguments):
         arguments["fused"] = True
     return optimizer(groups, **arguments)
+
+
+def refuse_bases(optimizer: OptimizerClass, *, names: Iterable[str]) -> None:
+    """Raise ValueError if the class or one of its bases has one of `names`, which are keys of `NEED_WHOLE_TENSORS`."""
+    base = next((base.__name__ for base in optimizer.__mro__ if base.__name__ in names), None)
+    if base is None:
+        return
+    name, module = optimizer.__name__, optimizer.__module__
+    where = name if module.startswith("torch.") else f"{module}:{name}"
+    instead = f"run it on whole tensors: optimizer=meshwise.optim.whole({name}), in a job name = \"whole:{where}\""
+    if base in NEED_MORE:
+        instead = "use AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or another elementwise optimizer"
+    derived = "" if base == name else f", as a kind of {base},"
+    raise ValueError(f"{name}{derived} cannot run on slices of parameters: {NEED_WHOLE_TENSORS[base]}; {instead}")
 
 
 def default_options(optimizer: object, *, module: nn.Module) -> ParameterOptions | None:
@@ -171,16 +184,10 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors of the optimizer's state on this rank, each once."""
-    tensors = {
-        id(value): value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    }
-    return list(tensors.values())
+    return list({id(tensor): tensor for state in optimizer.state.values() for tensor in tensors(state)}.values())
 
 
-def slice_difference(optimizer: type[torch.optim.Optimizer], *, arguments: Mapping[str, Any]) -> str:
+def slice_difference(optimizer: OptimizerClass, *, arguments: Mapping[str, Any], single: bool = False) -> str:
     """Return as text how updates of slices differ from updates of whole parameters; "" if they do not.
 
     A rank updates flat slices, which may hold the end of one parameter and the beginning of the next. So the class is
@@ -188,36 +195,48 @@ def slice_difference(optimizer: type[torch.optim.Optimizer], *, arguments: Mappi
 
         whole     | matrix (3, 4)               | vector (5,) |
         slices    | slice of 7       | slice of 10             |
+        single    | matrix (3, 4)               | and apart from it the vector (5,)
 
-    Return "" too for a class of `torch.optim`, and for a class whose steps on whole parameters raise an error.
-    Torch's CPU generator is left as it was."""
+    With `single`, the other trial has an optimizer for each parameter, as `whole` has. Return "" too for a class of
+    `torch.optim`, and for a class whose steps on whole parameters raise an error. Torch's CPU generator is left as it
+    was."""
     if optimizer.__module__.partition(".")[0] == "torch":
         return ""
     start = torch.linspace(-1.0, 1.5, sum(_CUTS))
+    parts = start.split([math.prod(shape) for shape in _SHAPES])
+    parameters = [part.view(shape) for part, shape in zip(parts, _SHAPES, strict=True)]
     with torch.random.fork_rng(devices=[]):
         try:
-            parts = zip(start.split([math.prod(shape) for shape in _SHAPES]), _SHAPES, strict=True)
-            whole = _trained(optimizer, [part.view(shape) for part, shape in parts], arguments)
+            whole = _trained(optimizer, parameters, arguments)
         except Exception:  # noqa: BLE001 - a user's class may fail in any way
             return ""
     with torch.random.fork_rng(devices=[]):
         try:
-            sliced = _trained(optimizer, list(start.split(_CUTS)), arguments)
+            if single:
+                before = [0, *itertools.accumulate(part.numel() for part in parts)]
+                each = zip(parameters, before, strict=False)
+                sliced = torch.cat([_trained(optimizer, [one], arguments, first=first) for one, first in each])
+            else:
+                sliced = _trained(optimizer, start.split(_CUTS), arguments)
         except Exception as error:  # noqa: BLE001
             return f"in a trial its step on slices raised {type(error).__name__}: {error}"
     apart, moved = float((sliced - whole).abs().max()), float((whole - start).abs().max())
     if not bool(whole.isfinite().all()) or apart <= _BOUND * moved:
         return ""
-    return f"in a trial its updates of slices were off by up to {apart / max(moved, 1e-30):.0%}"
+    what = "single parameters" if single else "slices"
+    return f"in a trial its updates of {what} were off by up to {apart / max(moved, 1e-30):.0%}"
 
 
-def _trained(kind: type[torch.optim.Optimizer], values: Sequence[Tensor], arguments: Mapping[str, Any]) -> Tensor:
-    """Return all elements after a few steps from `values`, with gradients that depend on the element and the step."""
+def _trained(kind: OptimizerClass, values: Sequence[Tensor], arguments: Mapping[str, Any], first: int = 0) -> Tensor:
+    """Return all elements after a few steps from `values`, with gradients that depend on the element and the step.
+
+    first: number of the first element."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(value.clone()) for value in values]
     tried = kind(parameters, **arguments)
+    begin = first
     for step in range(_STEPS):
-        first = 0
+        first = begin
         for parameter in parameters:
             numbers = torch.arange(first, first + parameter.numel(), dtype=torch.float32)
             parameter.grad = torch.cos(numbers * (step + 1)).view_as(parameter)

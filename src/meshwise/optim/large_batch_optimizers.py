@@ -113,7 +113,7 @@ class Muon(WholeParameterOptimizer):
             dtype = None if group["dtype"] is None else getattr(torch, group["dtype"])
             how = {"steps": group["ns_steps"], "coefficients": group["ns_coefficients"], "eps": group["eps"]}
 
-            def orthogonal(_: str, full: Tensor, how: Any = how) -> Tensor:
+            def orthogonal(_: nn.Parameter, full: Tensor, how: Any = how) -> Tensor:
                 return orthogonalize(full.flatten(1), **how).reshape(full.shape)
 
             self.logical.map_whole(updates, groups=[group], function=orthogonal, dtype=dtype)

@@ -172,7 +172,8 @@ class OptimizerJob:
 
     name: str = "AdamW"
     """Name of the class in torch.optim; `Muon`, `LAMB` or `LARS` of meshwise.optim; or `package.module:Class` or
-    `path/to/file.py:Class`. `Muon` needs `rest`."""
+    `path/to/file.py:Class`. `Muon` needs `rest`. `whole:` before a name runs the class on whole tensors, each on one
+    rank: `whole:Adafactor`, `whole:pytorch_optimizer:SOAP`."""
     lr: float = 1e-3
     """Peak learning rate; the schedule scales it."""
     weight_decay: float | None = None

@@ -23,6 +23,7 @@ from meshwise.model.parameter_table import ParameterOptions
 from meshwise.optim.flat_optimizer import build_optimizer, needs_whole
 from meshwise.optim.large_batch_optimizers import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
+from meshwise.optim.whole_tensors import whole
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags_and_toml import flags_of, parse_flags
@@ -153,14 +154,16 @@ def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> Optim
         for kind in vars(module).values()
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
+    is_whole, name = name.startswith("whole:"), name.removeprefix("whole:")
     if ":" not in name and name not in kinds:
         near, known = _nearest(name, kinds), ", ".join(kinds)
         hint = near if known in near else f"{near} The classes are {known}"
         raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}")
     found: Any = kinds[name] if name in kinds else locate(name, key=f"{key}.name")
-    access = {"logical": None} if needs_whole(found) else {}
-    bind(partial(found, [], **access), arguments=arguments, key=key)
     try:
+        found = whole(found) if is_whole else found
+        access = {"logical": None} if needs_whole(found) else {}
+        bind(partial(found, [], **access), arguments=arguments, key=key)
         _trial(found, arguments)
     except (TypeError, ValueError) as error:
         raise JobError(f"{key}.name = {name!r} with {arguments}: {error}") from error

@@ -1,0 +1,85 @@
+"""Run an optimizer class on whole tensors, each of them on one rank (`whole`): Adafactor, Shampoo, any class of torch's.
+
+An update by rows, columns, norms or matrices is another algorithm on a slice. Here a step of the class itself runs for
+each parameter on the rank that owns it, with one instance of the class for each parameter:
+
+    slices of values and gradients ── gathered on the owner ── step of the class ── new values ── slices
+
+`data_parallel/logical_slices.py` has the division among the ranks, and the bytes. The state of a parameter exists on
+its owner alone, whatever tensors it has; a checkpoint holds them whole."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.model.full_parameter_access import LogicalTensors
+from meshwise.optim.flat_optimizer import NEED_MORE, OptimizerClass, refuse_bases, slice_difference
+
+GROUP = "group"
+"""Key of a parameter's state: the values that the step of the class wrote into its parameter group, such as a count."""
+
+
+class WholeTensors(torch.optim.Optimizer):
+    """Optimizer that steps the class `kind` on whole tensors. `whole` makes a subclass for a class.
+
+    Groups and their values are those of `kind`, so a scheduler sets its rates. Raises ValueError if updates of `kind`
+    depend on other parameters, or if `kind` refuses a parameter."""
+
+    needs = "matrices"
+    kind: ClassVar[OptimizerClass]
+
+    def __init__(self, params: Iterable[Any], *, logical: LogicalTensors, **arguments: Any) -> None:
+        kind = self.kind
+        if how := slice_difference(kind, arguments=arguments, single=True):
+            raise ValueError(
+                f"{kind.__name__} updates a parameter by the others' too (or by random draws), and whole() steps each "
+                f"alone: {how}; use AdamW"
+            )
+        super().__init__(params, kind([nn.Parameter(torch.zeros(1, 1))], **arguments).defaults)
+        self.logical = logical
+        self._steps: dict[nn.Parameter, tuple[dict[str, Any], torch.optim.Optimizer]] = {}
+        for name, key, group in logical.owned(self.param_groups):
+            try:
+                one = kind([{**_values(group), "params": [key]}], **arguments)
+            except ValueError as error:
+                raise ValueError(f"{kind.__name__} refuses {name!r} of shape {tuple(key.shape)}: {error}") from error
+            self._steps[key] = group, one
+            self.state.update(one.state)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
+        """Update all parameters. Every rank calls it."""
+        slices = [p for group in self.param_groups for p in group["params"]]
+        values, gradients = {p: p.detach() for p in slices}, {p: p.grad for p in slices}
+        self.logical.map_whole(values, gradients, groups=self.param_groups, function=self._stepped)
+
+    def _stepped(self, key: nn.Parameter, value: Tensor, gradient: Tensor) -> Tensor:
+        """Return the values of a parameter after a step of the class. Between steps, `key` has no memory."""
+        group, one = self._steps[key]
+        written = self.state[key].pop(GROUP, {})
+        before = {**_values(group), **written}
+        one.param_groups, one.state = [{**before, "params": [key]}], self.state
+        nothing, key.data, key.grad = key.data, value, gradient
+        one.step()
+        result, key.data, key.grad = key.data, nothing, None
+        written |= {name: it for name, it in _values(one.param_groups[0]).items() if it is not before.get(name)}
+        if written:
+            self.state[key][GROUP] = written
+        return result
+
+
+def _values(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a group."""
+    return {name: value for name, value in group.items() if name not in ("params", "names")}
+
+
+def whole(kind: OptimizerClass) -> OptimizerClass:
+    """Return an optimizer class that steps `kind` on whole tensors: `parallelize(…, optimizer=whole(Adafactor), lr=1e-2)`.
+
+    It takes the arguments of `kind`. Raises ValueError for LBFGS and SparseAdam, and for what is no optimizer class."""
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ValueError(f"whole({kind!r}) needs an optimizer class: whole(torch.optim.Adafactor)")  # noqa: TRY004
+    refuse_bases(kind, names=NEED_MORE)
+    return type(f"whole({kind.__name__})", (WholeTensors,), {"kind": kind, "__doc__": kind.__doc__})
