@@ -163,6 +163,13 @@ def test_verify_finds_the_norm_of_a_shard() -> None:
     assert wrong.first is not None
 
 
+@pytest.mark.parametrize("name", ["lamb", "muon"])
+@pytest.mark.parametrize("plan", ["dp=2 sync=local every=2", "dp=2 tp=2 sync=diloco every=2"])
+def test_replicas_that_differ_keep_norms_and_matrices_of_their_own(name: str, plan: str) -> None:
+    model = functools.partial(build, tied=True)
+    assert verify(model, next_token_loss, batches(), plan, **TRAININGS[name]).ok
+
+
 def test_state_is_loaded_under_another_plan(tmp_path: Any) -> None:
     training = TRAININGS["muon"]
 

@@ -82,7 +82,7 @@ def trained(world: World, plan: str, optimizer: type[torch.optim.Optimizer], arg
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2", "dp=2 zero=3"])
 @pytest.mark.parametrize("optimizer", [Lamb, RowWise, DecaysMatrices])
 def test_a_class_that_looks_at_whole_parameters_is_refused(plan: str, optimizer: type[torch.optim.Optimizer]) -> None:
-    said = rf'{optimizer.__name__} needs whole parameters.*off by up to \d+%.*optimizer=meshwise\.optim\.whole'
+    said = rf"{optimizer.__name__} needs whole parameters.*off by up to \d+%.*optimizer=meshwise\.optim\.whole"
     with pytest.raises(ValueError, match=said):
         run(1 if plan == "dp=1" else 2, trained, args=(plan, optimizer, {"lr": 0.1}))
 

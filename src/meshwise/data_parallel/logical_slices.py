@@ -7,7 +7,7 @@ Each parameter has an owner among the ranks that hold parts of it. A wave has on
     | owner 1 | gather b | f(b), gather d | send b, f(d) | send d |
 
 The largest remaining parameter goes to the owner with the fewest elements so far. Elements sent for a parameter of n
-elements and k gathered tensors (a gradient; the parameter too), over all its G ranks; an arrow is one all-to-all of a wave:
+elements and k gathered tensors (a gradient; the parameter too), over all its G ranks; an arrow is one all-to-all:
 
     |                               to the owner     from the owner
     | split over all G ranks        k n (G-1)/G      n (G-1)/G
@@ -115,7 +115,8 @@ class ParameterOwners:
             for number, piece in enumerate(bucket.place.pieces):
                 if piece.row.name in names:
                     mesh, held = bucket.world.mesh, dict(piece.row.held_at)
-                    key = tuple(axis for axis in mesh.names if axis not in held), bucket.master.dtype
+                    axes = tuple(axis for axis in mesh.names if axis not in (*held, *bucket.storage.sync_axes))
+                    key = axes, bucket.master.dtype
                     found.setdefault(key, []).append((piece.row.numel, bucket, number))
         self._waves: list[Wave] = []
         self.own: list[OwnedParameter] = []
@@ -180,12 +181,14 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
 class LogicalSlices:
     """`LogicalTensors` that an optimizer receives as `logical` under a plan.
 
-    `squared_norms` is one all-reduce over all ranks, of one fp64 number for each trainable parameter. The bytes of
-    `map_whole` are in `parameter_owners`."""
+    `squared_norms` is one all-reduce of one fp64 number for each trainable parameter, over all ranks that do not differ
+    under a `sync` across steps. The table of the file has the bytes of `map_whole`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._names = [row.name for row in engine.table.rows if row.trainable]
+        differ = {axis for bucket in engine.buckets for axis in bucket.storage.sync_axes}  # replicas that differ now
+        self._axes = tuple(axis for axis in engine.world.mesh.names if axis not in differ)
         self._parts: dict[nn.Parameter, list[SlicePart]] = {}
         self._owners: dict[frozenset[str], ParameterOwners] = {}
         for bucket in engine.buckets:
@@ -210,7 +213,7 @@ class LogicalSlices:
                     if parameter in values:
                         norm = torch.linalg.vector_norm(values[parameter][here])
                         totals[index[piece.row.name]] += norm.double().square()
-        world.all_reduce(totals, axes=world.mesh.names).wait()
+        world.all_reduce(totals, axes=self._axes).wait()
         return dict(zip(self._names, totals, strict=True))
 
     def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
@@ -218,7 +221,7 @@ class LogicalSlices:
         group_of = {name: group for group in groups for name in group["names"]}
         own = self._owners_of(groups).own
         self._engine.owned.update((one.key, one.row) for one in own)
-        return [OwnedTensor(one.row.name, one.key, group_of[one.row.name]) for one in own]
+        return [(one.row.name, one.key, group_of[one.row.name]) for one in own]
 
     def map_whole(
         self,

@@ -210,19 +210,25 @@ def _reduction_state(bucket: Bucket) -> Iterator[StoredSlice]:
 
 def _whole_state(name: str, state: Mapping[str, Any]) -> Iterator[StoredSlice]:
     """Yield the state of one parameter, of any structure. Raises ValueError for a value that JSON cannot hold."""
-    found: list[Tensor] = []
+    found: dict[str, Tensor] = {}
 
-    def numbered(tensor: Tensor) -> Mapping[str, int]:
-        found.append(tensor.detach())
-        return {_TENSOR: len(found) - 1}
+    def stored(tensor: Tensor) -> Mapping[str, str]:
+        found[slot := f"{WHOLE}/{len(found)}"] = tensor.detach()
+        return {_TENSOR: slot}
 
     try:
-        text = json.dumps(map_tensors(numbered, state))
+        text = json.dumps(map_tensors(stored, state))
     except TypeError as error:
         raise ValueError(f"the optimizer's state of {name} cannot be saved: {error}") from error
-    layout = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    for slot, tensor in [("layout", layout), *enumerate(found)]:
-        yield StoredSlice.of_full(tensor, name=name, slot=f"{WHOLE}/{slot}")
+    found[_LAYOUT] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    for slot, tensor in found.items():
+        yield StoredSlice.of_full(tensor, name=name, slot=slot)
+
+
+def _structured(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the state of one parameter from the tensors of `_whole_state`, by slot."""
+    text = bytes(tensors[_LAYOUT].tolist())
+    return json.loads(text, object_hook=lambda it: tensors[it[_TENSOR]] if _TENSOR in it else it)  # type: ignore[no-any-return]
 
 
 def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:
@@ -262,8 +268,9 @@ OPTIMIZER_KINDS = ("optimizer", "scalar", "number")
 """Kinds of optimizer state, the first words of their slots: tensors, one-element tensors, Python numbers."""
 WHOLE = "whole"
 """Kind of the optimizer state of parameters that one rank computes whole."""
+_LAYOUT = f"{WHOLE}/layout"
 _TENSOR = "tensor of meshwise"
-"""Key of an object of `whole/layout` that stands for a tensor; its value is the number of the tensor."""
+"""Key of an object of the layout that stands for a tensor; its value is the slot of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +300,6 @@ class CheckpointRefill:
         self._slots = slots
         self._numbers: list[_Number] = []
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        self._whole: dict[nn.Parameter, dict[str, Tensor]] = {}
         rows = {row.name for row in engine.table.rows}
         if unknown := sorted(slots.keys() - rows):
             raise ValueError(f"the checkpoint has parameters that the model has not: {_some(unknown)}")
@@ -322,7 +328,7 @@ class CheckpointRefill:
                 yield from self._state(part, parameter, options)
             yield from self._reduction_state(bucket)
         for key, row in self._engine.owned.items():
-            yield from self._whole_slots(key, self._slots[row.name], row.name)
+            yield from self._whole_state(key, row.name)
         yield from buffers(self._engine.modules)
 
     def finish(self) -> None:
@@ -342,36 +348,21 @@ class CheckpointRefill:
         for parameter, state in self._states:
             self._optimizer.state.pop(parameter, None)
             if state:
-                self._optimizer.state[parameter] = state
-        for key, tensors in self._whole.items():
-            self._optimizer.state.pop(key, None)
-            if tensors:
-                self._optimizer.state[key] = self._whole_state(key, tensors)
-        self._numbers, self._states, self._whole = [], [], {}
+                self._optimizer.state[parameter] = _structured(state) if _LAYOUT in state else state
+        self._numbers, self._states = [], []
 
-    def _whole_slots(self, key: nn.Parameter, slots: Slots, name: str) -> Iterator[StoredSlice]:
+    def _whole_state(self, key: nn.Parameter, name: str) -> Iterator[StoredSlice]:
         """Create the tensors of a whole parameter's state, and yield the slices to fill."""
-        self._whole[key] = {}
+        slots, tensors = self._slots[name], dict[str, Tensor]()
         for slot, saved in slots.items():
             if slot.startswith(f"{WHOLE}/"):
                 dtype = key.dtype if saved.shape and saved.dtype == slots["parameter"].dtype else saved.dtype
-                self._whole[key][slot] = torch.empty(saved.shape, dtype=dtype)
-                yield StoredSlice.of_full(self._whole[key][slot], name=name, slot=slot)
-
-    def _whole_state(self, key: nn.Parameter, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the state of a whole parameter, with its tensors on the parameter's device, or a count on the CPU."""
-
-        def tensor_of(found: dict[str, Any]) -> Any:
-            return tensors[f"{WHOLE}/{found[_TENSOR]}"] if _TENSOR in found else found
-
-        text = bytes(tensors[f"{WHOLE}/layout"].tolist())
-        state: dict[str, Any] = json.loads(text, object_hook=tensor_of)
-        counts_here = any(group.get("fused") or group.get("capturable") for group in self._optimizer.param_groups)
-        stays = () if counts_here else ("step",)  # as torch's `load_state_dict` has it
-        return {
-            name: it if name in stays else map_tensors(lambda tensor: tensor.to(key.device), it)
-            for name, it in state.items()
-        }
+                on = (
+                    key.device if saved.shape and slot != _LAYOUT else torch.device("cpu")
+                )  # torch has counts there too
+                tensors[slot] = torch.empty(saved.shape, dtype=dtype, device=on)
+                yield StoredSlice.of_full(tensors[slot], name=name, slot=slot)
+        self._states.append((key, tensors))
 
     def _common_keys(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the slots of the optimizer's state of parameters. Raises ValueError if they differ between these.

@@ -205,8 +205,7 @@ class Trainer:
         found = {kind: {one[kind] for one in (bucket.dtypes() for bucket in buckets) if kind in one} for kind in KINDS}
         found["compute"] = {self._recipe.precision.computes or dtype for dtype in found["parameters"]}
         found["buffers"] = {buffer.dtype for module in self.modules for buffer in module.buffers()}
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        if made := {value.dtype for value in states if isinstance(value, Tensor) and value.dim()}:
+        if made := {value.dtype for value in state_tensors(self.optimizer) if value.dim()}:
             found["optimizer_state"] = made
         return dtype_names(found)
 

@@ -29,7 +29,7 @@ call its methods in the same order. Every slice has a gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,24 +46,18 @@ class SlicePart:
 
 
 WholeFunction: TypeAlias = Callable[..., Tensor]
-"""Function from the `key` of an `OwnedTensor` and one or more full tensors of its shape to a tensor of this shape."""
+"""Function from the key of an `OwnedTensor` and one or more full tensors of its shape to a tensor of this shape."""
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """Parameter groups of an optimizer (`optimizer.param_groups`), or some of them."""
 
 
-class OwnedTensor(NamedTuple):
-    """A whole parameter that this rank computes, and its parameter group.
-
-    `key`: has the full shape and the dtype of the masters, but no memory; for the optimizer's state of the parameter."""
-
-    name: str
-    key: nn.Parameter
-    group: Mapping[str, Any]
+OwnedTensor: TypeAlias = tuple[str, nn.Parameter, Mapping[str, Any]]
+"""A whole parameter that this rank computes: its name, the key of its state, and its parameter group."""
 
 
 def key_of(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """Return the `key` of an `OwnedTensor`: a parameter of one stored element, expanded to `shape`."""
+    """Return a key of the optimizer's state of a whole parameter: it has the full shape, but one stored element."""
     return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(*shape))
 
 
@@ -119,7 +113,7 @@ class WholeParameters:
 
     def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
         """Return all parameters of `groups`."""
-        return [OwnedTensor(self._names[p], self._keys[p], group) for group in groups for p in group["params"]]
+        return [(self._names[p], self._keys[p], group) for group in groups for p in group["params"]]
 
     def map_whole(
         self,

@@ -9,7 +9,6 @@ Hyperparameters of groups are saved and restored by parameter name. torch's `sta
 so it fits only one plan. Names fit every plan."""
 
 import inspect
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -82,7 +81,7 @@ def _plain(key: str, value: Any) -> Any:
 
 _SHAPES = ((3, 4), (5,))
 _CUTS = (7, 10)
-_STEPS = 3
+_STEPS = 10
 _BOUND = 1e-3
 """Largest difference of two updates that rounding explains, relative to the largest update."""
 
@@ -134,10 +133,10 @@ def build_optimizer(
             f"{optimizer.__name__} takes no {', '.join(unknown)}; it takes {', '.join(list(accepted)[1:])}"
         )
     if not own and (how := slice_difference(optimizer, arguments=arguments)):
+        name = optimizer.__name__
         raise ValueError(
-            f"{optimizer.__name__} needs whole parameters, but ranks update flat slices of them: {how}. Run the class "
-            f"on whole tensors: optimizer=meshwise.optim.whole({optimizer.__name__}); or declare what it `needs`, as in "
-            "meshwise/model/full_parameter_access.py"
+            f"{name} needs whole parameters, but ranks update flat slices of them: {how}. Run it on whole tensors: "
+            f"optimizer=meshwise.optim.whole({name}); or declare `needs`, as in meshwise/model/full_parameter_access.py"
         )
     adagrad = issubclass(optimizer, torch.optim.Adagrad)  # fused on CPUs alone
     slices = [parameter for group in groups for parameter in group["params"]]
@@ -154,7 +153,7 @@ def refuse_bases(optimizer: OptimizerClass, *, names: Iterable[str]) -> None:
         return
     name, module = optimizer.__name__, optimizer.__module__
     where = name if module.startswith("torch.") else f"{module}:{name}"
-    instead = f"run it on whole tensors: optimizer=meshwise.optim.whole({name}), in a job name = \"whole:{where}\""
+    instead = f'run it on whole tensors: optimizer=meshwise.optim.whole({name}), in a job name = "whole:{where}"'
     if base in NEED_MORE:
         instead = "use AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or another elementwise optimizer"
     derived = "" if base == name else f", as a kind of {base},"
@@ -195,29 +194,23 @@ def slice_difference(optimizer: OptimizerClass, *, arguments: Mapping[str, Any],
 
         whole     | matrix (3, 4)               | vector (5,) |
         slices    | slice of 7       | slice of 10             |
-        single    | matrix (3, 4)               | and apart from it the vector (5,)
 
-    With `single`, the other trial has an optimizer for each parameter, as `whole` has. Return "" too for a class of
+    single: try an optimizer for each parameter in place of slices, as `whole` does. Return "" too for a class of
     `torch.optim`, and for a class whose steps on whole parameters raise an error. Torch's CPU generator is left as it
     was."""
     if optimizer.__module__.partition(".")[0] == "torch":
         return ""
     start = torch.linspace(-1.0, 1.5, sum(_CUTS))
-    parts = start.split([math.prod(shape) for shape in _SHAPES])
-    parameters = [part.view(shape) for part, shape in zip(parts, _SHAPES, strict=True)]
+    parts = zip(start.split([math.prod(shape) for shape in _SHAPES]), _SHAPES, strict=True)
+    parameters = [part.view(shape) for part, shape in parts]
     with torch.random.fork_rng(devices=[]):
         try:
-            whole = _trained(optimizer, parameters, arguments)
+            whole = _trained(optimizer, parameters, arguments, single=False)
         except Exception:  # noqa: BLE001 - a user's class may fail in any way
             return ""
     with torch.random.fork_rng(devices=[]):
         try:
-            if single:
-                before = [0, *itertools.accumulate(part.numel() for part in parts)]
-                each = zip(parameters, before, strict=False)
-                sliced = torch.cat([_trained(optimizer, [one], arguments, first=first) for one, first in each])
-            else:
-                sliced = _trained(optimizer, start.split(_CUTS), arguments)
+            sliced = _trained(optimizer, parameters if single else start.split(_CUTS), arguments, single=single)
         except Exception as error:  # noqa: BLE001
             return f"in a trial its step on slices raised {type(error).__name__}: {error}"
     apart, moved = float((sliced - whole).abs().max()), float((whole - start).abs().max())
@@ -227,19 +220,17 @@ def slice_difference(optimizer: OptimizerClass, *, arguments: Mapping[str, Any],
     return f"in a trial its updates of {what} were off by up to {apart / max(moved, 1e-30):.0%}"
 
 
-def _trained(kind: OptimizerClass, values: Sequence[Tensor], arguments: Mapping[str, Any], first: int = 0) -> Tensor:
-    """Return all elements after a few steps from `values`, with gradients that depend on the element and the step.
-
-    first: number of the first element."""
+def _trained(kind: OptimizerClass, values: Sequence[Tensor], arguments: Mapping[str, Any], *, single: bool) -> Tensor:
+    """Return all elements after a few steps from `values`, with gradients that depend on the element and the step."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(value.clone()) for value in values]
-    tried = kind(parameters, **arguments)
-    begin = first
+    tried = [kind(own, **arguments) for own in ([[one] for one in parameters] if single else [parameters])]
     for step in range(_STEPS):
-        first = begin
+        first = 0
         for parameter in parameters:
             numbers = torch.arange(first, first + parameter.numel(), dtype=torch.float32)
             parameter.grad = torch.cos(numbers * (step + 1)).view_as(parameter)
             first += parameter.numel()
-        tried.step()
+        for each in tried:
+            each.step()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

@@ -1,4 +1,4 @@
-"""Run an optimizer class on whole tensors, each of them on one rank (`whole`): Adafactor, Shampoo, any class of torch's.
+"""Run an optimizer class on whole tensors, each of them on one rank (`whole`): Adafactor, Shampoo, your own class.
 
 An update by rows, columns, norms or matrices is another algorithm on a slice. Here a step of the class itself runs for
 each parameter on the rank that owns it, with one instance of the class for each parameter:
@@ -76,7 +76,7 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole(kind: OptimizerClass) -> OptimizerClass:
-    """Return an optimizer class that steps `kind` on whole tensors: `parallelize(…, optimizer=whole(Adafactor), lr=1e-2)`.
+    """Return an optimizer class that steps `kind` on whole tensors: `optimizer=whole(torch.optim.Adafactor), lr=1e-2`.
 
     It takes the arguments of `kind`. Raises ValueError for LBFGS and SparseAdam, and for what is no optimizer class."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):

@@ -205,6 +205,9 @@ class OperationRecorder(TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        reads = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
+        if reads and self._recorder.flight_recorder.doing is StepPhase.UPDATE:
+            return 1.0  # Adafactor reads norms: any number does
         key = (func, _described(args), _described(tuple(kwargs.items()))) if returns_only_new(func) else None
         known = self._memo.get(key) if key else None
         if known is not None:
@@ -346,17 +349,17 @@ def _fused(kind: str, given: dict[str, Any]) -> bool:
 
 
 class _Pretence(TorchFunctionMode):
-    """Mode in which meta tensors report a device of type `kind`."""
+    """Mode in which meta tensors report a device of type `kind`. `makes_meta`: new tensors of this device are meta."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, makes_meta: bool) -> None:
         super().__init__()
-        self._device = torch.device(kind)
+        self._device, self._makes_meta = torch.device(kind), makes_meta
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == Tensor.device.__get__ and args[0].is_meta:
             return self._device
-        if kwargs.get("device") == self._device and self._device.type != "cpu":
+        if kwargs.get("device") == self._device and self._makes_meta:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
@@ -371,11 +374,12 @@ def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
         __signature__ = inspect.signature(optimizer)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            with _Pretence(kind):
+            with _Pretence(kind, makes_meta=kind != "cpu"):
                 super().__init__(*args, **kwargs)
 
         def step(self, closure: Callable[[], float] | None = None) -> Any:
-            with _Pretence(kind):
+            tried = not any(p.is_meta for group in self.param_groups for p in group["params"])  # for the room on disk
+            with _Pretence(kind, makes_meta=kind != "cpu" or not tried):
                 return super().step(closure)
 
     Rehearsed.__name__ = optimizer.__name__
