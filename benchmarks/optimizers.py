@@ -28,9 +28,9 @@ class Everywhere(LogicalSlices):
     def map_whole(
         self,
         values: Mapping[nn.Parameter, Tensor],
-        *,
+        *_: Mapping[nn.Parameter, Tensor],
         groups: Any,
-        function: Callable[[str, Tensor], Tensor],
+        function: Callable[..., Tensor],
         dtype: torch.dtype | None = None,
     ) -> None:
         """Replace the values of each whole parameter by `function` of them."""
@@ -42,7 +42,7 @@ class Everywhere(LogicalSlices):
             for piece in bucket.place.pieces:
                 if piece.row.name in names:
                     here = whole[piece.start : piece.stop]
-                    here.copy_(function(piece.row.name, here.view(piece.shape).to(dtype or here.dtype)).reshape(-1))
+                    here.copy_(function(None, here.view(piece.shape).to(dtype or here.dtype)).reshape(-1))
             for part, parameter in optimizer_slices(bucket):
                 if parameter in values:
                     values[parameter].copy_(whole[part.start : part.stop])

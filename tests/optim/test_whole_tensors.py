@@ -206,7 +206,8 @@ def test_torchs_muon_agrees_as_far_as_its_bfloat16_does() -> None:
 def test_state_is_on_one_rank_and_as_predicted() -> None:
     """A matrix (n, m) has n + m numbers of state, a vector n, and a parameter one count, all fp32."""
     model, batch = (lambda: build(tied=False).float()), batches()[0]
-    kind, arguments = whole(torch.optim.Adafactor), {"lr": 0.01}
+    kind = whole(torch.optim.Adafactor)
+    arguments: dict[str, Any] = {"lr": 0.01}
 
     def main(world: World) -> Any:
         trainer = parallelize(model, "dp=2 zero=1", loss=next_token_loss, world=world, optimizer=kind, **arguments)
@@ -257,7 +258,7 @@ class _Together(torch.optim.SGD):
         (lambda: (whole(torch.optim.SparseAdam), {}), "needs sparse gradients, and buckets are dense; use AdamW"),
         (lambda: (whole("Adafactor"), {}), r"whole\('Adafactor'\) needs an optimizer class: whole\(torch.optim"),  # type: ignore[arg-type]
         (lambda: (whole(torch.optim.Muon), {}), r"Muon refuses '.*' of shape \(\d+,\): Muon only supports 2D"),
-        (lambda: (whole(_Together), {"lr": 0.1}), r"_Together updates a parameter by the others' too.*off by up to"),
+        (lambda: (whole(_Together), {"lr": 0.1}), r"_Together lets parameters depend on each other.*off by up to"),
     ],
 )
 def test_what_cannot_run_is_refused(make: Any, message: str) -> None:

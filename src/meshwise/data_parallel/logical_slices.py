@@ -181,14 +181,13 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
 class LogicalSlices:
     """`LogicalTensors` that an optimizer receives as `logical` under a plan.
 
-    `squared_norms` is one all-reduce of one fp64 number for each trainable parameter, over all ranks that do not differ
-    under a `sync` across steps. The table of the file has the bytes of `map_whole`."""
+    `squared_norms` is one all-reduce of one fp64 number for each trainable parameter, over all axes but `sync_axes`.
+    The table of the file has the bytes of `map_whole`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, sync_axes: Sequence[str] = ()) -> None:
         self._engine = engine
         self._names = [row.name for row in engine.table.rows if row.trainable]
-        differ = {axis for bucket in engine.buckets for axis in bucket.storage.sync_axes}  # replicas that differ now
-        self._axes = tuple(axis for axis in engine.world.mesh.names if axis not in differ)
+        self._axes = tuple(axis for axis in engine.world.mesh.names if axis not in sync_axes)
         self._parts: dict[nn.Parameter, list[SlicePart]] = {}
         self._owners: dict[frozenset[str], ParameterOwners] = {}
         for bucket in engine.buckets:

@@ -270,7 +270,7 @@ WHOLE = "whole"
 """Kind of the optimizer state of parameters that one rank computes whole."""
 _LAYOUT = f"{WHOLE}/layout"
 _TENSOR = "tensor of meshwise"
-"""Key of an object of the layout that stands for a tensor; its value is the slot of the tensor."""
+"""Key of an object of the layout in place of a tensor; its value is the slot of the tensor."""
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,8 @@ def _optimizer(
     for options, owned in engine.slices().items():
         names = [row.name for row in engine.table.rows if row.trainable and row.options == options]
         groups.append({"params": owned, **dict(options), **({"names": names} if needs_whole(optimizer) else {})})
-    built = build_optimizer(optimizer, groups=groups, logical=LogicalSlices(engine), **arguments)
+    logical = LogicalSlices(engine, sync_axes=plan.sync_axes)
+    built = build_optimizer(optimizer, groups=groups, logical=logical, **arguments)
     if engine.owned and plan.sync != "step":
         raise PlanError(f"sync={plan.sync} averages optimizer state by slices, and whole() has none; use sync=step")
     return built

@@ -148,16 +148,14 @@ def build_optimizer(
 
 def refuse_bases(optimizer: OptimizerClass, *, names: Iterable[str]) -> None:
     """Raise ValueError if the class or one of its bases has one of `names`, which are keys of `NEED_WHOLE_TENSORS`."""
-    base = next((base.__name__ for base in optimizer.__mro__ if base.__name__ in names), None)
-    if base is None:
-        return
     name, module = optimizer.__name__, optimizer.__module__
     where = name if module.startswith("torch.") else f"{module}:{name}"
-    instead = f'run it on whole tensors: optimizer=meshwise.optim.whole({name}), in a job name = "whole:{where}"'
-    if base in NEED_MORE:
-        instead = "use AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or another elementwise optimizer"
-    derived = "" if base == name else f", as a kind of {base},"
-    raise ValueError(f"{name}{derived} cannot run on slices of parameters: {NEED_WHOLE_TENSORS[base]}; {instead}")
+    for base in (base.__name__ for base in optimizer.__mro__ if base.__name__ in names):
+        instead = f'run it on whole tensors: optimizer=meshwise.optim.whole({name}), in a job name = "whole:{where}"'
+        if base in NEED_MORE:
+            instead = "use AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or another elementwise optimizer"
+        derived = "" if base == name else f", as a kind of {base},"
+        raise ValueError(f"{name}{derived} cannot run on slices of parameters: {NEED_WHOLE_TENSORS[base]}; {instead}")
 
 
 def default_options(optimizer: object, *, module: nn.Module) -> ParameterOptions | None:
@@ -208,7 +206,6 @@ def slice_difference(optimizer: OptimizerClass, *, arguments: Mapping[str, Any],
             whole = _trained(optimizer, parameters, arguments, single=False)
         except Exception:  # noqa: BLE001 - a user's class may fail in any way
             return ""
-    with torch.random.fork_rng(devices=[]):
         try:
             sliced = _trained(optimizer, parameters if single else start.split(_CUTS), arguments, single=single)
         except Exception as error:  # noqa: BLE001

@@ -8,7 +8,7 @@ each parameter on the rank that owns it, with one instance of the class for each
 `data_parallel/logical_slices.py` has the division among the ranks, and the bytes. The state of a parameter exists on
 its owner alone, whatever tensors it has; a checkpoint holds them whole."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.optim.flat_optimizer import NEED_MORE, OptimizerClass, refuse_bases, slice_difference
 
-GROUP = "group"
+_GROUP = "group"
 """Key of a parameter's state: the values that the step of the class wrote into its parameter group, such as a count."""
 
 
@@ -34,12 +34,11 @@ class WholeTensors(torch.optim.Optimizer):
         kind = self.kind
         if how := slice_difference(kind, arguments=arguments, single=True):
             raise ValueError(
-                f"{kind.__name__} updates a parameter by the others' too (or by random draws), and whole() steps each "
-                f"alone: {how}; use AdamW"
+                f"{kind.__name__} lets parameters depend on each other, and whole() cannot: {how}; use AdamW"
             )
         super().__init__(params, kind([nn.Parameter(torch.zeros(1, 1))], **arguments).defaults)
         self.logical = logical
-        self._steps: dict[nn.Parameter, tuple[dict[str, Any], torch.optim.Optimizer]] = {}
+        self._steps: dict[nn.Parameter, tuple[Mapping[str, Any], torch.optim.Optimizer]] = {}
         for name, key, group in logical.owned(self.param_groups):
             try:
                 one = kind([{**_values(group), "params": [key]}], **arguments)
@@ -51,14 +50,14 @@ class WholeTensors(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
         """Update all parameters. Every rank calls it."""
-        slices = [p for group in self.param_groups for p in group["params"]]
-        values, gradients = {p: p.detach() for p in slices}, {p: p.grad for p in slices}
+        gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
+        values = {p: p.detach() for p in gradients}
         self.logical.map_whole(values, gradients, groups=self.param_groups, function=self._stepped)
 
     def _stepped(self, key: nn.Parameter, value: Tensor, gradient: Tensor) -> Tensor:
         """Return the values of a parameter after a step of the class. Between steps, `key` has no memory."""
         group, one = self._steps[key]
-        written = self.state[key].pop(GROUP, {})
+        written = self.state[key].pop(_GROUP, {})
         before = {**_values(group), **written}
         one.param_groups, one.state = [{**before, "params": [key]}], self.state
         nothing, key.data, key.grad = key.data, value, gradient
@@ -66,12 +65,11 @@ class WholeTensors(torch.optim.Optimizer):
         result, key.data, key.grad = key.data, nothing, None
         written |= {name: it for name, it in _values(one.param_groups[0]).items() if it is not before.get(name)}
         if written:
-            self.state[key][GROUP] = written
+            self.state[key][_GROUP] = written
         return result
 
 
-def _values(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group."""
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "names")}
 
 
