@@ -16,7 +16,7 @@ from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.live_unit import LiveUnit
-from meshwise.model.parameter_table import ParameterTable
+from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 
 class Engine:

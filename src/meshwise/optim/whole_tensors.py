@@ -24,8 +24,8 @@ _GROUP = "group"
 class WholeTensors(torch.optim.Optimizer):
     """Optimizer that steps the class `kind` on whole tensors. `whole` makes a subclass for a class.
 
-    Groups and their values are those of `kind`, so a scheduler sets its rates. Raises ValueError if updates of `kind`
-    depend on other parameters, or if `kind` refuses a parameter."""
+    It has the groups and hyperparameters of `kind`, so a scheduler sets its rates. Raises ValueError if updates of
+    `kind` depend on other parameters, or if `kind` refuses a parameter."""
 
     needs = "matrices"
     kind: ClassVar[OptimizerClass]
