@@ -55,15 +55,15 @@ def test_a_model_that_is_frozen_as_a_whole_is_refused(plan: str) -> None:
 @pytest.mark.parametrize(
     "optimizer, reason",
     [
-        ("Adafactor", "rows and columns"),
-        ("Muon", "orthogonalises"),
-        ("LBFGS", "inner products over the whole model"),
-        ("SparseAdam", "sparse gradients"),
+        ("Adafactor", r"rows and columns.*meshwise\.optim\.whole\(Adafactor\)"),
+        ("Muon", r"orthogonalises.*meshwise\.optim\.whole\(Muon\)"),
+        ("LBFGS", "inner products over the whole model.*AdamW"),
+        ("SparseAdam", "sparse gradients.*AdamW"),
     ],
 )
 @pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=1"])
 def test_an_optimizer_that_must_see_whole_tensors_is_refused(plan: str, optimizer: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"{optimizer} cannot run on slices of parameters: .*{reason}.*AdamW"):
+    with pytest.raises(ValueError, match=rf"{optimizer} cannot run on slices of parameters: .*{reason}"):
         on_ranks(int(plan[3]), linear, plan, optimizer=getattr(torch.optim, optimizer))
 
 
