@@ -26,6 +26,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -134,6 +135,7 @@ class SwapFile:
         self._room = torch.empty(0, dtype=torch.uint8)
         self.direct = self._go_direct()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="swap")
+        self._end = weakref.finalize(self, _end, self._pool, self._file)
         self.moved: deque[TierActivity] = deque(maxlen=REMEMBERED)
 
     # ---- storage ----------------------------------------------------------------------------------------------
@@ -180,10 +182,8 @@ class SwapFile:
 
     def close(self) -> None:
         """Wait until all transfers have ended, and close the file; tensors in it keep their values."""
-        if not self._file.closed:
-            self._pool.shutdown()
-            self._file.close()
-            self._room = torch.empty(0, dtype=torch.uint8)
+        self._end()
+        self._room = torch.empty(0, dtype=torch.uint8)
 
     def _move(
         self, kind: str, call: Callable[..., int], offset: int, memory: Tensor, after: Callable[[], None] = lambda: None
@@ -268,6 +268,11 @@ class RehearsedFile(SwapFile):
 
     def close(self) -> None:
         """Do nothing: there is no file."""
+
+
+def _end(pool: ThreadPoolExecutor, file: io.FileIO) -> None:
+    pool.shutdown()
+    file.close()
 
 
 def whole_blocks(size: int) -> int:
