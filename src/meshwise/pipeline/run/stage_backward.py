@@ -72,7 +72,9 @@ def enter(values: Mapping[str, Any]) -> dict[str, Any]:
 class WeightBackward:
     """Second part of a backward (W), to run after the first part (I). A second `run` does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, edges: Sequence[GradientEdge] = ()) -> None:
+        """`edges`: of the outputs. They own the graph until W has run: in torch 2.11 a node of Python does not."""
+        self._edges = edges
         self._pending: list[Callable[[], None]] = []
 
     def later(self, work: Callable[[], None]) -> None:
@@ -83,6 +85,7 @@ class WeightBackward:
         """Run W: accumulate the gradients of the parameters into their `.grad`."""
         while self._pending:
             self._pending.pop(0)()
+        self._edges = ()
 
 
 def backward_input(
@@ -93,16 +96,16 @@ def backward_input(
     `gradients`: of `outputs`, which require gradients. If the graph contains no received value, W is the whole
     backward. If it contains a reentrant checkpoint, I is the whole backward, and W does nothing."""
     trained = {parameter: _node(parameter) for parameter in parameters if parameter.requires_grad}
-    graph = _Graph([edge.node for edge in map(torch.autograd.graph.get_gradient_edge, outputs)])
+    edges = [*map(torch.autograd.graph.get_gradient_edge, outputs)]
+    graph = _Graph([edge.node for edge in edges])
     spine, _ = graph.above({_node(leaf) for leaf in received})
-    later = WeightBackward()
+    later = WeightBackward(edges)
     if graph.is_reentrant:
         torch.autograd.backward(outputs, gradients)
         return later
     if not spine:
         reached = [parameter for parameter, node in trained.items() if node in graph.nodes]
         if reached:
-            edges = [*map(torch.autograd.graph.get_gradient_edge, outputs)]
             later.later(partial(torch.autograd.backward, edges, gradients, inputs=reached))
         return later
     places = {parameter: graph.entrances(node, spine=spine) for parameter, node in trained.items()}
