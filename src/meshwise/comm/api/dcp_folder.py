@@ -1,0 +1,94 @@
+"""Read and write folders of torch's distributed checkpoint (DCP), one tensor at a time: `read_dcp`, `write_dcp`.
+
+    .metadata        a pickle: shape, dtype and chunks of each tensor, by key; unpickling can execute code
+    __0_0.distcp …   the chunks of each rank, and values that are no tensors
+
+`torch.distributed.checkpoint.save` needs all tensors in memory, and its `load` all that are asked for. Here each tensor
+is loaded by a call of its own, and saved through a planner that makes a tensor when it is written."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+METADATA = ".metadata"
+"""File that makes a folder one of DCP."""
+
+
+@contextlib.contextmanager
+def _on_one_process() -> Iterator[None]:
+    """Hide the warning of torch's `load` and `save` that they run on one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _dcp() -> Any:
+    """Return torch.distributed.checkpoint: it imports FSDP, which takes a second."""
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+
+    return dcp
+
+
+@dataclass(frozen=True)
+class DcpEntry:
+    """A stored value. `shape`, `dtype`: of a tensor; None for another value."""
+
+    reader: Any
+    key: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def meta(self) -> Tensor:
+        """Meta tensor of the shape and dtype."""
+        return torch.empty(self.shape or (), dtype=self.dtype, device="meta")
+
+    @_on_one_process()
+    def read(self) -> Any:
+        """Return the value."""
+        state = {self.key: None if self.shape is None else torch.empty(self.shape, dtype=self.dtype)}
+        _dcp().load(state, storage_reader=self.reader, no_dist=True)
+        return state[self.key]
+
+
+def read_dcp(folder: Path) -> dict[tuple[str, ...], DcpEntry]:
+    """Return the entries of a folder by their keys in the saved tree; indices of lists are digits.
+
+    It reads `.metadata` alone. Raises OSError."""
+    dcp = _dcp()
+
+    class Reader(dcp.FileSystemReader):  # type: ignore[name-defined, misc]
+        @cache  # noqa: B019 - it lives as long as the entries
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            return super().read_metadata()
+
+    reader = Reader(folder)
+    metadata = reader.read_metadata()
+    paths = metadata.planner_data or {}
+    found: dict[tuple[str, ...], DcpEntry] = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        more = (tuple(stored.size), stored.properties.dtype) if isinstance(stored, dcp.TensorStorageMetadata) else ()
+        found[tuple(map(str, paths.get(key, (key,))))] = DcpEntry(reader, key, *more)
+    return found
+
+
+@_on_one_process()
+def write_dcp(folder: Path, *, tree: Mapping[str, Any], read: Callable[[Tensor], Tensor]) -> None:
+    """Write a tree of values to a new folder, as `torch.distributed.checkpoint.save(tree)` does on one process.
+
+    Tensors in the tree are meta tensors; `read` returns the elements of one, when it is written. Raises OSError."""
+    dcp = _dcp()
+
+    class Planner(dcp.DefaultSavePlanner):  # type: ignore[name-defined, misc]
+        def lookup_object(self, index: Any) -> Any:
+            value = super().lookup_object(index)
+            return read(value) if isinstance(value, Tensor) else value
+
+    dcp.save(dict(tree), storage_writer=dcp.FileSystemWriter(folder), planner=Planner(), no_dist=True)
