@@ -6,9 +6,8 @@
 `torch.distributed.checkpoint.save` needs all tensors in memory, and its `load` all that are asked for. Here each tensor
 is loaded by a call of its own, and saved through a planner that makes a tensor when it is written."""
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,18 +20,11 @@ METADATA = ".metadata"
 """File that makes a folder one of DCP."""
 
 
-@contextlib.contextmanager
-def _on_one_process() -> Iterator[None]:
-    """Hide the warning of torch's `load` and `save` that they run on one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
 def _dcp() -> Any:
-    """Return torch.distributed.checkpoint: it imports FSDP, which takes a second."""
-    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+    """Return torch.distributed.checkpoint, without its warning that there is one process. It imports FSDP."""
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415 - takes a second
 
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     return dcp
 
 
@@ -50,7 +42,6 @@ class DcpEntry:
         """Meta tensor of the shape and dtype."""
         return torch.empty(self.shape or (), dtype=self.dtype, device="meta")
 
-    @_on_one_process()
     def read(self) -> Any:
         """Return the value."""
         state = {self.key: None if self.shape is None else torch.empty(self.shape, dtype=self.dtype)}
@@ -79,7 +70,6 @@ def read_dcp(folder: Path) -> dict[tuple[str, ...], DcpEntry]:
     return found
 
 
-@_on_one_process()
 def write_dcp(folder: Path, *, tree: Mapping[str, Any], read: Callable[[Tensor], Tensor]) -> None:
     """Write a tree of values to a new folder, as `torch.distributed.checkpoint.save(tree)` does on one process.
 
