@@ -31,7 +31,6 @@ from meshwise.data_parallel.stored_slices import OPTIMIZER_KINDS, StoredSlice, n
 from meshwise.optim.flat_optimizer import IMPLEMENTATIONS, plain_value
 
 _Stored: TypeAlias = Mapping[tuple[str, ...], DcpEntry]
-"""Entries of a folder, from `read_dcp`."""
 
 
 def import_dcp(folder: str | Path, *, into: str | Path) -> CheckpointIndex:
