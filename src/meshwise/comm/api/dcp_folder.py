@@ -1,7 +1,7 @@
 """Read and write folders of torch's distributed checkpoint (DCP), one tensor at a time: `read_dcp`, `write_dcp`.
 
-    .metadata        a pickle: shape, dtype and chunks of each tensor, by key; unpickling can execute code
-    __0_0.distcp …   the chunks of each rank, and values that are no tensors
+    .metadata        shape, dtype and chunks of each tensor: a pickle, which can execute code
+    __0_0.distcp …   the chunks of each rank
 
 `torch.distributed.checkpoint.save` needs all tensors in memory, and its `load` all that are asked for. Here each tensor
 is loaded by a call of its own, and saved through a planner that makes a tensor when it is written."""
