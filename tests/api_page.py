@@ -96,6 +96,9 @@ shape = reference.GPTConfig(vocabulary=16, context=8, layers=1, heads=1, width=8
 gpt = mw.parallelize(lambda: reference.GPT(shape), "dp=1", loss=reference.next_token_loss, lr=1e-3)
 gpt.save("run/gpt")
 files = mw.export("run/gpt", into="run/exported", build=lambda: reference.GPT(shape)).files""",
+    "export_dcp": 'files = mw.export_dcp("run/step-2", into="run/dcp")',
+    "import_dcp": """mw.import_dcp("run/dcp", into="run/imported")
+steps = trainer.load("run/imported")["steps"]""",
     "ExportError": """try:
     mw.export("run/gpt", into="run/other", build=lambda: reference.GPT(shape))
 except mw.ExportError as error:

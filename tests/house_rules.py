@@ -115,8 +115,16 @@ def picture() -> str:
     return "\n".join(rows)
 
 
-EXTRAS = ("matplotlib", "tensorboard", "torch.utils.tensorboard", "transformers", "peft")
-"""What an optional extra installs: imported where it is used, so that the package works without it."""
+EXTRAS = (
+    "matplotlib",
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "transformers",
+    "peft",
+    "torch.distributed.checkpoint",
+)
+"""What an optional extra installs: imported where it is used, so that the package works without it. And what takes a
+second to import."""
 
 
 def imported(module: Module) -> Iterator[tuple[ast.stmt, str]]:

@@ -3,6 +3,7 @@
 from meshwise.base import __version__
 from meshwise.base.mesh import Mesh
 from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
+from meshwise.checkpoint.dcp_format import export_dcp, import_dcp
 from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.comm import RankLostError, RanksDisagree, World, connect, run
@@ -48,6 +49,8 @@ __all__ = [
     "__version__",
     "connect",
     "export",
+    "export_dcp",
+    "import_dcp",
     "measure",
     "needs",
     "parallelize",

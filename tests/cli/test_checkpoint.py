@@ -1,5 +1,6 @@
 """`meshwise checkpoint`: what a user sees of checkpoints, and the status of each command."""
 
+import json
 import re
 from pathlib import Path
 
@@ -88,6 +89,34 @@ def test_export_says_that_it_has_checked(root: Path, tmp_path: Path, capsys: pyt
     assert "out/model.safetensors exists and is not replaced" in capsys.readouterr().err
     words = ["export", str(root / "step-1"), str(tmp_path / "other"), "--job", str(tmp_path / "job.toml")]
     assert main(["checkpoint", *words]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_dcp_goes_out_and_in_and_a_job_goes_on(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, back, step = tmp_path / "out", tmp_path / "back", root / "step-2"
+    assert main(["checkpoint", "export", str(step), str(out), "--format", "dcp", "--merge"]) == 2
+    assert "leave out --merge" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(step), str(out), "--format", "dcp"]) == 0
+    assert capsys.readouterr().out.split() == [str(out / ".metadata"), str(out / "__0_0.distcp")]
+    assert main(["checkpoint", "export", str(step), str(out), "--format", "dcp"]) == 2
+    assert "exists and is not replaced; name another folder" in capsys.readouterr().err
+    assert main(["checkpoint", "import", str(out), str(back)]) == 0
+    assert "after 2 steps" in capsys.readouterr().out
+    assert main(["checkpoint", "import", str(root), str(back)]) == 1
+    assert "expected a folder of torch.distributed.checkpoint" in capsys.readouterr().err
+
+    (tmp_path / "text").write_bytes(bytes(range(12)) * 100)
+    data = ["--data.files", str(tmp_path / "text"), "--data.context=8", f"--data.cache={tmp_path}"]
+    words = ["train", "--model.arguments", "layers=1", "heads=2", "width=8", *data, "--train.batch=4", "--plan=dp=1"]
+    folder = tmp_path / "trained"
+    assert main([*words, "--train.steps=2", "--train.save-every=2", f"--train.output={folder}"]) == 0
+    assert main(["checkpoint", "export", str(folder / "checkpoints" / "step-2"), str(out) + "2", "--format=dcp"]) == 0
+    assert main(["checkpoint", "import", str(out) + "2", str(back) + "2", "--format=dcp"]) == 0
+    assert main([*words, "--train.steps=3", f"--train.resume={back}2", f"--train.output={tmp_path / 'again'}"]) == 0
+    events = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "step"] == [3]
 
 
 def test_what_is_no_checkpoint_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

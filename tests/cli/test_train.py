@@ -202,6 +202,33 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_h
     assert len(set(done)) == last, "a step that was done twice had the same loss"
 
 
+@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGUSR1 to a rank"])
+def test_a_signal_lets_all_ranks_save_and_end_and_the_printed_command_goes_on(how: str, folder: Path) -> None:
+    words = [*own("nothing"), "--train.steps=1000000", "--train.save-every=1000000"]
+    command = Command(sys.executable, "-m", "meshwise", *words, folder=folder)
+    command.until("step 2/")
+    number = signal.Signals[how.split(maxsplit=1)[0]]
+    if "launcher" in how:
+        command.process.send_signal(number)
+    else:
+        rows = subprocess.run(["ps", "-eo", "sess=,pid="], capture_output=True, text=True, check=True).stdout
+        pairs = [row.split() for row in rows.splitlines()]
+        os.kill(max(int(pid) for session, pid in pairs if session == str(command.process.pid)), number)  # a rank
+    status, out, _ = command.end()
+
+    assert status == (-signal.SIGTERM if "launcher" in how else 0)
+    assert not command.left()
+    done = steps(folder / "run")
+    [line] = [line for line in out.splitlines() if line.startswith("stopped")]
+    assert line == f"stopped  after step {len(done)}, as {number.name} asked"
+    assert [path.name for path in (folder / "run" / "checkpoints").glob("step-*")] == [f"step-{len(done)}"]
+    following = shlex.split(out.partition("\nnext: ")[2].splitlines()[0])
+    assert following[:2] == ["meshwise", "train"]
+    again = Command(sys.executable, "-m", *following, f"--train.steps={len(done) + 2}", folder=folder)
+    assert again.end()[0] == 0
+    assert [step for step, _ in steps(folder / "run")] == list(range(1, len(done) + 3))
+
+
 def test_ctrl_c_ends_every_rank_with_status_130(folder: Path) -> None:
     words = [*own("nothing"), "--train.steps=1000000"]
     command = Command(sys.executable, "-m", "meshwise", *words, folder=folder)

@@ -322,7 +322,8 @@ def test_a_run_that_a_file_stops_saves_and_can_be_resumed(whole: Path, job: Job,
         job, "train", output=str(folder), save_every=100, log_every=1, loggers=(f"{tmp_path}/stopper.py:Stopper",)
     )
     _, printed = run_job(first)
-    assert "stopped  after step 3, as the file `stop` asked; --train.resume auto continues" in printed
+    assert "stopped  after step 3, as the file `stop` asked" in printed
+    assert f"next: meshwise train {folder}/job.toml --train.output {folder} --train.resume auto" in printed
     assert [event["step"] for event in events(folder, "stopped")] == [3]
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-3"]
     assert not (folder / "stop").exists()

@@ -211,6 +211,8 @@ class CheckpointReader:
         """Return the stored tensor that `holding` is a slice of. Raises the ValueError of `fill`."""
         tensors, first = self.index.tensors, self.index.aliases.get(holding.name, holding.name)
         stored = tensors.get(holding.key) or tensors.get(f"{holding.slot}/{first}")
+        if stored is None and holding.slot == "buffer":  # an import does not know which tensors are buffers
+            stored = tensors.get(f"parameter/{holding.name}")
         if stored is None:
             raise ValueError(f"the checkpoint {self.index.folder} has no {holding.key}")
         if stored.shape != holding.shape:

@@ -202,7 +202,7 @@ def export(
         if (into / name).exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(into / name))
     index = read_index(folder)
-    reader = CheckpointReader(_averaged(index) if average else index)
+    reader = CheckpointReader(averaged(index) if average else index)
     saved = build().eval()
     if merge and not _is_of("peft", saved):
         raise ValueError(f"merge=True, but {type(saved).__name__} is no PEFT model: it has no adapters to merge")
@@ -229,7 +229,7 @@ def export(
     return ExportResult([into / name for name in names], difference)
 
 
-def _averaged(index: CheckpointIndex) -> CheckpointIndex:
+def averaged(index: CheckpointIndex) -> CheckpointIndex:
     """Return the index with each trained parameter replaced by its average. Raises ValueError without averages."""
     average = "optimizer/average/"
     found = {key.removeprefix(average): stored for key, stored in index.tensors.items() if key.startswith(average)}
@@ -300,7 +300,8 @@ def _fill(module: nn.Module, reader: CheckpointReader) -> None:
         StoredSlice.of_full(parameter.detach(), name=name, slot="parameter")
         for name, parameter in module.named_parameters()
     ]
-    reader.fill([*parameters, *(buffer for buffer in buffers([module]) if buffer.key in reader.index.tensors)])
+    known = {name for key in reader.index.tensors for _, _, name in [key.rpartition("/")]}
+    reader.fill([*parameters, *(buffer for buffer in buffers([module]) if buffer.name in known)])
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module], reader: CheckpointReader) -> nn.Module:

@@ -25,7 +25,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,14 +62,23 @@ class BufferedWriter:
     """Writer of a new file at `path`: the bytes `head`, then the elements of `tensors` in order.
 
     A thread begins to copy the tensors to chunks when the writer is made. The thread that calls `write` writes the
-    chunks to the file. `staging`: largest size of the buffer, in bytes; the buffer has at least two chunks."""
+    chunks to the file. `staging`: largest size of the buffer, in bytes; the buffer has at least two chunks. `read`
+    returns the elements of one of the tensors when they are copied; None: the tensors hold them."""
 
     def __init__(
-        self, path: Path, *, head: bytes, tensors: Sequence[Tensor], streams: Streams, staging: int = STAGING_BYTES
+        self,
+        path: Path,
+        *,
+        head: bytes,
+        tensors: Sequence[Tensor],
+        streams: Streams,
+        staging: int = STAGING_BYTES,
+        read: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._path = path
         self._head = head
         self._tensors = tensors
+        self._read = read
         size = len(head) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         count = max(2, min(staging // CHUNK_BYTES, -(-size // CHUNK_BYTES)))
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -135,7 +144,8 @@ class BufferedWriter:
     def _sources(self) -> Iterator[Tensor]:
         yield torch.frombuffer(bytearray(self._head), dtype=torch.uint8)
         for tensor in self._tensors:
-            yield tensor.detach().reshape(-1).view(torch.uint8)  # reshape copies a tensor that is not contiguous
+            values = tensor if self._read is None else self._read(tensor)
+            yield values.detach().reshape(-1).view(torch.uint8)  # reshape copies a tensor that is not contiguous
 
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.001, 0.05
@@ -185,6 +195,7 @@ class PendingSave:
         extra: Mapping[str, Any],
         world: World,
         keep_last: int | None = None,
+        read: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Begin to save a checkpoint in the background. Every rank calls it.
 
@@ -192,6 +203,7 @@ class PendingSave:
         | aliases     first name of a tied parameter, by each of its other names; the first rank's are saved
         | extra       values as JSON; the first rank's are saved
         | keep_last   number of valid checkpoints to keep in the root after this save (`prune`); None removes none
+        | read        as in `BufferedWriter`
 
         Returns when the tensors that may change before the next optimizer step are copied. Raises SaveError on every
         rank if one rank cannot begin: the folder cannot be created, or a value cannot be stored in a checkpoint."""
@@ -206,7 +218,9 @@ class PendingSave:
         self._outcome: str | None = None
         self.finished = False
         self._rank_file, self._partial = file, partial = self._begin(holdings)
-        self._writer = BufferedWriter(partial / file.name, head=file.head, tensors=file.tensors, streams=world.streams)
+        self._writer = BufferedWriter(
+            partial / file.name, head=file.head, tensors=file.tensors, streams=world.streams, read=read
+        )
         self._thread = threading.Thread(target=self._run, name=f"save {folder.name}")
         self._thread.start()
         if file.blocking:

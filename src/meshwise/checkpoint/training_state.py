@@ -9,7 +9,7 @@ extra                                            JSON: the plan, the optimizer's
                                                  the caller's own values (steps, samples, the job)"""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -115,7 +115,11 @@ class TrainingState:
         read = self._read_pretrained if pretrained else read_index
         index = on_all_ranks(lambda: read(folder), world=world)
         generators = self._generators()
-        refill, needed = on_all_ranks(lambda: self._refill(index, generators, pretrained=pretrained), world=world)
+        others: set[str] = set().union(*world.exchange({held.name for held in buffers(self._engine.modules)}))
+        others.update(alias for row in self._engine.table.rows for alias in row.aliases)
+        refill, needed = on_all_ranks(
+            lambda: self._refill(index, generators, others=others, pretrained=pretrained), world=world
+        )
         fill(index, needed=needed, world=world)
         on_all_ranks(lambda: self._finish_load(index, refill, generators), world=world)
         self._update.mark_loaded()
@@ -156,12 +160,14 @@ class TrainingState:
         tensors = {key: index.tensors[key] for key in own if key in index.tensors}
         return replace(index, tensors=tensors, extra={"steps": 0, "skips": 0, "user": {"unused": unused}})
 
-    def _refill(self, index: CheckpointIndex, generators: list[StoredSlice], *, pretrained: bool) -> _Refill:
+    def _refill(
+        self, index: CheckpointIndex, generators: list[StoredSlice], *, others: Set[str], pretrained: bool
+    ) -> _Refill:
         """Return the refill of the engine and the slices that it needs. Raises ValueError for another model."""
         engine, own, saved = self._engine, optimizer_name(self._optimizer), index.extra.get("optimizer")
         if saved not in (own, None):
             raise ValueError(f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}")
-        refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine))
+        refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine, others=others))
         if pretrained:  # its files may lack buffers
             return refill, [part for part in refill.needed() if part.slot != "buffer" or part.key in index.tensors]
         self._saved_groups(index)
@@ -204,7 +210,7 @@ class TrainingState:
             self._engine.world.streams.generator().set_state(state.tensor)
 
 
-def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, RefillSlot]]:
+def _slots(index: CheckpointIndex, engine: Engine, *, others: Set[str]) -> dict[str, dict[str, RefillSlot]]:
     """Return the slots to load, by this model's parameter names, under which the file may not have them: tied ones may
     have another name there. Slots of parameters that the model lacks keep their names in the file."""
     found: dict[str, dict[str, RefillSlot]] = {}
@@ -217,4 +223,5 @@ def _slots(index: CheckpointIndex, engine: Engine) -> dict[str, dict[str, Refill
             found.setdefault(rest, {})[kind] = RefillSlot(stored.dtype, stored.shape)
     first = {row.name: index.aliases.get(row.name, row.name) for row in engine.table.rows}
     here = {name: found[other] for name, other in first.items() if other in found}
-    return here | {name: slots for name, slots in found.items() if name not in first.values()}
+    unknown = {name: slots for name, slots in found.items() if name not in first.values()}
+    return here | {name: slots for name, slots in unknown.items() if name not in others or len(slots) > 1}

@@ -1,9 +1,11 @@
-"""The command `meshwise checkpoint`: list, show, check and export checkpoints.
+"""The command `meshwise checkpoint`: list, show, check, export and import checkpoints.
 
     list FOLDER              list the checkpoints of a run, newest first
     show CHECKPOINT          print the tensors of a checkpoint, and the job and counts saved with them
     check FOLDER             compare every byte with its checksum, in one checkpoint or in all checkpoints of a run
     export CHECKPOINT INTO   write a Hugging Face folder, and compare its logits on random tokens
+    export CHECKPOINT INTO --format dcp|torchtitan   write a folder of torch's DCP, with the optimizer's state
+    import FOLDER INTO --format dcp                  write a checkpoint from a folder of torch's DCP that you trust
 
 The exit status is 0 on success, 1 for damage and failed exports, 2 if there is no checkpoint."""
 
@@ -16,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, damages, is_checkpoint
-from meshwise.checkpoint.checkpoint_format import INDEX, CheckpointIndex, DamageError, read_index
+from meshwise.checkpoint.checkpoint_format import INDEX, CheckpointIndex, DamageError, SaveError, read_index
+from meshwise.checkpoint.dcp_format import export_dcp, import_dcp
 from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.flags_and_toml import from_text, from_toml
@@ -41,8 +44,11 @@ def main(words: Sequence[str]) -> int:
         _require(flags.checkpoint)
     act: Callable[[argparse.Namespace, OutputConsole], int] = flags.act
     try:
-        return act(flags, console)
-    except (DamageError, ExportError) as error:
+        with as_job_error():
+            return act(flags, console)
+    except FileExistsError as error:
+        raise JobError(f"{error.filename} exists and is not replaced; name another folder") from error
+    except (DamageError, ExportError, SaveError) as error:
         print(f"meshwise checkpoint: {error}", file=sys.stderr)
         return 1
 
@@ -57,12 +63,16 @@ def _parser() -> argparse.ArgumentParser:
         "show": (_show, "checkpoint"),
         "check": (_check, "folder"),
         "export": (_export, "checkpoint into"),
+        "import": (_import, "folder into"),
     }
     for name, (act, places) in verbs.items():
         verb = commands.add_parser(name)
         for place in places.split():
             verb.add_argument(place, type=Path, metavar=place.upper())
+        if name == "import":
+            verb.add_argument("--format", choices=["dcp"], default="dcp", help="dcp: torch.distributed.checkpoint")
         if name == "export":
+            verb.add_argument("--format", choices=["hf", "dcp", "torchtitan"], default="hf", help="default: hf")
             verb.add_argument("--job", type=Path, help="the job whose model it is; default: the job saved with it")
             verb.add_argument("--average", action="store_true", help="the average that trainer.average(decay) kept")
             verb.add_argument("--merge", action="store_true", help="add the adapters of a PEFT model to its base model")
@@ -124,14 +134,23 @@ def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
     return 1 if wrong else 0
 
 
+def _import(flags: argparse.Namespace, console: OutputConsole) -> int:
+    index = import_dcp(flags.folder, into=flags.into)
+    tensors, steps = counted(len(index.tensors), of="tensor"), counted(index.extra["steps"], of="step")
+    console.print(f"{index.folder}: {tensors}, after {steps}", markup=False)
+    return 0
+
+
 def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
-    job = _job(flags)
-    try:
-        with as_job_error():
-            build = model_function(job)
-            done = export(flags.checkpoint, into=flags.into, build=build, merge=flags.merge, average=flags.average)
-    except FileExistsError as error:
-        raise JobError(f"{error.filename} exists and is not replaced; name another folder") from error
+    if flags.format != "hf":
+        if flags.merge:
+            raise JobError("--merge writes a model, and --format dcp the state of a training; leave out --merge")
+        titan = flags.format == "torchtitan"
+        files = export_dcp(flags.checkpoint, into=flags.into, torchtitan=titan, average=flags.average)
+        console.print("\n".join(map(str, files)), markup=False)
+        return 0
+    job, average = _job(flags), flags.average
+    done = export(flags.checkpoint, into=flags.into, build=model_function(job), merge=flags.merge, average=average)
     if job.model.name.startswith(HUB):
         _keep_settings(hub_folder(job.model.name, key="model.name"), into=flags.into)
     name = with_tokenizer(job).data.tokenizer

@@ -192,7 +192,7 @@ def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer)
                 flat = BucketSlice(bucket, part.start, value)
                 yield from flat.slices_of(piece, slot=f"optimizer/{key}", within=bucket.shard)
             elif value is not None and _has_first(part, piece):
-                slot, number = _number(piece.row.name, key, value)
+                slot, number = number_slot(value, key=key, name=piece.row.name)
                 yield StoredSlice.of_full(number, name=piece.row.name, slot=slot)
 
 
@@ -237,7 +237,7 @@ def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:
     return any(not any(held.rectangle.offsets) for held in here)
 
 
-def _number(name: str, key: str, value: Any) -> tuple[str, Tensor]:
+def number_slot(value: Any, *, key: str, name: str) -> tuple[str, Tensor]:
     """Return (slot, scalar tensor) of optimizer state that is one number. Raises ValueError for any other state."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return f"scalar/{key}", value.detach().reshape(())

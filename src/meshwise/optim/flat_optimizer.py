@@ -27,7 +27,7 @@ def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequenc
     Raises ValueError for a hyperparameter that is no number, string, None, or list of these."""
     described = []
     for group, members in zip(optimizer.param_groups, names, strict=True):
-        values = {key: _plain(key, value) for key, value in group.items() if key not in ("params", "names")}
+        values = {key: plain_value(value, key=key) for key, value in group.items() if key not in ("params", "names")}
         described.append({"names": list(members), "values": values})
     return described
 
@@ -69,11 +69,12 @@ def restore_groups(optimizer: torch.optim.Optimizer, *, values: Sequence[Mapping
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def _plain(key: str, value: Any) -> Any:
+def plain_value(value: Any, *, key: str) -> Any:
+    """Return a hyperparameter as JSON: a tensor of one element as a number. Raises ValueError for other types."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, tuple | list):
-        return [_plain(key, part) for part in value]
+        return [plain_value(part, key=key) for part in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(f"the optimizer's {key} = {value!r} is of type {type(value).__name__}; a checkpoint keeps numbers")

@@ -220,7 +220,7 @@ def _text(event: RunEvent, *, of: str) -> str:
         case run_events.SaveFailed():
             return f"NOT SAVED at step {event.step}: {event.problem}"
         case run_events.Stopped():
-            return f"stopped  after step {event.step}, as the file `stop` asked; --train.resume auto continues"
+            return f"stopped  after step {event.step}, as {event.by} asked\nnext: {event.following}"
         case run_events.Validation():
             return f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
         case run_events.Sample():

@@ -276,8 +276,8 @@ class TrainJob:
     with `resume = "auto"` the run in the folder continues."""
     save_every: int = 0
     """Steps between checkpoints, which are written into the folder `checkpoints` of the run. The last step writes a
-    checkpoint too. Each `log_every` steps a run with checkpoints looks for a file `stop` in its folder: then it saves
-    and ends. 0: no checkpoints."""
+    checkpoint too. A run with checkpoints saves and ends after SIGTERM, SIGUSR1, or, looked for each `log_every` steps,
+    a file `stop` in its folder. 0: no checkpoints."""
     keep_last: int = 3
     """Number of checkpoints to keep; older checkpoints are removed when a new checkpoint is complete."""
     resume: str | None = None

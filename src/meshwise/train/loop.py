@@ -18,8 +18,10 @@ import itertools
 import math
 import resource
 import shlex
+import signal
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,6 +55,7 @@ from meshwise.train.job import Job, JobError, SampleJob
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.run_checkpoints import (
     CHECKPOINTS,
+    JOB,
     METRICS,
     PARAMETERS,
     PROFILE,
@@ -139,6 +142,7 @@ class _Run:
         self._rate = lr_schedule(job.schedule, steps=job.train.steps)
         self._sizes, self._size = BatchSizes(job.train), 0
         self._reader: Iterator[Any] = iter(())
+        self._signals: list[str] = []
         self._validation: float | None = None
         root, keep_last = folder / CHECKPOINTS, job.train.keep_last
         self._checkpoints = RunCheckpoints(trainer, root=root, keep_last=keep_last, emit=events.emit)
@@ -146,20 +150,22 @@ class _Run:
     def run(self, start: RunStart) -> RunSummary:
         """Restore a checkpoint if there is one, train, and write the output files."""
         job, trainer = self._job, self._trainer
-        started = time.monotonic()
+        started, where = time.monotonic(), None if trainer.world.rank else str(self._folder)
         self._emit(self._start_event())
         self._progress = restore_run(trainer, start=start, prepared=self._prepared, emit=self._emit)
-        self._steps()
+        with stop_signals(self._signals) if job.train.save_every else contextlib.nullcontext():
+            by = self._steps()
+            if by not in ("", _FILE):  # the time that a signal leaves is short
+                self._checkpoints.finish()
+                return RunSummary(self._progress.loss, self._validation, where)
         self._write_parameters()
         self._validate(self._progress.step)
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
             self._emit(run_events.Sample(self._progress.step, job.sample.prompt, text))
-        seconds, folder = time.monotonic() - started, self._folder
-        outputs = run_outputs(folder)
+        seconds, outputs = time.monotonic() - started, run_outputs(self._folder)
         following = shlex.join(["meshwise", "verify", outputs["job"]])
         self._emit(run_events.End(self._progress.step, seconds, self._progress.loss, outputs, following))
-        where = None if trainer.world.rank else str(folder)
         return RunSummary(self._progress.loss, self._validation, where)
 
     def _start_event(self) -> run_events.Start:
@@ -179,7 +185,8 @@ class _Run:
             output=str(self._folder),
         )
 
-    def _steps(self) -> None:
+    def _steps(self) -> str:
+        """Train, and return who asked the run to stop early; "" at its end."""
         job, trainer, progress = self._job.train, self._trainer, self._progress
         pace = RankPace(trainer.world)
         before = progress.step
@@ -187,7 +194,7 @@ class _Run:
         measured = range(first, min(first + job.timeline, job.steps + 1))
         timelines = StepTimelines(trainer, steps=measured, path=self._folder / TIMELINE, emit=self._emit)
         began = last = time.monotonic()
-        budgeted = False
+        budgeted, by = False, ""
         for step in range(before + 1, job.steps + 1):
             batch = self._next_batch()
             lr = self._set_rate()
@@ -226,14 +233,16 @@ class _Run:
             if job.validate_every and step % job.validate_every == 0 and step < job.steps:
                 self._validate(step)
                 now = time.monotonic()
-            stops = self._stops(step)
-            self._checkpoint(step, last=stops or step == job.steps)
-            if stops:
-                self._emit(run_events.Stopped(step))
+            by = self._stopped_by(step)
+            self._checkpoint(step, last=bool(by) or step == job.steps)
+            if by:
+                again = ["meshwise", "train", str(self._folder / JOB), "--train.output", str(self._folder)]
+                self._emit(run_events.Stopped(step, by, shlex.join([*again, "--train.resume", "auto"])))
                 break
             last = now
         for slow in pace.slow(after=1):
             self._emit(slow)
+        return by
 
     def _step(self, step: int, batch: Any) -> StepResult:
         traced = profile(self._trainer, into=self._folder / PROFILE) if step == self._job.train.profile else None
@@ -255,15 +264,16 @@ class _Run:
             group["lr"] = peak * fraction
         return float(self._peaks[0] * fraction)
 
-    def _stops(self, step: int) -> bool:
-        """Return whether the file `stop` is in the run's folder, and remove it. All ranks get the answer of rank 0."""
+    def _stopped_by(self, step: int) -> str:
+        """Return, on every rank, the signal that a rank got or the file `stop`, which rank 0 then removes; else ""."""
         job, file, world = self._job.train, self._folder / STOP, self._trainer.world
-        if not job.save_every or step % job.log_every or step == job.steps:
-            return False
-        found: bool = world.exchange(world.rank == 0 and file.exists())[0]
-        if found and world.rank == 0:
+        if not job.save_every or step == job.steps:
+            return ""
+        by = self._signals[0] if self._signals else ""
+        if not by and world.rank == 0 and step % job.log_every == 0 and file.exists():
             file.unlink(missing_ok=True)
-        return found
+            by = _FILE
+        return next(filter(None, world.exchange(by)), "")
 
     def _checkpoint(self, step: int, *, last: bool) -> None:
         job = self._job.train
@@ -320,6 +330,23 @@ class _Run:
         metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
         write_parameters(trainer, path=None if trainer.world.rank else self._folder / PARAMETERS, metadata=metadata)
         self._checkpoints.finish()
+
+
+_FILE = "the file `stop`"
+
+
+@contextlib.contextmanager
+def stop_signals(received: list[str]) -> Iterator[None]:
+    """Append the names of SIGTERM and SIGUSR1 (of Slurm) to `received` inside the block; they do nothing else there.
+
+    Python handles signals in the main thread. A run in another thread leaves the handlers as they are."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1) if threading.current_thread() is threading.main_thread() else ()
+    kept = {one: signal.signal(one, lambda it, _: received.append(signal.Signals(it).name)) for one in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def _device(world: World) -> str:

@@ -214,7 +214,8 @@ def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunS
     candidate = start.candidate()
     if candidate is not None:
         saved = read_index(candidate).extra["user"]
-        job_changes(saved, job=prepared.job, content=prepared.data.content)
+        if "job" in saved:
+            job_changes(saved, job=prepared.job, content=prepared.data.content)
     return start
 
 
@@ -223,15 +224,21 @@ def restore_run(
 ) -> RunProgress:
     """Restore the trainer, emit `Resume`, and return the progress (zero without a checkpoint). Every rank calls it.
 
+    A checkpoint without a job, from a script or an import, continues at its `steps`, with the job's batches.
+
     Raises JobError for a checkpoint of another job, and DamageError when there are checkpoints but no valid one."""
     found = _restored(trainer, start, own=prepared.hyperparameters)
     if found is None:
         if start.folder is not None:
             emit(Resume(0, 0, "", [], []))
         return RunProgress()
-    changed = job_changes(found.extra, job=prepared.job, content=prepared.data.content)
-    progress = RunProgress.from_json(found.extra["progress"])
-    if (found.extra["plan"], found.extra["ranks"]) != (str(prepared.job.plan), trainer.world.size):
+    if "job" in found.extra:
+        changed = job_changes(found.extra, job=prepared.job, content=prepared.data.content)
+        progress = RunProgress.from_json(found.extra["progress"])
+    else:
+        changed, steps = [], int(found.extra.get("steps", 0))
+        progress = RunProgress(steps, samples=steps * prepared.job.train.batch, updates=steps)
+    if (found.extra.get("plan"), found.extra.get("ranks")) != (str(prepared.job.plan), trainer.world.size):
         # The generators in the checkpoint belong to ranks of another plan.
         place = f"{prepared.job.train.seed} {progress.samples} {trainer.world.rank} of {trainer.world.size}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little"))

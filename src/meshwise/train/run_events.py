@@ -197,9 +197,11 @@ class SaveFailed(RunEvent):
 
 @dataclass(frozen=True)
 class Stopped(RunEvent):
-    """The run ends after `step`, before its last one, because the file `stop` was in its folder."""
+    """The run ends after `step`, before its last one. `by`: the file `stop` in its folder, or a signal."""
 
     step: int
+    by: str
+    following: str
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ one script works with `python` and with torchrun.
 import contextlib
 import errno
 import functools
-import inspect
 import logging
 import multiprocessing
 import os
@@ -65,7 +64,6 @@ from meshwise.comm.network.process_world import Comm
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
 _SHARE = Path("/sys/fs/cgroup/cpu.max")
-_SHUTDOWN_SECONDS = 5
 _CERTAIN_SECONDS = 1.0
 _WORDS_SECONDS = 2.0
 _REFUSED = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSYS)
@@ -283,10 +281,7 @@ class _Agent(LocalElasticAgent):
     """torch's elastic agent for one machine, with the changes that this file describes."""
 
     def __init__(self, spec: WorkerSpec, *, logs: DefaultLogsSpecs, method: str, folder: Path) -> None:
-        # torch 2.11 always gives ranks 30 s to end.
-        known = inspect.signature(LocalElasticAgent).parameters
-        timeout: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
-        super().__init__(spec, logs, start_method=method, **timeout)
+        super().__init__(spec, logs, start_method=method)  # SIGTERM leaves the ranks 30 s, to save a checkpoint
         self._folder = folder
         self._gone: Set[int] = frozenset()
         self._since = 0.0
