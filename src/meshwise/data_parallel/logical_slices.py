@@ -225,7 +225,7 @@ class LogicalSlices:
         """Move momenta towards the mean gradient of the replicas, encoded; see `LogicalTensors`."""
         wire = Wire.parse(codec)
         reduction = compressed(ZERO[0], codec=(wire.codec, wire.number), feedback=True)
-        exchanges = [_exchange(bucket, momenta, betas=betas, reduction=reduction) for bucket in self._engine.buckets]
+        exchanges = [_exchange(bucket, momenta, betas=betas, by=reduction) for bucket in self._engine.buckets]
         for exchange, before in zip_longest(exchanges, [iter(()), *exchanges], fillvalue=iter(())):
             next(exchange, None)  # one bucket travels while the next one is encoded
             next(before, None)
@@ -255,9 +255,7 @@ class LogicalSlices:
         return self._owners[names]
 
 
-def _exchange(
-    bucket: Bucket, momenta: SliceTensors, *, betas: Mapping[str, float], reduction: Reduction
-) -> Iterator[None]:
+def _exchange(bucket: Bucket, momenta: SliceTensors, *, betas: Mapping[str, float], by: Reduction) -> Iterator[None]:
     """Start to sum the momenta of a bucket's ranks; then put the sum into `momenta`."""
     state, size = bucket.reduction_state, bucket.group.size
     whole = state.get("momentum")
@@ -267,7 +265,7 @@ def _exchange(
     for piece in bucket.place.pieces:
         beta, here = betas[piece.row.name], slice(piece.start, piece.stop)
         message[here].mul_(1 - beta).add_(whole[here], alpha=beta / size)
-    work = reduction.start(message, into=None, peers=bucket.peers).work
+    work = by.start(message, into=None, peers=bucket.peers).work
     yield
     work.wait()
     if bucket.storage.reduction.shards_updates:

@@ -553,15 +553,8 @@ def _draws(module: nn.Module, setting: ParallelSetting, outside: SplitContext) -
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
     before, after = activation_regions(module, plan=setting.plan, parts=parts, outside=outside, absent=setting.absent)
     tokens = None if setting.context is None else setting.context.mode
-    draws = RandomDraws(
-        module,
-        seed=setting.options.seed,
-        before=before,
-        after=after,
-        local=local,
-        tokens=tokens,
-        alone=not threads,
-    )
+    seed, alone = setting.options.seed, not threads
+    draws = RandomDraws(module, seed=seed, before=before, after=after, local=local, tokens=tokens, alone=alone)
     if setting.context is not None:
         setting.context.attention.draws = draws
     return draws

@@ -179,8 +179,8 @@ class Plan:
         self._grid()
         nearest, reasons = self._working(more)
         if reasons:
-            what = f"the plan '{self}' cannot work{by and f' with {by}'}"
-            raise PlanError(f"{what}: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
+            why = f"cannot work{by and f' with {by}'}: {'; '.join(reasons)}"
+            raise PlanError(f"the plan '{self}' {why}. Nearest that works: '{nearest}'")
         if self.shards and self.dp is not None and self.dp % self.shards:
             near = self._unchecked({"shards": math.gcd(self.dp, self.shards)})
             raise PlanError(
