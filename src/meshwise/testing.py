@@ -91,7 +91,7 @@ from meshwise.model.full_parameter_access import WholeParameters
 from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
-from meshwise.optim.flat_optimizer import default_options, needs_whole
+from meshwise.optim.flat_optimizer import default_options, needs_of
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import Precision, autocast_context, convert, hook_casts, widen_for_loss
 
@@ -179,7 +179,7 @@ class ReferenceRun:
             dtype = self._precision.master_of(p.dtype)
             self.masters[name] = p if p.dtype == dtype else nn.Parameter(unrounded[name].to(dtype))
         groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self.masters.items()]
-        if needs_whole(optimizer):
+        if needs_of(optimizer):
             optimizer_arguments["logical"] = WholeParameters(self.masters)
         self.optimizer = optimizer(groups, **optimizer_arguments)
         rules = token_rules(self._options.tensor_rules)

@@ -63,7 +63,7 @@ def test_a_plan_gives_what_whole_tensors_give(plan: str, needs: str) -> None:
 def test_the_norm_of_a_slice_alone_would_be_seen() -> None:
     class Local(Normed):
         def step(self) -> None:  # type: ignore[override]
-            self.logical.squared_norms = self.of_slices  # type: ignore[method-assign]
+            self.logical.squared_norms = self.of_slices  # type: ignore[assignment,method-assign]
             super().step()
 
         def of_slices(self, values: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
@@ -105,5 +105,7 @@ def test_offload_is_refused_for_an_optimizer_that_needs_whole_parameters() -> No
 
 def test_an_unknown_need_is_refused() -> None:
     model = functools.partial(build, tied=False)
-    with pytest.raises(ValueError, match="declares needs='everything'; write one of 'norms', 'matrices', or none"):
+    with pytest.raises(
+        ValueError, match="declares needs='everything'; write one of 'norms', 'matrices', 'replicas', or none"
+    ):
         parallelize(model, "dp=1", loss=next_token_loss, optimizer=Undeclared, lr=0.02)

@@ -148,11 +148,13 @@ def test_verify_finds_the_norm_of_a_shard() -> None:
         def __init__(self, params: Any, *, logical: Any, **arguments: Any) -> None:
             super().__init__(params, logical=logical, **arguments)
             if isinstance(logical, LogicalSlices):
-                logical.squared_norms = self.of_slices  # type: ignore[method-assign]
+                logical.squared_norms = self.of_slices  # type: ignore[assignment,method-assign]
 
         def of_slices(self, values: Any) -> dict[str, torch.Tensor]:
             parts = [(p, part) for p in values for part in self.logical.parts(p)]
-            return {part.name: values[p][part.start : part.stop].double().square().sum() for p, part in parts}
+            own = {part.name: values[p][part.start : part.stop].double().square().sum() for p, part in parts}
+            none = torch.zeros((), dtype=torch.float64)
+            return {name: own.get(name, none) for group in self.param_groups for name in self.names(group)}
 
     wrong, right = (
         verify(functools.partial(build, tied=False), next_token_loss, batches(), "dp=2 zero=1", optimizer=kind, lr=0.02)

@@ -50,6 +50,8 @@ class Bucket:
     | slices     (options, part of the master) for the optimizer; `chunks` the parts that are updated at once
     | gradient   accumulated gradients of this rank, all elements; `reduced` the sum over the ranks, owned elements
     | factor     gradients on disk are multiplied by it when they are read; `on_reduced` is called after a reduction
+    | local      True in a step that leaves each rank its own gradients, because the optimizer exchanges momenta.
+    |            `reduced` then holds them, all elements, and norms are the mean square of all ranks' norms
     | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies"""
 
     def __init__(self, rows: Sequence[ParameterRow], *, world: World, storage: StorageConfig) -> None:
@@ -103,6 +105,7 @@ class Bucket:
         self.reduction_state: dict[str, Tensor] = {}
         self.factor = 1.0
         self.on_reduced: Callable[[Bucket], None] | None = None
+        self.local = False
         self._square: Tensor | None = None
         self._loan: BorrowedTensor | None = None
         self._filled: set[int] = set()
@@ -275,15 +278,22 @@ class Bucket:
         if len(self._filled) < len(self.place.pieces):
             for index in range(len(self.place.pieces)):
                 self.accumulated(index)
+        if self.local:
+            self._arriving = ReducedPart(Work(), buffer)
+            return
         reduction, wire, into = self.storage.reduction, self._on_wire(buffer), None
         if reduction.shards_gradients:
             into = self.reduced_gradient
             if self._rounds or into.dtype != wire.dtype or self.storage.tiers.is_offloaded("gradients"):
                 into = wire.new_empty(into.numel())
             self._filled.clear()
-        peers = ReducingRanks(self.world, self.axes, slice(*self.shard), self.reduction_state, self.place)
-        self._arriving = reduction.start(wire, into=into, peers=peers)
+        self._arriving = reduction.start(wire, into=into, peers=self.peers)
         self._rounds += 1
+
+    @property
+    def peers(self) -> ReducingRanks:
+        """The ranks of a reduction, with the shard and the state of this rank."""
+        return ReducingRanks(self.world, self.axes, slice(*self.shard), self.reduction_state, self.place)
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
         """Return the gradients in the wire dtype; unchanged if the group has one rank."""
@@ -373,12 +383,12 @@ class Bucket:
     def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient: an fp64 scalar, cached."""
         if self._square is None:
-            self._square = _square(self._counted(self.reduced_gradient))
+            self._square = _square(self._counted(self.reduced_gradient)) * (self.group.size if self.local else 1)
         return self._square
 
     def unsquared(self) -> Tensor | None:
         """Return the reduced gradient that this rank counts in the norm, or None if its squared norm is known."""
-        return self._counted(self.reduced_gradient) if self._square is None else None
+        return self._counted(self.reduced_gradient) if self._square is None and not self.local else None
 
     def forget_norm(self) -> None:
         """Compute the norm anew when it is needed next: the reduced gradient has changed."""
@@ -394,7 +404,7 @@ class Bucket:
         return []
 
     def _counted(self, reduced: Tensor) -> Tensor:
-        shard = reduced if self.storage.reduction.shards_updates else reduced[slice(*self.shard)]
+        shard = reduced if self.storage.reduction.shards_updates or self.local else reduced[slice(*self.shard)]
         return shard if self.counts else shard[:0]
 
     def gradient_slices(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -405,7 +415,11 @@ class Bucket:
         return zip(parameters, self.reduced_gradient.split([each.numel() for each in parameters]), strict=True)
 
     def owned_gradient(self) -> Tensor:
-        """Return the reduced gradient of the elements that this rank updates, (elements,), on the device."""
+        """Return the reduced gradient of the elements that this rank updates, (elements,); sum `local` ones now."""
+        if self.local:
+            total = self.reduced_gradient.clone()
+            self.world.all_reduce(total, axes=self.axes).wait()
+            return total[slice(*self.owned)]
         reduced = self.reduced_gradient.to(self.device)
         return reduced if self.factor == 1.0 else reduced * self.factor
 

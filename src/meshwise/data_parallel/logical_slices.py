@@ -13,7 +13,10 @@ elements and k gathered tensors (a gradient; the parameter too), over all its G 
     | split over all G ranks        k n (G-1)/G      n (G-1)/G
     | whole on each rank (zero=0)   none, no call    n (G-1)
 
-With copies, as along dp under zero=0, the copy nearest to the owner sends."""
+With copies, as along dp under zero=0, the copy nearest to the owner sends.
+
+`exchange_momenta` sums momenta of R ranks through a codec. Rank r sends beta m / R + (1 - beta) g_r plus its error. m:
+the momentum before; zero=1 keeps it whole too, gathered before the first exchange. The g_r add up to the gradient."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -26,10 +29,12 @@ from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_place import BucketPlace
 from meshwise.data_parallel.data_parallel_engine import DataParallel
+from meshwise.data_parallel.reduction import ZERO, Reduction, compressed
 from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.stored_slices import slice_pieces
-from meshwise.model.full_parameter_access import Groups, OwnedTensor, SlicePart, WholeFunction, key_of
+from meshwise.data_parallel.stored_slices import optimizer_slices, slice_pieces
+from meshwise.model.full_parameter_access import Groups, OwnedTensor, SlicePart, SliceTensors, WholeFunction, key_of
 from meshwise.model.parameter_table import ParameterRow
+from meshwise.plan.plan_keys import Wire
 
 
 class RankPart(NamedTuple):
@@ -199,8 +204,8 @@ class LogicalSlices:
         """Return the parts of an optimizer's slice, one for each model parameter in it, in order."""
         return self._parts.get(parameter, ())  # a slice may be padding alone
 
-    def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
-        """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective).
+    def squared_norms(self, values: SliceTensors, *, order: float = 2) -> Mapping[str, Tensor]:
+        """Return the squared norm of `values` over each whole parameter, by name: fp64 scalars (a collective).
 
         The norm of a parameter without values on any rank is 0."""
         world = self._engine.world
@@ -210,10 +215,20 @@ class LogicalSlices:
             if bucket.counts:
                 for parameter, piece, here, _ in slice_pieces(bucket, within=bucket.shard):
                     if parameter in values:
-                        norm = torch.linalg.vector_norm(values[parameter][here])
-                        totals[index[piece.row.name]] += norm.double().square()
-        world.all_reduce(totals, axes=self._axes).wait()
+                        square = torch.linalg.vector_norm(values[parameter][here], ord=order).double().square()
+                        total = totals[index[piece.row.name]]
+                        total.copy_(total + square if order == 2 else torch.maximum(total, square))
+        world.all_reduce(totals, axes=self._axes, op="sum" if order == 2 else "max").wait()
         return dict(zip(self._names, totals, strict=True))
+
+    def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:
+        """Move momenta towards the mean gradient of the replicas, encoded; see `LogicalTensors`."""
+        wire = Wire.parse(codec)
+        reduction = compressed(ZERO[0], codec=(wire.codec, wire.number), feedback=True)
+        exchanges = [_exchange(bucket, momenta, betas=betas, by=reduction) for bucket in self._engine.buckets]
+        for exchange, before in zip_longest(exchanges, [iter(()), *exchanges], fillvalue=iter(())):
+            next(exchange, None)  # one bucket travels while the next one is encoded
+            next(before, None)
 
     def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
         """Return the whole parameters of `groups` that this rank computes, and let checkpoints have their state."""
@@ -224,8 +239,8 @@ class LogicalSlices:
 
     def map_whole(
         self,
-        values: Mapping[nn.Parameter, Tensor],
-        *more: Mapping[nn.Parameter, Tensor],
+        values: SliceTensors,
+        *more: SliceTensors,
         groups: Groups,
         function: WholeFunction,
         dtype: torch.dtype | None = None,
@@ -240,7 +255,26 @@ class LogicalSlices:
         return self._owners[names]
 
 
-def whole_tensors(values: Mapping[nn.Parameter, Tensor], *, engine: DataParallel) -> Iterator[tuple[str, Tensor]]:
+def _exchange(bucket: Bucket, momenta: SliceTensors, *, betas: Mapping[str, float], by: Reduction) -> Iterator[None]:
+    """Start to sum the momenta of a bucket's ranks; then put the sum into `momenta`."""
+    state, size = bucket.reduction_state, bucket.group.size
+    whole = state.get("momentum")
+    if whole is None:
+        whole = bucket.gathered_from(torch.cat([momenta[parameter] for _, parameter in bucket.slices]))
+    message = bucket.reduced_gradient.clone()
+    for piece in bucket.place.pieces:
+        beta, here = betas[piece.row.name], slice(piece.start, piece.stop)
+        message[here].mul_(1 - beta).add_(whole[here], alpha=beta / size)
+    work = by.start(message, into=None, peers=bucket.peers).work
+    yield
+    work.wait()
+    if bucket.storage.reduction.shards_updates:
+        state["momentum"] = message
+    for part, parameter in optimizer_slices(bucket):
+        momenta[parameter].copy_(message[part.start : part.stop])
+
+
+def whole_tensors(values: SliceTensors, *, engine: DataParallel) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of `values`; the caller's changes are written back to `values` (collectives).
 
     `values`: by slice, a tensor of the slice's shape. Every rank iterates to the end."""

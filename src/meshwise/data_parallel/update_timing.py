@@ -32,8 +32,13 @@ class StepAfterBackward:
         self._update = update
 
     def begin(self) -> None:
-        """Raise TierError if an earlier update failed half way."""
+        """Ask the optimizer which gradients it needs. Raises TierError if an earlier update failed half way."""
         self._update.check()
+        local = bool(getattr(self._update.optimizer, "keeps_gradients", False))
+        for bucket in self._engine.buckets:
+            bucket.local = local
+            if not local:
+                bucket.reduction_state.pop("momentum", None)  # this step changes the owned part alone
 
     def receive_count(self, count: Tensor) -> None:
         """Do nothing: the count of this rank enters the `factor` of `apply`."""

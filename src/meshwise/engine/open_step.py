@@ -226,6 +226,8 @@ class OpenStep:
         self._reduced = True
 
     def _require_gradients(self, what: str) -> None:
+        if what == "step.gradients" and any(bucket.local for bucket in self._engine.buckets):
+            raise PlanError("step.gradients needs summed gradients, and the optimizer exchanges momenta; use AdamW")
         if self._engine.tiers.is_offloaded("gradients"):
             raise PlanError(
                 f"{what} reads and changes gradients, but offload={self._plan.offload} moves them to another tier; "

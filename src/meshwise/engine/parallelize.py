@@ -52,12 +52,13 @@ from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
-from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, default_options, needs_whole
+from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.run.pipeline_stage import FeatureWidth, PieceForward, make_stage, model_without_values
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
+from meshwise.plan.compatibility import MOMENTUM_EXCHANGE
 from meshwise.precision.dtype_policy import (
     LossScale,
     Precision,
@@ -191,7 +192,7 @@ def parallelize(
         on_error.callback(policy.close)
         with memory_errors_explained(plan):
             build = _in_stages if plan.pp > 1 else _whole
-            engine, runner = build(source, setting=_with_roles(setting, source.module))
+            engine, runner = build(source, setting=_with_roles(setting.for_optimizer(optimizer), source.module))
         _connect(engine, runner, setting.context)
         update = _optimizer(optimizer, engine=engine, plan=plan, arguments=optimizer_arguments)
         scale = options.loss_scale if precision.needs_loss_scale else None
@@ -292,14 +293,16 @@ def _optimizer(
             "every parameter is frozen; set requires_grad=True on those that should train, or pass optimizer=None for "
             "a model that is not trained"
         )
-    if needs_whole(optimizer) and plan.tiers.state_tiers != {"device"}:
+    if needs_of(optimizer) and plan.tiers.state_tiers != {"device"}:
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"
         )
+    if needs_of(optimizer) == "replicas" and engine.tied:
+        raise PlanError(f"{optimizer.__name__} would let copies of {min(engine.tied)} in two stages differ; use pp=1")
     groups = []
     for options, owned in engine.slices().items():
         names = [row.name for row in engine.table.rows if row.trainable and row.options == options]
-        groups.append({"params": owned, **dict(options), **({"names": names} if needs_whole(optimizer) else {})})
+        groups.append({"params": owned, **dict(options), **({"names": names} if needs_of(optimizer) else {})})
     logical = LogicalSlices(engine, sync_axes=plan.sync_axes)
     built = build_optimizer(optimizer, groups=groups, logical=logical, **arguments)
     if engine.owned and plan.sync != "step":
@@ -339,6 +342,16 @@ class ParallelSetting:
     def shares_rows(self) -> bool:
         """True if ranks split the rows of one matmul or exchange tokens; then all run every micro-batch."""
         return _splits_rows(self.plan, self.world) or bool(self.mixtures and self.plan.ep > 1)
+
+    def for_optimizer(self, optimizer: OptimizerClass | None) -> "ParallelSetting":
+        """Return the setting, with the errors of the optimizer's codec. Raises PlanError if that cannot work."""
+        if optimizer is None or needs_of(optimizer) != "replicas":
+            return self
+        self.plan.check(MOMENTUM_EXCHANGE, by=optimizer.__name__)
+        if self.options.noise:
+            raise PlanError(f"{optimizer.__name__} sums no gradients to measure their noise; use Options(noise=False)")
+        reduction = dataclasses.replace(self.storage.reduction, summed_state=("error",), owner_state=("error",))
+        return dataclasses.replace(self, storage=dataclasses.replace(self.storage, reduction=reduction))
 
     @property
     def token_task(self) -> MicrobatchTask:
@@ -439,12 +452,7 @@ def _build_engine(
         table = table.placed(split)
     if setting.mixtures:
         placed = expert_parallel(
-            module,
-            mixtures=setting.mixtures,
-            world=world,
-            plan=plan,
-            recall=recall,
-            imbalance=options.expert_imbalance,
+            module, mixtures=setting.mixtures, world=world, plan=plan, recall=recall, imbalance=options.expert_imbalance
         )
         table = table.placed(placed)
     engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=earlier is None)
@@ -464,13 +472,9 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
         rank, mesh = setting.world.rank, setting.world.mesh
         absent = [row.name for row in engine.table.rows if not row.is_on(mesh, rank=rank)]
         _release(source.module.get_parameter(name) for name in absent)
+    task, schedule = setting.token_task, naive(1, microbatches=setting.plan.microbatches)
     return Engine({0: engine}, ranks=[0], world=setting.world), WholeModelRunner(
-        engine,
-        task=setting.token_task,
-        draws=draws,
-        statistics=statistics,
-        schedule=naive(1, microbatches=setting.plan.microbatches),
-        shares_rows=setting.shares_rows,
+        engine, task=task, draws=draws, statistics=statistics, schedule=schedule, shares_rows=setting.shares_rows
     )
 
 
@@ -549,15 +553,8 @@ def _draws(module: nn.Module, setting: ParallelSetting, outside: SplitContext) -
         raise ValueError("random=local draws from torch's own generator, which threads share; give random=global")
     before, after = activation_regions(module, plan=setting.plan, parts=parts, outside=outside, absent=setting.absent)
     tokens = None if setting.context is None else setting.context.mode
-    draws = RandomDraws(
-        module,
-        seed=setting.options.seed,
-        before=before,
-        after=after,
-        local=local,
-        tokens=tokens,
-        alone=not threads,
-    )
+    seed, alone = setting.options.seed, not threads
+    draws = RandomDraws(module, seed=seed, before=before, after=after, local=local, tokens=tokens, alone=alone)
     if setting.context is not None:
         setting.context.attention.draws = draws
     return draws

@@ -48,6 +48,9 @@ class SlicePart:
 WholeFunction: TypeAlias = Callable[..., Tensor]
 """Function from the key of an `OwnedTensor` and one or more full tensors of its shape to a tensor of this shape."""
 
+SliceTensors: TypeAlias = Mapping[nn.Parameter, Tensor]
+"""A tensor of the shape of each slice of an optimizer, by slice."""
+
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """Parameter groups of an optimizer (`optimizer.param_groups`), or some of them."""
 
@@ -61,8 +64,9 @@ def key_of(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) ->
     return nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(*shape))
 
 
-NEEDS = ("norms", "matrices")
-"""Allowed values of `needs` in an optimizer class. Both give the same access; the value is documentation."""
+NEEDS = ("norms", "matrices", "replicas")
+"""Allowed values of `needs` in an optimizer class. All give the same access. With `replicas`, ranks keep errors for
+`exchange_momenta`, and in a step that begins with `keeps_gradients` True their own gradients."""
 
 
 class LogicalTensors(Protocol):
@@ -71,16 +75,25 @@ class LogicalTensors(Protocol):
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
         """Return the parts of a slice in order, each of one parameter; padding belongs to no part."""
 
-    def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
-        """Return the squared 2-norm of `values` over each whole parameter, by name: fp64 scalars (a collective)."""
+    def squared_norms(self, values: SliceTensors, *, order: float = 2) -> Mapping[str, Tensor]:
+        """Return the squared norm of `values` over each whole parameter, by name: fp64 scalars (a collective).
+
+        order: 2, or math.inf for the largest magnitude."""
+
+    def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:
+        """Replace momenta by beta · momentum + (1 - beta) · mean gradient of the replicas (collectives).
+
+        | momenta   by slice; equal on all replicas, and they stay equal
+        | betas     by name of the parameter
+        | codec     a value of `wire` through which the sum travels; what it loses travels with the next exchange"""
 
     def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
         """Return the whole parameters of `groups` that `map_whole` computes on this rank."""
 
     def map_whole(
         self,
-        values: Mapping[nn.Parameter, Tensor],
-        *more: Mapping[nn.Parameter, Tensor],
+        values: SliceTensors,
+        *more: SliceTensors,
         groups: Groups,
         function: WholeFunction,
         dtype: torch.dtype | None = None,
@@ -107,9 +120,15 @@ class WholeParameters:
         """Return one part, the whole parameter."""
         return (SlicePart(self._names[parameter], 0, parameter.numel(), tuple(parameter.shape)),)
 
-    def squared_norms(self, values: Mapping[nn.Parameter, Tensor]) -> Mapping[str, Tensor]:
-        """Return the squared 2-norms of the tensors: fp64 scalars by parameter name."""
-        return {self._names[key]: torch.linalg.vector_norm(value).double() ** 2 for key, value in values.items()}
+    def squared_norms(self, values: SliceTensors, *, order: float = 2) -> Mapping[str, Tensor]:
+        """Return the squared norms of the tensors: fp64 scalars by parameter name."""
+        return {self._names[p]: torch.linalg.vector_norm(value, ord=order).double() ** 2 for p, value in values.items()}
+
+    def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:  # noqa: ARG002
+        """Move each momentum towards the gradient of its parameter: one process sends nothing."""
+        for parameter, momentum in momenta.items():
+            assert parameter.grad is not None
+            momentum.lerp_(parameter.grad, 1 - betas[self._names[parameter]])
 
     def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
         """Return all parameters of `groups`."""
@@ -117,8 +136,8 @@ class WholeParameters:
 
     def map_whole(
         self,
-        values: Mapping[nn.Parameter, Tensor],
-        *more: Mapping[nn.Parameter, Tensor],
+        values: SliceTensors,
+        *more: SliceTensors,
         groups: Groups,  # noqa: ARG002 - they say which parameters other ranks have
         function: WholeFunction,
         dtype: torch.dtype | None = None,

@@ -153,10 +153,7 @@ def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: 
 
 
 def parameter_table(
-    module: nn.Module,
-    *,
-    options: ParameterOptions | None = None,
-    replicas: Sequence[str] = REPLICAS,
+    module: nn.Module, *, options: ParameterOptions | None = None, replicas: Sequence[str] = REPLICAS
 ) -> ParameterTable:
     """Return the parameter table of a model on any device, the meta device included.
 

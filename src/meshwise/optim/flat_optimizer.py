@@ -64,15 +64,15 @@ def restore_groups(optimizer: torch.optim.Optimizer, *, values: Sequence[Mapping
                 continue
             current = group.get(key)
             if isinstance(current, Tensor):
-                current.fill_(value)
+                current.copy_(torch.as_tensor(value))
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
 
 
 def plain_value(value: Any, *, key: str) -> Any:
-    """Return a hyperparameter as JSON: a tensor of one element as a number. Raises ValueError for other types."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
+    """Return a hyperparameter as JSON: a tensor as a number or a list. Raises ValueError for other types."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, tuple | list):
         return [plain_value(part, key=key) for part in value]
     if value is None or isinstance(value, bool | int | float | str):
@@ -122,7 +122,7 @@ def build_optimizer(
             f"optimizer={optimizer!r} is not an optimizer class; pass a class and its arguments: "
             "parallelize(…, optimizer=torch.optim.AdamW, lr=3e-4)"
         )
-    own = needs_whole(optimizer)
+    own = needs_of(optimizer)
     if not own:
         refuse_bases(optimizer, names=NEED_WHOLE_TENSORS)
     else:
@@ -165,14 +165,14 @@ def default_options(optimizer: object, *, module: nn.Module) -> ParameterOptions
     return None if rule is None else rule(module)
 
 
-def needs_whole(optimizer: object) -> bool:
-    """Return whether an optimizer class declares `needs`: access to whole parameters or to their norms.
+def needs_of(optimizer: object) -> str:
+    """Return what an optimizer class declares in `needs`: access to whole parameters, norms or replicas; "" for none.
 
     Raises ValueError if `needs` is not one of `model.full_parameter_access.NEEDS`."""
-    needs = getattr(optimizer, "needs", None)
-    if needs is not None and needs not in NEEDS:
+    needs = str(getattr(optimizer, "needs", None) or "")
+    if needs not in ("", *NEEDS):
         raise ValueError(f"{optimizer!r} declares needs={needs!r}; write one of {', '.join(map(repr, NEEDS))}, or none")
-    return needs is not None
+    return needs
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.full_parameter_access import LogicalTensors
+from meshwise.model.full_parameter_access import LogicalTensors, SliceTensors
 
 
 class WholeParameterOptimizer(torch.optim.Optimizer):
@@ -125,78 +125,120 @@ class Muon(WholeParameterOptimizer):
                     p.view(-1)[here].add_(update.view(-1)[here], alpha=-group["lr"] * factor)
 
 
-class _LayerwiseRates(WholeParameterOptimizer):
+class LayerwiseRates(WholeParameterOptimizer):
+    """Optimizer whose update of a parameter is multiplied by a ratio of norms."""
+
     needs = "norms"
 
-    def _adapt(
-        self,
-        updates: Mapping[nn.Parameter, Tensor],
-        *,
-        measured: Mapping[nn.Parameter, Tensor],
-        factor: Callable[[Tensor, Tensor, Mapping[str, Any]], Tensor],
-    ) -> None:
-        """Multiply each update by `factor(norm of the parameter, norm of measured, group)`, fp64 (two all-reduces)."""
-        lengths = self.logical.squared_norms({p: p.detach() for p in updates})
+    def ratios(self, measured: SliceTensors) -> dict[str, Tensor]:
+        """Return `factor` of the norms of each parameter and of `measured`, by name, fp64 (two all-reduces).
+
+        It is 1 where a norm is 0."""
+        lengths = self.logical.squared_norms({p: p.detach() for p in measured})
         squares = self.logical.squared_norms(measured)
-        for group, p in self._pairs():
+        found: dict[str, Tensor] = {}
+        for group in self.param_groups:
+            names = self.names(group)
+            length, norm = (torch.stack([each[name] for name in names]).sqrt() for each in (lengths, squares))
+            ratios = torch.where((length > 0) & (norm > 0), self.factor(length, norm=norm, group=group), 1.0)
+            found |= dict(zip(names, ratios, strict=True))
+        return found
+
+    def factor(self, length: Tensor, *, norm: Tensor, group: Mapping[str, Any]) -> Tensor:  # noqa: ARG002 - see LARS
+        """Return the ratios for norms of parameters and of what is measured, (parameters,)."""
+        return length / norm
+
+    def adapt(self, updates: SliceTensors, *, ratios: Mapping[str, Tensor]) -> None:
+        """Multiply the update of each matrix, and with `vectors` of each parameter, by its ratio."""
+        for group, p in self.pairs():
             for part in self.logical.parts(p):
                 if len(part.shape) > 1 or group["vectors"]:
-                    length, norm = lengths[part.name].sqrt(), squares[part.name].sqrt()
-                    ratio = torch.where((length > 0) & (norm > 0), factor(length, norm, group), 1.0)
-                    updates[p].view(-1)[part.start : part.stop].mul_(ratio.to(p.dtype))
+                    updates[p].view(-1)[part.start : part.stop].mul_(ratios[part.name].to(p.dtype))
 
-    def _pairs(self) -> list[tuple[Any, Any]]:
+    def pairs(self) -> list[tuple[Any, Any]]:
         """Return (group, slice) of all slices."""
         return [(group, p) for group in self.param_groups for p in group["params"]]
 
+    def names(self, group: Mapping[str, Any]) -> list[str]:
+        """Return the names of the parameters of a group, on all ranks."""
+        return group.get("names") or [part.name for p in group["params"] for part in self.logical.parts(p)]
 
-class LARS(_LayerwiseRates):
+
+class LARS(LayerwiseRates):
     """SGD with momentum and layer-wise rates. State: `momentum_buffer`."""
 
-    DEFAULTS: Mapping[str, Any] = {
-        "lr": 1.0,
-        "momentum": 0.9,
-        "weight_decay": 0.0,
-        "trust": 0.001,
-        "vectors": False,
-    }
+    DEFAULTS: Mapping[str, Any] = {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.0, "trust": 0.001, "vectors": False}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
         """Update all parameters."""
-        updates = {p: p.grad.add(p, alpha=group["weight_decay"]) for group, p in self._pairs()}
-        self._adapt(
-            updates,
-            measured={p: p.grad for p in updates},
-            factor=lambda length, norm, group: group["trust"] * length / (norm + group["weight_decay"] * length),
-        )
-        for group, p in self._pairs():
+        updates = {p: p.grad.add(p, alpha=group["weight_decay"]) for group, p in self.pairs()}
+        self.adapt(updates, ratios=self.ratios({p: p.grad for p in updates}))
+        for group, p in self.pairs():
             buffer = self.kept(p, key="momentum_buffer").mul_(group["momentum"])
             p.sub_(buffer.add_(updates[p], alpha=group["lr"]))
 
+    def factor(self, length: Tensor, *, norm: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return the ratios for norms of parameters and of gradients, (parameters,)."""
+        return length.mul(group["trust"]).div(norm + group["weight_decay"] * length)
 
-class LAMB(_LayerwiseRates):
-    """Adam with decoupled decay and layer-wise rates. State: `exp_avg`, `exp_avg_sq`, `step`."""
 
-    DEFAULTS: Mapping[str, Any] = {
-        "lr": 1e-3,
-        "betas": (0.9, 0.999),
-        "eps": 1e-6,
-        "weight_decay": 0.01,
-        "vectors": False,
-    }
+class MomentOptimizer(LayerwiseRates):
+    """Optimizer with momentum and variance, as Adam. State: `exp_avg`, `exp_avg_sq`; its groups count `step`."""
+
+    DEFAULTS: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+
+    @property
+    def steps(self) -> int:
+        """Number of steps since the state was made; a load without state begins anew."""
+        return int(self.param_groups[0].get("step", 0)) if self.state or not self.pairs() else 0
+
+    def refreshes(self, step: int) -> int:
+        """Return how many of the first `step` steps change the variance."""
+        return step
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
         """Update all parameters."""
+        step = self.steps + 1
+        refreshed = self.refreshes(step)
+        self.move(step)
         updates = {}
-        for group, p in self._pairs():
-            state, (first, second) = self.state[p], group["betas"]
-            state["step"] = state.get("step", 0) + 1
-            mean = self.kept(p, key="exp_avg").lerp_(p.grad, 1 - first)
-            square = self.kept(p, key="exp_avg_sq").mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
-            root = (square / (1 - second ** state["step"])).sqrt_().add_(group["eps"])
-            updates[p] = (mean / (1 - first ** state["step"])).div_(root).add_(p, alpha=group["weight_decay"])
-        self._adapt(updates, measured=updates, factor=lambda length, norm, _: length / norm)
-        for group, p in self._pairs():
+        for group, p in self.pairs():
+            mean, square = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+            update = (mean / (1 - group["betas"][0] ** step)).div_(root(square, refreshed=refreshed, group=group))
+            if refreshed < step:
+                update.clamp_(-group["limit"], group["limit"]).masked_fill_(square == 0, 0)
+            updates[p] = update.add_(p, alpha=group["weight_decay"])
+        self.rate(updates, step=step)
+        for group, p in self.pairs():
             p.sub_(updates[p], alpha=group["lr"])
+        for group in self.param_groups:
+            group["step"] = step
+
+    def move(self, step: int) -> None:
+        """Move the momentum by the gradient, and the variance if it changes in step number `step`."""
+        for group, p in self.pairs():
+            first, second = group["betas"]
+            self.kept(p, key="exp_avg").lerp_(p.grad, 1 - first)
+            square = self.kept(p, key="exp_avg_sq")
+            if self.refreshes(step) > self.refreshes(step - 1):
+                square.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+
+    def rate(self, updates: SliceTensors, *, step: int) -> None:
+        """Multiply the updates by the ratios of their parameters, if the algorithm has some."""
+
+
+def root(square: Tensor, *, refreshed: int, group: Mapping[str, Any]) -> Tensor:
+    """Return the root of a variance that `refreshed` steps have changed, corrected for its first zeros, plus eps."""
+    return square.div(1 - group["betas"][1] ** refreshed).sqrt_().add_(group["eps"])
+
+
+class LAMB(MomentOptimizer):
+    """Adam with decoupled decay and layer-wise rates."""
+
+    DEFAULTS: Mapping[str, Any] = {**MomentOptimizer.DEFAULTS, "eps": 1e-6, "vectors": False}
+
+    def rate(self, updates: SliceTensors, *, step: int) -> None:  # noqa: ARG002 - all steps are alike
+        """Multiply the updates by |w| / |u|."""
+        self.adapt(updates, ratios=self.ratios(updates))

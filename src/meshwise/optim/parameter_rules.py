@@ -19,7 +19,7 @@ from torch import nn
 from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.model.parameter_table import ParameterOptions, all_names, matrices_decay
 from meshwise.model.parameter_units import partition
-from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer
+from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, needs_of
 
 
 def parameter_rule(
@@ -104,6 +104,10 @@ class Several(torch.optim.Optimizer):
         self.name = " and ".join(kind.__name__ for kind, _ in optimizers.values())
         self._optimizers = []
         for name, (kind, arguments) in optimizers.items():
+            if needs_of(kind) == "replicas":
+                raise ValueError(
+                    f"{kind.__name__} keeps gradients of replicas apart; use it without a second optimizer"
+                )
             if own := [group for group in self.param_groups if group["optimizer"] == name]:
                 optimizer = build_optimizer(kind, groups=own, logical=logical, **arguments)
                 self.state.update(optimizer.state)

@@ -78,3 +78,11 @@ COMPATIBILITY = (
     Refusal("dp=1 sync!=step", "sync=step", "only replicas agree across steps"),
 )
 """All combinations that are refused. A new feature removes its rows; a feature with a limit adds a row."""
+
+MOMENTUM_EXCHANGE = (
+    Refusal("zero>=2", "zero=1", "it needs the whole gradients of a rank"),
+    Refusal("wire.codec!=none", "wire=auto", "it has a codec of its own"),
+    Refusal("shards>0", "shards=0", "it sums over all ranks of dp at once"),
+    Refusal("sync!=step", "sync=step", "its replicas agree in each step"),
+)
+"""Combinations that are refused with an optimizer that exchanges momenta, such as `OneBitAdam`."""

@@ -7,12 +7,12 @@ give the same value, which is checked when it is made."""
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshwise.base.mesh import Mesh
-from meshwise.plan.compatibility import COMPATIBILITY
+from meshwise.plan.compatibility import COMPATIBILITY, Refusal
 from meshwise.plan.degrees import AXES, GRIDS, OUTER_REPLICAS, REPLICAS, factorisations, folded, hybrid
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
@@ -167,17 +167,20 @@ class Plan:
         words = [f"{key}={plan_notation(value)}" for key, value in shown.items()]
         return " ".join(words) or "dp=1"
 
-    def check(self) -> None:
-        """Raise PlanError when a value is out of range or the compatibility table refuses the combination."""
+    def check(self, more: Sequence[Refusal] = (), *, by: str = "") -> None:
+        """Raise PlanError when a value is out of range, or the compatibility table or `more` refuse the combination.
+
+        by: what the rows of `more` are about, such as the name of an optimizer."""
         keys = keys_of(Plan)
         for key, value in self._items():
             keys[key].check(value, name=key)
         if math.prod(self._degrees().values()) > LARGEST_COUNT:
             raise PlanError(f"the plan '{self}' needs more ranks than {LARGEST_COUNT}; take smaller degrees")
         self._grid()
-        nearest, reasons = self._working()
+        nearest, reasons = self._working(more)
         if reasons:
-            raise PlanError(f"the plan '{self}' cannot work: {'; '.join(reasons)}. Nearest that works: '{nearest}'")
+            why = f"cannot work{by and f' with {by}'}: {'; '.join(reasons)}"
+            raise PlanError(f"the plan '{self}' {why}. Nearest that works: '{nearest}'")
         if self.shards and self.dp is not None and self.dp % self.shards:
             near = self._unchecked({"shards": math.gcd(self.dp, self.shards)})
             raise PlanError(
@@ -191,10 +194,10 @@ class Plan:
                 f"Nearest that works: '{self._nearest_folded()}'"
             )
 
-    def _working(self) -> "tuple[Plan, list[str]]":
-        """Return the nearest plan that the compatibility table allows, and the reasons why this plan is refused."""
-        nearest, reasons = self, []
-        while refusal := next((row for row in COMPATIBILITY if row.applies(nearest)), None):
+    def _working(self, more: Sequence[Refusal] = ()) -> "tuple[Plan, list[str]]":
+        """Return the nearest plan that the compatibility table and `more` allow, and why they refuse this plan."""
+        nearest, reasons = self, list[str]()
+        while refusal := next((row for row in (*more, *COMPATIBILITY) if row.applies(nearest)), None):
             reasons.append(f"{refusal.reason} ({refusal.when})")
             nearest = nearest._unchecked(refusal.changes(nearest))
         return nearest, reasons

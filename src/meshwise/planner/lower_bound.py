@@ -133,16 +133,17 @@ def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
 
 
 def bound(
-    plan: Plan, *, profile: LayerProfile, cut: Sequence[range], cluster: Cluster, exact: bool = False
+    plan: Plan, *, profile: LayerProfile, cut: Sequence[range], cluster: Cluster, sums: bool = True, exact: bool = False
 ) -> PlanFigures:
     """Return lower bounds of a plan's time and memory.
 
-    `cut`: pieces of each stage. `exact`: time the schedule's table (some ms); the profile must have the plan's key."""
+    `cut`: pieces of each stage. `sums`: False if the optimizer exchanges momenta, not gradients. `exact`: time
+    the schedule's table (some ms); the profile must have the plan's key."""
     launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
     stages = [_Stage.of([profile.pieces[index] for index in own], launch=launch) for own in cut]
     holder = _rank_of(plan.schedule, plan.pp, plan.virtual_stages)
     ranks = [[s for s, rank in enumerate(holder) if rank == r] for r in range(plan.pp)]
-    shard = _Shard(plan, cluster)
+    shard = _Shard(plan, cluster, sums and not plan.codec)
     update = [shard.update([stages[s] for s in own]) + shard.gather([stages[s] for s in own]) for own in ranks]
     rests = [shard.rests([stages[s] for s in own]) for own in ranks]
     schedule = schedule_of(plan) if exact else None
@@ -230,6 +231,7 @@ class _Shard:
 
     plan: Plan
     cluster: Cluster
+    sums: bool
 
     def rests(self, stages: Sequence[_Stage]) -> float:
         """Return the bytes on the device of a rank with these stages, between steps."""
@@ -278,7 +280,7 @@ class _Shard:
 
     def reduce(self, stage: _Stage) -> float:
         """Return the seconds of one reduction of all gradients of a stage; 0 with a codec, a lower bound."""
-        if self.plan.codec:
+        if not self.sums:
             return 0.0
         own = self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
         outer = self._wire / self._shares

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from meshwise.model.deferred_init import shapes_of
+from meshwise.optim.flat_optimizer import needs_of
 from meshwise.pipeline.cut.stage_balance import PartitionItems, divide
 from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 from meshwise.plan import Plan
@@ -319,6 +320,7 @@ class PlanSearch:
             profile=self._as(own, profile=profile),
             cut=pieces.stages(at),
             cluster=self._cluster,
+            sums=needs_of(self._subject.optimizer) != "replicas",
             exact=level is EstimateLevel.TIMED,
         )
         before = candidate.figures

@@ -52,7 +52,7 @@ from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.parameter_table import check_trains
 from meshwise.model.shape_constants import ShapeConstants
-from meshwise.optim.flat_optimizer import OptimizerClass
+from meshwise.optim.flat_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
@@ -413,7 +413,7 @@ def rehearse(
     """Run a plan on meta tensors, for one rank of each kind, as if there were `ranks` ranks with this kind of device.
 
     `shared`: the ranks are processes of one host on its CPUs, which share memory. `rows`: rows of the global batch, for
-    which the rows of `subject.batch` are repeated or cut; None for as many as it has.
+    which the rows of `subject.batch` are repeated or cut; None for as many as it has. A `warmup` takes one step.
 
     Raises the errors of `parallelize` and of a step: PlanError if the plan does not fit the ranks or the model,
     ValueError for a model, an optimizer, an option or a batch that cannot work, RuntimeError if the model reads values.
@@ -432,7 +432,8 @@ def rehearse(
         like, options = _kinds(source, schedule, plan, options, constants)
     counts: list[float] = []
     loss = _counting(subject.loss, counts=counts)
-    subject_here = dataclasses.replace(subject, options=options, batch=batch.batch, loss=loss)
+    arguments = {**subject.arguments, **({"warmup": 1} if needs_of(subject.optimizer) == "replicas" else {})}
+    subject_here = dataclasses.replace(subject, options=options, batch=batch.batch, loss=loss, arguments=arguments)
     part = TapeRecording(
         subject_here, plan, _representatives(schedule), source, device, StageMessages(like), shared, batch.values
     )

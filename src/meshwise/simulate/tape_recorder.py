@@ -41,7 +41,7 @@ from meshwise.comm.shared_memory.shared_segment import KEPT, fits
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.model.shape_constants import run_on_meta
 from meshwise.model.torch_private import TorchDispatchMode, without_modes
-from meshwise.optim.flat_optimizer import OptimizerClass
+from meshwise.optim.flat_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action
 from meshwise.simulate.step_tape import (
     Category,
@@ -366,8 +366,9 @@ class _Pretence(TorchFunctionMode):
 
 def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
     """Return an optimizer class that takes meta parameters for parameters on a device of this kind (`cpu`, `cuda`)."""
-    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        return optimizer  # parallelize refuses it
+    is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    if not is_class or needs_of(optimizer) == "replicas":  # parallelize refuses it; a codec makes tensors of its own
+        return optimizer
 
     class Rehearsed(optimizer):  # type: ignore[misc, valid-type]
         __doc__ = optimizer.__doc__

@@ -20,7 +20,7 @@ from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
 from meshwise.model.full_parameter_access import WholeParameters
 from meshwise.model.parameter_table import ParameterOptions
-from meshwise.optim.flat_optimizer import build_optimizer, needs_whole
+from meshwise.optim.flat_optimizer import build_optimizer, needs_of
 from meshwise.optim.large_batch_optimizers import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.optim.whole_tensors import whole
@@ -162,7 +162,7 @@ def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> Optim
     found: Any = kinds[name] if name in kinds else locate(name, key=f"{key}.name")
     try:
         found = whole(found) if is_whole else found
-        access = {"logical": None} if needs_whole(found) else {}
+        access = {"logical": None} if needs_of(found) else {}
         bind(partial(found, [], **access), arguments=arguments, key=key)
         _trial(found, arguments)
     except (TypeError, ValueError) as error:

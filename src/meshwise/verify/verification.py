@@ -18,6 +18,7 @@ from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
+from meshwise.optim.flat_optimizer import needs_of
 from meshwise.plan import Plan
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, VerificationInputs
 from meshwise.verify.step_comparison import ReferenceSide, ReplayedSide, StepComparison
@@ -44,9 +45,12 @@ def verify(
     other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or with random
     numbers that depend on the plan, the model is compared in eval mode, and the report says so. Raises PlanError when
     the plan does not fit the world. With a codec as `wire`, the plan is compared with `wire=auto`, and one step checks
-    that the codec's gradient and errors add up to the true gradient. Raises ValueError without a batch, for a loss that
-    does not return (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
+    that the codec's gradient and errors add up to the true gradient. `OneBitAdam` is compared without its codec. Raises
+    ValueError without a batch, for a loss that does not return (sum, count), and when one batch gives two different
+    losses. Raises any error of model and loss."""
     plan = Plan.of(plan)
+    if needs_of(training.get("optimizer")) == "replicas":
+        training["codec"] = "none"
     subject = VerificationInputs(model, loss, list(batches), dtype, training, plan)
     if subject.precision.computes is not None:
         subject = dataclasses.replace(subject, dtype=None)
@@ -88,6 +92,8 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
     trainer.close()
     gap = None if reference is None else reference.outputs[0].choices.smallest
     notes, first = tuple(subject.notes(trial)), comparison.first
+    if subject.training.get("codec") == "none":
+        notes += (f"note: {subject.training['optimizer'].__name__} was compared with codec='none'",)
     if plan.codec:
         note, broken = codec_contract(subject, world=world)
         notes, first = (*notes, note), first or broken
