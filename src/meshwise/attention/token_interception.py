@@ -65,7 +65,7 @@ def refuse_mixed(name: str, *, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     elif name in PRODUCTS:
         other = args[1] if len(args) > 1 else None
         by_tokens = isinstance(other, Tensor) and min(x.dim(), other.dim()) >= 3 and other.size(-1) == count
-        if by_tokens and x.size(-2) == count and x.size(-1) != count and not isinstance(other, nn.Parameter):
+        if by_tokens and x.size(-2) == count and x.size(-1) not in (1, count) and not isinstance(other, nn.Parameter):
             what = "a product of tokens with tokens (attention by hand; call scaled_dot_product_attention)"
             refuse(what, x=x, state=state)
 

@@ -354,6 +354,8 @@ class ChunkedUpdate:
             trial = object.__new__(type(self.optimizer))
             vars(trial).update(vars(self.optimizer), state=defaultdict(dict))
             trial.param_groups = [{**group, "params": [small]}]
+            for key, value in self.optimizer.state.get(parameter, {}).items():  # of Adagrad in torch 2.11
+                trial.state[small][key] = small.detach().to(value.dtype) if value.dim() else value.clone()
             trial.step()
             state = trial.state[small].items()
             kept |= {
