@@ -20,7 +20,7 @@ from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.reduction import CODECS
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, count, outcome, run
 
@@ -301,3 +301,25 @@ def test_powersgd_sends_two_factors_of_each_matrix_and_the_vectors() -> None:
 
     factors, vectors = 4 * (512 + 256 + 128 + 512), 512 + 128
     assert run(4, main)[0]["all_reduce[dp]"][1] == (factors + vectors) * 4 + 32
+
+
+def test_a_tied_weight_in_two_stages_is_refused_where_its_copies_would_differ() -> None:
+    tokens = torch.randint(16, (4, 9), generator=torch.Generator().manual_seed(0))
+    batch = tokens[:, :-1], tokens[:, 1:]
+
+    def copies(world: World, wire: str) -> list[Tensor]:
+        shape = GPTConfig(vocabulary=16, context=8, layers=2, heads=2, width=8, tied=True)
+        plan, options = f"pp=2 dp=2 microbatches=2 partition=params wire={wire}", Options(example=batch)
+        trainer = parallelize(lambda: GPT(shape), plan, loss=next_token_loss, world=world, options=options, lr=1e-2)
+        for _ in range(4):
+            trainer.step(batch)
+        parameters = [each for module in trainer.modules for each in module.parameters() if each.shape == (16, 8)]
+        return [parameter.detach().clone() for parameter in parameters]
+
+    with pytest.raises(
+        PlanError, match=r"wire=int8 would let copies of embedding\.weight in two stages differ; use pp=1"
+    ):
+        run(4, copies, args=("int8",))
+    first, *others = [copy for held in run(4, copies, args=("powersgd:2",)) for copy in held]
+    assert others
+    assert all(torch.equal(first, other) for other in others)

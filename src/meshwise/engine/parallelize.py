@@ -297,8 +297,10 @@ def _optimizer(
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"
         )
-    if needs_of(optimizer) == "replicas" and engine.tied:
-        raise PlanError(f"{optimizer.__name__} would let copies of {min(engine.tied)} in two stages differ; use pp=1")
+    in_blocks = plan.codec is not None and plan.codec[0] != "powersgd"  # in two stages, with other neighbours
+    if engine.tied and (in_blocks or needs_of(optimizer) == "replicas"):
+        what = f"wire={plan.wire}" if in_blocks else optimizer.__name__
+        raise PlanError(f"{what} would let copies of {min(engine.tied)} in two stages differ; use pp=1, or untie them")
     groups = []
     for options, owned in engine.slices().items():
         names = [row.name for row in engine.table.rows if row.trainable and row.options == options]
