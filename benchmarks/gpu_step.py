@@ -1,6 +1,6 @@
 """A training step on one GPU, beside a plain loop: tokens/s, kernels, idle share and peak memory.
 
-    python benchmarks/gpu_step.py                                  # GPT 124M and 1.3B in bf16, all variants
+    python benchmarks/gpu_step.py                                  # small, 124M and 1.3B in bf16, all variants
     python benchmarks/gpu_step.py --models 124M --steps 10 --json figures.json
     python benchmarks/gpu_step.py --device cpu --models tiny --steps 1    # whether it runs, without a GPU
 

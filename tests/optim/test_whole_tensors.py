@@ -12,7 +12,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.optim import Several, whole
 from meshwise.precision.dtype_policy import LossScale
-from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss
+from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.simulate.predicted_memory import memory_of
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import Category
@@ -20,6 +20,7 @@ from meshwise.testing import agree, alone, outcome, run
 from meshwise.train.job import JobError, OptimizerJob
 from meshwise.train.objects_by_name import optimizer
 from meshwise.verify import verify
+from optim.test_large_batch_optimizers import batches, build
 
 SHAPES = ("", "tp=2", "tp=4 tp_mode=2d", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2", "tp=3")
 
@@ -38,17 +39,6 @@ def kind_and_arguments(name: str) -> tuple[type[torch.optim.Optimizer], dict[str
 
 
 NAMES = ("adafactor", "adafactor of transformers", "shampoo", "adamw")
-
-
-def build(*, tied: bool) -> GPT:
-    shape = GPTConfig(vocabulary=16, context=4, layers=2, heads=4, width=12, mlp_ratio=2, tied=tied, bias=True)
-    return GPT(shape).double()
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    tokens = [torch.randint(16, (rows, 5), generator=generator) for rows in (6, 5, 4)]
-    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in tokens]
 
 
 @functools.cache

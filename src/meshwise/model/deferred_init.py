@@ -131,19 +131,20 @@ def set_quantized_aside(module: nn.Module, *, plan: Plan) -> Callable[[], None]:
     Every rank keeps them whole and as they are: their bytes can be neither cut nor summed, and they are not trained.
     Raises PlanError if there are some and the plan splits the model."""
     found = [
-        (part, key, parameter)
-        for part in module.modules()
+        (path, part, key, parameter)
+        for path, part in module.named_modules()
         for key, parameter in part.named_parameters(recurse=False)
         if type(parameter.data).__module__.startswith(QUANTIZING) or type(parameter).__module__.startswith(QUANTIZING)
     ]
     if found and max(plan.tp, plan.ep, plan.pp) > 1:
-        raise PlanError(f"'{plan}' would split quantized parameters, such as {found[0][1]}. Nearest: 'tp=1 ep=1 pp=1'")
-    for part, key, parameter in found:
+        name = _join(found[0][0], found[0][2])
+        raise PlanError(f"'{plan}' would split the quantized {name}. Nearest that works: 'tp=1 ep=1 pp=1'")
+    for _, part, key, parameter in found:
         delattr(part, key)
         vars(part)[key] = parameter
 
     def undo() -> None:
-        for part, key, parameter in found:
+        for _, part, key, parameter in found:
             del vars(part)[key]
             part.register_parameter(key, parameter)
 
