@@ -179,7 +179,7 @@ def _broadcast(root: int, calls: Sequence[tuple[Tensors, Tensors]]) -> None:
 def _reduce(op: str, root: int | None, calls: Sequence[tuple[Tensors, Tensors]]) -> None:
     parts = [reads[0].clone() for reads, _ in calls]
     total = torch.empty_like(parts[0])
-    reduce_in_order(parts, into=total, scratch=torch.empty_like(total), op=op)
+    reduce_in_order(parts, into=total, op=op)
     for index, (_, writes) in enumerate(calls):
         if root in (None, index):
             writes[0].copy_(total)
@@ -198,7 +198,7 @@ def _reduce_scatter(op: str, calls: Sequence[tuple[Tensors, Tensors]]) -> None:
     given = [reads[0].clone().view(-1).tensor_split(len(calls)) for reads, _ in calls]
     for index, (_, writes) in enumerate(calls):
         parts = [each[index] for each in given]
-        reduce_in_order(parts, into=writes[0], scratch=torch.empty_like(writes[0]), op=op)
+        reduce_in_order(parts, into=writes[0], op=op)
 
 
 def _all_to_all(calls: Sequence[tuple[Tensors, Tensors]]) -> None:

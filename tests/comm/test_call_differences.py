@@ -20,8 +20,8 @@ pytestmark = pytest.mark.processes
 MESH = Mesh.of(dp=2, tp=2)
 
 
-def _call(world: World, name: str, how: str, kind: str) -> None:
-    other = joined(world, name, how)
+def _call(world: World, name: str, kind: str) -> None:
+    other = joined(world, name, "shared memory")
     x, over = torch.full((8,), float(world.rank)), other.over(MESH)
     if kind == "broadcast":
         over.broadcast(x, axes="tp", source=over.group("tp").index).wait()
@@ -32,7 +32,6 @@ def _call(world: World, name: str, how: str, kind: str) -> None:
     other.close()
 
 
-@pytest.mark.parametrize("how", ["shared memory", "borrowed memory"])
 @pytest.mark.parametrize(
     "kind, told",
     [
@@ -41,9 +40,9 @@ def _call(world: World, name: str, how: str, kind: str) -> None:
         ("one more", r"have made different numbers of calls.*: rank 2 1, rank 3 0; the last of rank 2 is #0 broad"),
     ],
 )
-def test_a_last_call_that_differs_is_reported_at_the_end(processes: Processes, kind: str, told: str, how: str) -> None:
+def test_a_last_call_that_differs_is_reported_at_the_end(processes: Processes, kind: str, told: str) -> None:
     with pytest.raises(RanksDisagree, match=told):
-        run(4, _call, on=processes, args=(uuid.uuid4().hex, how, kind))
+        run(4, _call, on=processes, args=(uuid.uuid4().hex, kind))
 
 
 def test_calls_that_are_no_longer_kept_are_reported() -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.collective_buffers import PrivateBuffers, copy, elements
-from meshwise.comm.shared_memory.shared_segment import MappedSpan, reduce_spans
+from meshwise.comm.api.collective_buffers import copy, elements, reduce_in_order
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 
@@ -46,8 +45,7 @@ def test_sums_are_added_in_the_order_of_the_ranks(dtype: torch.dtype, ranks: int
     xs = given(dtype, ranks=ranks, numel=numel)
     wide = [x.float() if dtype in (torch.bfloat16, torch.float16) else x.clone() for x in xs]
     expected = reduce(torch.add, wide).to(dtype)
-    spans = [MappedSpan(x) for x in xs]
-    reduce_spans(spans, into=xs[1], copies=[spans[0], *spans[2:]], op="sum", scratch=PrivateBuffers())
+    reduce_in_order(xs, into=xs[1], copies=[xs[0], *xs[2:]], op="sum")
     assert all(torch.equal(x, expected) for x in xs)
 
 
@@ -57,8 +55,7 @@ def test_extremes_keep_what_is_not_a_number(op: str) -> None:
     xs = given(torch.float32, ranks=3, numel=200_000)
     xs[1][7] = torch.nan
     expected = reduce(torch.maximum if op == "max" else torch.minimum, [x.clone() for x in xs])
-    spans = [MappedSpan(x) for x in xs]
-    reduce_spans(spans, into=xs[0], copies=spans[1:], op=op, scratch=PrivateBuffers())
+    reduce_in_order(xs, into=xs[0], copies=xs[1:], op=op)
     assert all(x[7].isnan() for x in xs)
     assert all(torch.equal(x.nan_to_num(), expected.nan_to_num()) for x in xs)
 
@@ -68,9 +65,7 @@ def test_extremes_keep_what_is_not_a_number(op: str) -> None:
 def test_sums_that_overflow_give_no_warning() -> None:
     xs = [torch.full((200_000,), 3e38) for _ in range(2)]
     with np.errstate(all="raise"):
-        reduce_spans(
-            [MappedSpan(x) for x in xs], into=xs[0], copies=[MappedSpan(xs[1])], op="sum", scratch=PrivateBuffers()
-        )
+        reduce_in_order(xs, into=xs[0], copies=xs[1:], op="sum")
     assert all(x.isinf().all() for x in xs)
 
 
@@ -78,9 +73,7 @@ def test_sums_that_overflow_give_no_warning() -> None:
 def test_sums_are_made_where_the_ranks_tensors_are_whatever_is_the_default() -> None:
     xs = [torch.ones(200_000) for _ in range(2)]
     with torch.device("meta"):
-        reduce_spans(
-            [MappedSpan(x) for x in xs], into=xs[0], copies=[MappedSpan(xs[1])], op="sum", scratch=PrivateBuffers()
-        )
+        reduce_in_order(xs, into=xs[0], copies=xs[1:], op="sum")
     assert all(torch.equal(x, torch.full((200_000,), 2.0)) for x in xs)
 
 

@@ -47,7 +47,7 @@ def waited(board: Rung, *, rounds: int, monkeypatch: pytest.MonkeyPatch) -> tupl
 
     monkeypatch.setattr("meshwise.comm.shared_memory.host_connection.time", SimpleNamespace(sleep=doze))
     peers: Any = [HostPeer(1, ProcessLife(os.getpid()), board, mock.Mock())]  # type: ignore[arg-type] # as much of one as is used
-    host = HostConnection(0, board=mock.Mock(), peers=peers, memory=None)
+    host = HostConnection(0, board=mock.Mock(), peers=peers)
     left = iter(range(40 + rounds))  # those before are the looks and yields
     host.wait_for(
         1, condition=lambda: next(left, None) is None, among=(0, 1), about=STAMP, meanwhile=lambda: Progress.NOTHING

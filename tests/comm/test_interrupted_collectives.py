@@ -58,9 +58,9 @@ def _signalled_after(place: str, job: Any) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def adds_up_twice(world: World, name: str, how: str, size: int) -> str:
+def adds_up_twice(world: World, name: str, size: int) -> str:
     """What rank 1 is told, which is interrupted behind the first block of its sum, when it waits again."""
-    other, found, said = joined(world, name, how), job_store(), ""
+    other, found, said = joined(world, name, "shared memory"), job_store(), ""
     assert found is not None
     told = PrefixStore(f"told {name}", found)
     x = other.empty(size, dtype=torch.float32).fill_(1.0)
@@ -74,7 +74,7 @@ def adds_up_twice(world: World, name: str, how: str, size: int) -> str:
     work = other.all_reduce(x, axes="rank")
     told.set("begun", "")
     with (
-        _signalled_after("meshwise.comm.shared_memory.shared_segment.reduce_block", reduce_block),
+        _signalled_after("meshwise.comm.api.collective_buffers.reduce_block", reduce_block),
         pytest.raises(Interruption),
     ):
         work.wait()
@@ -87,15 +87,14 @@ def adds_up_twice(world: World, name: str, how: str, size: int) -> str:
 
 
 @pytest.mark.parametrize("size", [8, 1_000_000])
-@pytest.mark.parametrize("how", ["shared memory", "borrowed memory"])
-def test_a_sum_that_was_interrupted_is_not_added_up_again(processes: Processes, how: str, size: int) -> None:
-    told = run(SIZE, adds_up_twice, on=processes, args=(uuid.uuid4().hex, how, size))
+def test_a_sum_that_was_interrupted_is_not_added_up_again(processes: Processes, size: int) -> None:
+    told = run(SIZE, adds_up_twice, on=processes, args=(uuid.uuid4().hex, size))
     assert "rank 1 was interrupted while it added up in #0 all_reduce" in told[1]
 
 
-def gathers_twice(world: World, name: str, how: str) -> list[float]:
+def gathers_twice(world: World, name: str) -> list[float]:
     """What is only copied can be copied again."""
-    other, found = joined(world, name, how), job_store()
+    other, found = joined(world, name, "shared memory"), job_store()
     assert found is not None
     told = PrefixStore(f"told {name}", found)
     x = torch.empty(SIZE * 100_000)
@@ -115,9 +114,8 @@ def gathers_twice(world: World, name: str, how: str) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("how", ["shared memory", "borrowed memory"])
-def test_what_was_interrupted_while_it_copied_is_copied_again(processes: Processes, how: str) -> None:
-    assert run(SIZE, gathers_twice, on=processes, args=(uuid.uuid4().hex, how)) == [[1.0, 2.0, 3.0]] * SIZE
+def test_what_was_interrupted_while_it_copied_is_copied_again(processes: Processes) -> None:
+    assert run(SIZE, gathers_twice, on=processes, args=(uuid.uuid4().hex,)) == [[1.0, 2.0, 3.0]] * SIZE
 
 
 def waits_twice(world: World, name: str) -> str:

@@ -180,7 +180,7 @@ def without_memory_to_share(world: World, name: str) -> str:
 
 def borrowed_at_every_size(world: World, name: str) -> None:
     """Parts whose places take more room than they do; and tensors when no more memory is lent to keep."""
-    other = joined(world, name, "borrowed memory")
+    other = joined(world, name, "shared memory")
     lengths = (16_377, 16_377, 16_377, 16_400)  # each at an offset that 16 divides: together they are no payload
     parts = [torch.full((length,), world.rank + 1, dtype=torch.uint8) for length in lengths]
     into = torch.empty(lengths[world.rank], dtype=torch.uint8)

@@ -169,9 +169,7 @@ def expected() -> list[list[dict[int, list[Tensor]]]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "how", ["shared memory", "borrowed memory", "gloo", "one two one two", "one one two two", "one two two two"]
-)
+@pytest.mark.parametrize("how", ["shared memory", "gloo", "one two one two", "one one two two", "one two two two"])
 def test_whatever_is_waited_for_when(
     how: str, processes: Processes, expected: list[list[dict[int, list[Tensor]]]]
 ) -> None:

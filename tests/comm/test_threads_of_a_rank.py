@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined_worlds import joined
 from meshwise.comm import World
+from meshwise.comm.api.collective_buffers import reduce_in_order
 from meshwise.comm.network.job_store import job_store
-from meshwise.comm.shared_memory.shared_segment import reduce_spans
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -63,10 +63,10 @@ def comes_by_in_the_midst(world: World, name: str) -> str:
             thread = threading.Thread(target=progress)
             thread.start()
             thread.join()
-        reduce_spans(*args, **options)
+        reduce_in_order(*args, **options)
 
     x = other.empty(100_000, dtype=torch.float32).fill_(world.rank + 1)
-    with mock.patch("meshwise.comm.shared_memory.local_world.reduce_spans", slow):
+    with mock.patch("meshwise.comm.shared_memory.local_world.reduce_in_order", slow):
         other.all_reduce(x, axes="rank").wait()
     assert x.unique().tolist() == [3.0]
     other.close()

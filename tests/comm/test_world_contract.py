@@ -384,7 +384,6 @@ def joined_by(world: World, name: str, how: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["shared memory", "borrowed memory", "gloo"])
+@pytest.mark.parametrize("how", ["shared memory", "gloo"])
 def test_on_processes(how: str, processes: Processes) -> None:
-    """Shared memory; where no process may read another's own; messages."""
     run(4, joined_by, on=processes, args=(uuid.uuid4().hex, how))

@@ -1,6 +1,6 @@
 """Turn the tensors of a collective into 1-D parts, one for each rank of a group; check, copy and reduce the parts.
 
-`PrivateBuffers` lends memory for received parts and intermediate sums. The operating system zeroes every page of a new
+`PrivateBuffers` lends memory for received parts. The operating system zeroes every page of a new
 buffer when it is first touched. For a received part this costs about as much as adding the part. So buffers are reused.
 Their number is the largest number that was in use at one time."""
 
@@ -100,22 +100,33 @@ _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 _ORDERED = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SUMMED = _ORDERED | {torch.complex32, torch.complex64, torch.complex128}
 _NARROW = (torch.float16, torch.bfloat16)
-# Elements of a block: it stays in the cache while all parts are added, but is large enough to outweigh the calls.
-_BLOCK = 128 << 10
+# Bytes of the blocks of all parts together, which fit the cache of a core. Least bytes of one block: a smaller one does
+# not pay for its calls. Bytes at which blocks are aligned, because aligned vectors are added faster.
+_CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
 
 
-def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, scratch: Tensor, op: str) -> None:
-    """Reduce two or more 1-D tensors of equal size and dtype into `into`, in their order. op: sum, max or min. `into`
-    may be one of the parts. `scratch`, of equal size and dtype, holds intermediate results. It is a separate tensor, or
-    one of the first two parts, which is then overwritten. fp16 and bf16 are summed in fp32 and rounded once."""
+def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, op: str, copies: Sequence[Tensor] = ()) -> None:
+    """Reduce two or more 1-D CPU tensors of equal size and dtype into `into`, in their order. op: sum, max or min.
+    `into` may be one of the parts. The result is also copied into each of `copies`, block by block: the data are read
+    once and written once. fp16 and bf16 are summed in fp32 and rounded once."""
     require_op(op)
-    for *shown, target, total in zip(*(x.split(_BLOCK) for x in (*parts, into, scratch)), strict=True):
-        reduce_block(shown, into=target, scratch=total, op=op)
+    size = max(_LEAST_BYTES, _CACHED_BYTES // len(parts) // _ALIGNED_BYTES * _ALIGNED_BYTES)
+    step = size // into.element_size()
+    whole, target = [elements(x, op=op) for x in parts], elements(into, op=op)
+    scratch = elements(torch.empty_like(into[:step]), op=op) if len(parts) > 2 else target
+    with np.errstate(all="ignore"):  # torch does not warn of an overflow either
+        for start in range(0, into.numel(), step):
+            block = slice(start, start + step)
+            total = target[block]
+            reduce_block([x[block] for x in whole], into=total, scratch=scratch[: len(total)], op=op)
+            for other in copies:
+                copy(into[block], into=other[block])
 
 
 def reduce_block(parts: Sequence[Elements], *, into: Elements, scratch: Elements, op: str) -> None:
     """Reduce `parts` into `into`, in their order and as one block. op: sum, max or min. All arguments
-    are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch`: memory for partial sums."""
+    are tensors, or all are numpy arrays; for arrays `op` is sum. `scratch`: memory for partial sums of three or more
+    parts; it may be one of the first two, which is then overwritten."""
     if op == "sum" and into.dtype in _NARROW:
         total = parts[0].float()
         for part in parts[1:]:

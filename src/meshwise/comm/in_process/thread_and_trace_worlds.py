@@ -124,7 +124,7 @@ class PendingCollective:
     def reduce(self, op: str, *, into: Tensor, part: int = 0) -> None:
         """Reduce tensor `part` of every rank into `into`, in group order. Raises RanksDisagree if sizes differ."""
         parts = [self._fitting(index, part, into) for index in range(len(self.ranks))]
-        reduce_in_order(parts, into=into, scratch=torch.empty_like(into), op=op)
+        reduce_in_order(parts, into=into, op=op)
 
     def place(self, target: Tensor, *, index: int, part: int = 0) -> None:
         """Copy tensor `part` of group index `index` into `target`. Raises RanksDisagree if sizes differ."""

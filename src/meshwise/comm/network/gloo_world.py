@@ -306,7 +306,7 @@ class GlooWorld(World):
         received = {index: scratch.borrow(like=parts[own]) for index, _ in call.peers}
         yield call.post(sends=outgoing, receives=[(rank, received[at]) for at, rank in reversed(call.peers)])
         ordered = [received.get(index, parts[own]) for index in range(call.group.size)]
-        reduce_in_order(ordered, into=into, scratch=received[1 if own == 0 else 0], op=op)
+        reduce_in_order(ordered, into=into, op=op)
         for part in received.values():
             scratch.give_back(part)
 

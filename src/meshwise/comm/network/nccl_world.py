@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import reduce_in_order, require_op
+from meshwise.comm.api.collective_buffers import reduce_block, require_op
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.api.streams import StreamEvent
 from meshwise.comm.api.world import Group, Work, World
@@ -183,7 +183,7 @@ class NcclWorld(World):
 
         def finish() -> None:
             work.wait()
-            reduce_in_order(received, into=into, scratch=received[0], op=op)
+            reduce_block(received, into=into, scratch=received[0], op=op)
 
         return _Started(self, record, finish, [*parts, *received, into])
 

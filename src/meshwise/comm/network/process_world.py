@@ -33,7 +33,6 @@ from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
 from meshwise.comm.shared_memory.group_queue import GroupQueues
 from meshwise.comm.shared_memory.host_connection import HostConnection
 from meshwise.comm.shared_memory.local_world import LocalWorld
-from meshwise.comm.shared_memory.shared_segment import ProcessMemory
 
 Comm: TypeAlias = Literal["auto", "local", "gloo"]
 """How CPU ranks communicate: `local` (shared memory), `gloo`, or `auto`: shared memory on one host if possible."""
@@ -73,9 +72,8 @@ def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostCo
     if not on_one_host(store, rank=rank, size=size):
         reason = "they are on several hosts"
     else:
-        memory = ProcessMemory(c10d.PrefixStore("memory", store), rank=rank, size=size)
         try:
-            host = HostConnection.enter(c10d.PrefixStore("boards", store), rank=rank, ranks=range(size), memory=memory)
+            host = HostConnection.enter(c10d.PrefixStore("boards", store), rank=rank, ranks=range(size))
         except OSError as error:
             reason = str(error)
         store.set(f"unshared/{rank}", reason)

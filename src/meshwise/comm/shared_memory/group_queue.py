@@ -34,24 +34,24 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from meshwise.comm.api.collective_buffers import copy
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES, PAYLOAD_WORDS, Board, HostConnection, Progress
-from meshwise.comm.shared_memory.shared_segment import MappedSpan, RemoteSpan, Span
 
 RECORDS_PER_QUEUE = 32
 """Number of calls of a queue for which a board has records. The next call is posted when a record becomes free."""
 
-IN_PAYLOAD, IN_PRIVATE, IN_JOINT = 0, -1, -2
+IN_PAYLOAD, IN_JOINT = 0, -1
 """Places of a tensor that is not in a `SharedSegment`. IN_PAYLOAD: in the payload of its call, on the board.
-IN_PRIVATE: in private memory of the rank. IN_JOINT: in memory that all ranks have mapped (`World.shared_empty`)."""
+IN_JOINT: in memory that all ranks have mapped (`World.shared_empty`)."""
 
 TensorLocation: TypeAlias = tuple[int, int, int]
 """Location of a tensor: its place, its offset in bytes there, and its size in bytes.
 
-The place is a constant above or `SharedSegment.place`. The offset counts from the start of the board or segment. For
-private memory it is the address. For a joint tensor the second number is `JointTensors.name`, and the third is 0."""
+The place is a constant above or `SharedSegment.place`. The offset counts from the start of the board or segment. For a
+joint tensor the second number is `JointTensors.name`, and the third is 0."""
 
 _POSTED, _DONE, _RECORDS = 0, 8, 16
 _HEAD, _PART = 1, 3  # words
@@ -189,11 +189,11 @@ class QueuedCall(Work):
         """True if the results are complete and no rank uses this rank's tensors any more."""
         return self._done or self.queue.is_over(self)
 
-    def spans(self, own: Tensor, *, which: int = 0) -> list[Span]:
+    def tensors(self, own: Tensor, *, which: int = 0) -> list[Tensor]:
         """Return tensor `which` of every rank, in group order. `own` is this rank's; the others must be as large."""
         queue = self.queue
         return [
-            MappedSpan(own) if index == queue.index else queue.span(self, index=index, like=own, which=which)
+            own if index == queue.index else queue.tensor(self, index=index, like=own, which=which)
             for index in range(len(queue.ranks))
         ]
 
@@ -318,9 +318,10 @@ class GroupQueue:
         return bool(self._due or self._unposted)
 
     def _place(self, x: Tensor) -> TensorLocation:
-        """Return the location of a tensor of this rank: in a shared segment, or at an address of this process."""
+        """Return the location of a tensor of this rank, which is in a shared segment."""
         where = self._host.slabs.locate(x)
-        return (IN_PRIVATE, x.data_ptr(), x.nbytes) if where is None else (*where, x.nbytes)
+        assert where is not None, "no other rank can reach the tensor"
+        return (*where, x.nbytes)
 
     def _catch_up(self, number: int) -> None:
         """Do this rank's part of every call up to and including `number`."""
@@ -372,21 +373,18 @@ class GroupQueue:
 
     # ---- the tensors and calls of the other ranks --------------------------------------------------------------
 
-    def span(self, call: QueuedCall, *, index: int, like: Tensor, which: int) -> Span:
+    def tensor(self, call: QueuedCall, *, index: int, like: Tensor, which: int) -> Tensor:
         """Return tensor `which` of group index `index`, with the size and dtype of `like`, or raise RanksDisagree."""
         place, offset, size = self._given(call, index, like, which)
         if place == IN_PAYLOAD:
-            return MappedSpan(self._board(index).view(offset, size, like.dtype))
-        return self._elsewhere(index, place, offset, like)
+            return self._board(index).view(offset, size, like.dtype)
+        self._is_awaited = True  # the owner waits until this rank has used the tensor
+        return self._host.peers[self.ranks[index]].slabs.at(place)[offset : offset + size].view(like.dtype)
 
     def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int) -> None:
         """Copy tensor `which` that group index `index` gave to this call into `into`, of its size and dtype. Raises
-        RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be read."""
-        place, offset, size = self._given(call, index, into, which)
-        if place == IN_PAYLOAD:
-            memmove(into.data_ptr(), self._board(index).address + offset, size)
-        else:
-            self._elsewhere(index, place, offset, into).copy_to(into)
+        RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be mapped."""
+        copy(self.tensor(call, index=index, like=into, which=which), into=into)
 
     def _given(self, call: QueuedCall, index: int, like: Tensor, which: int) -> TensorLocation:
         """Return the location of tensor `which` of group index `index`. Raises RanksDisagree if it does not fit."""
@@ -414,15 +412,6 @@ class GroupQueue:
             f"rank {self.ranks[index]} passes a joint tensor, and rank {other} other memory, in "
             f"{call.record}; pass on all ranks the result of one call of World.shared_empty"
         )
-
-    def _elsewhere(self, index: int, place: int, offset: int, like: Tensor) -> Span:
-        """Return a tensor of another rank that is not in a payload; the owner waits until this rank has used it."""
-        rank = self.ranks[index]
-        self._is_awaited = True
-        if place == IN_PRIVATE:
-            assert self._host.memory is not None
-            return RemoteSpan(self._host.memory, rank, offset, like.numel(), like.element_size())
-        return MappedSpan(self._host.peers[rank].slabs.at(place)[offset : offset + like.nbytes].view(like.dtype))
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
         """Return whether group index `index` has posted the same call. A rank that posted a different call counts as

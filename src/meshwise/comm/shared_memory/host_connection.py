@@ -33,13 +33,11 @@ from functools import lru_cache
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from meshwise.comm.api.collective_buffers import PrivateBuffers
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import ProcessLife, lost
 from meshwise.comm.shared_memory.shared_segment import (
     JointTensors,
     PeerMappings,
-    ProcessMemory,
     SharedSegment,
     TensorSlabs,
     open_segment,
@@ -87,9 +85,9 @@ _MOST_VAIN_WAKES = 16
 _BACK_OFF_SECONDS = 0.0002
 
 # How long a process may take to end after its memory is freed; and the errors that other ranks get meanwhile: no such
-# process, no such file, or None (an OSError of this package: another process has the PID).
+# file, or None (an OSError of this package: another process has the PID).
 _ENDING_SECONDS = 10.0
-_OF_AN_END = (errno.ESRCH, errno.ENOENT, None)
+_OF_AN_END = (errno.ENOENT, None)
 
 
 class Board:
@@ -220,23 +218,17 @@ class HostConnection:
     | board           this rank's own board
     | peers           the other ranks of the host, by rank
     | slabs           shared memory for this rank's tensors
-    | joint_tensors   tensors whose memory several ranks share
-    | memory          access to private memory of other ranks; None if no rank can read another rank's memory
-    | scratch         buffers for intermediate sums"""
+    | joint_tensors   tensors whose memory several ranks share"""
 
-    def __init__(self, rank: int, *, board: Board, peers: Sequence[HostPeer], memory: ProcessMemory | None) -> None:
+    def __init__(self, rank: int, *, board: Board, peers: Sequence[HostPeer]) -> None:
         self.rank = rank
         self.board = board
         self.slabs = TensorSlabs()
         self.joint_tensors = JointTensors()
-        self.memory = memory
-        self.scratch = PrivateBuffers()
         self.peers = {peer.rank: peer for peer in peers}
 
     @classmethod
-    def enter(
-        cls, store: c10d.Store, *, rank: int, ranks: Sequence[int], memory: ProcessMemory | None
-    ) -> "HostConnection":
+    def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int]) -> "HostConnection":
         """Return this rank's connection with `ranks`, the ranks of one host; each of them calls this over one store.
         Makes this rank's board and maps the other boards. Raises OSError when a rank has no board or cannot map one."""
         board, own = None, ""
@@ -252,7 +244,7 @@ class HostConnection:
         peers = [_peer(other, text.decode()) for other, text in zip(ranks, found, strict=True) if other != rank]
         if board is None:
             raise OSError(f"rank {rank}: {json.loads(own)}")
-        return cls(rank, board=board, peers=peers, memory=memory)
+        return cls(rank, board=board, peers=peers)
 
     def wait_for(
         self,

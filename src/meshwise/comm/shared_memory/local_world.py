@@ -10,8 +10,7 @@ Every rank posts the locations of its tensors (see `group_queue`), and reads the
 
     | tensors                access by other ranks
     | from `World.empty`     shared memory, mapped once, read and written in place
-    | all other tensors      copied between the processes by process_vm_readv and process_vm_writev; where the system
-    |                        forbids this, a copy in shared memory that is lent for the call
+    | all other tensors      a copy in shared memory that is lent for the call
 
 Ranks are added up in group order. So sums have the same bits wherever the tensors are, and on whichever rank."""
 
@@ -21,13 +20,12 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import put
+from meshwise.comm.api.collective_buffers import put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode
 from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall, travels_in_payload
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
-from meshwise.comm.shared_memory.shared_segment import Span, reduce_spans
 
 # Copies in lent memory begin at multiples of this number of bytes: a cache line, which any dtype's size divides.
 _ALIGNED = 64
@@ -118,7 +116,7 @@ class LocalWorld(World):
         call = self._call(record, group)
 
         def act() -> None:
-            self._sum(call, call.spans(parts[group.index], which=group.index), into, op)
+            self._sum(call, call.tensors(parts[group.index], which=group.index), into, op)
 
         return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
@@ -136,14 +134,13 @@ class LocalWorld(World):
         if travels_in_payload([x]):
             if group.index not in targets:
                 return self._begin(call, gives=[x])
-            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.spans(x), x, op))
+            return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.tensors(x), x, op))
         start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
         stop = start + x.tensor_split(group.size)[group.index].numel()
-        [reachable] = self._reachable([x], group.ranks)
+        [reachable] = self._reachable([x])
 
         def act() -> None:
-            spans = call.spans(reachable)
-            slices = [span.cut(start, stop=stop) for span in spans]
+            slices = [x[start:stop] for x in call.tensors(reachable)]
             copies = [slices[index] for index in targets if index != group.index]
             self._sum(call, slices, reachable[start:stop], op, copies=copies)
 
@@ -153,14 +150,16 @@ class LocalWorld(World):
 
         return self._begin(call, gives=[reachable], needs=call.others, users=call.others, act=act, after=after)
 
-    def _sum(self, call: QueuedCall, spans: Sequence[Span], into: Tensor, op: str, copies: Sequence[Span] = ()) -> None:
+    def _sum(
+        self, call: QueuedCall, parts: Sequence[Tensor], into: Tensor, op: str, copies: Sequence[Tensor] = ()
+    ) -> None:
         if call.adds:
             raise RuntimeError(
                 f"rank {self.rank} was interrupted while it added up in {call.record}: the inputs are partly "
                 "overwritten. End the ranks, and start them again from a checkpoint"
             )
         call.adds = True
-        reduce_spans(spans, into=into, copies=copies, op=op, scratch=self._queues.host.scratch)
+        reduce_in_order(parts, into=into, op=op, copies=copies)
 
     # ---- how they are carried out ------------------------------------------------------------------------------
 
@@ -185,16 +184,14 @@ class LocalWorld(World):
         if travels_in_payload(gives):
             call.gives = gives
         else:
-            call.gives, call.users, call.in_payload = self._reachable(gives, call.queue.ranks), users, False
+            call.gives, call.users, call.in_payload = self._reachable(gives), users, False
         call.queue.post(call)
         self._queues.progress()
         return call
 
-    def _reachable(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> Sequence[Tensor]:
-        """Return `tensors`, or copies in shared memory when a rank of the group cannot read and write some of them."""
+    def _reachable(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return `tensors`, or copies in shared memory when some of them are in ordinary memory."""
         host = self._queues.host
-        if host.memory is not None and all(host.memory.read_by(rank) for rank in ranks if rank != self.rank):
-            return tensors
         if all(host.slabs.locate(x) is not None for x in tensors):
             return tensors
         sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]

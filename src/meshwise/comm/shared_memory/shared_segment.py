@@ -1,4 +1,4 @@
-"""Create and map memory that the processes of one host share, lend it as tensors, and reduce tensors of several ranks.
+"""Create and map memory that the processes of one host share, and lend it as tensors.
 
 Memory with a name (/dev/shm, System V) outlives a killed process, and containers often limit it to 64 MB. A memfd has
 no name: it is limited by the machine's memory only, and is freed with the last process that maps it. Other processes
@@ -8,42 +8,22 @@ open a memfd through /proc/PID/fd, and check its label.
     peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
 
 A new mapping costs a page fault every 4 KB. So the segments of tensors, called slabs, are reused for tensors of
-similar size; two unused slabs are kept for this.
-
-`ProcessMemory` reads and writes private memory of other processes with Linux' process_vm_readv and process_vm_writev. A
-message through a socket is copied twice, into the kernel and out again, packet by packet. These system calls copy
-once, straight from one process's memory into another's, as MPI libraries do. This takes less than half the processor
-time. Whether it is permitted depends on the kernel, the container and the user, so each rank tries to read from every
-other rank of its host. Tensors of a rank whose memory cannot be read are copied through shared memory instead.
-
-A span is a run of elements of one rank's tensor. A `MappedSpan` is in memory that this process maps, and is used like
-any tensor. A `RemoteSpan` is in another process's private memory; the system copies to and from it. `reduce_spans`
-sums block by block: read the block of every span, add them in the cache, and write the result to every rank that needs
-it. So an all-reduce reads each tensor once and writes it once."""
+similar size; two unused slabs are kept for this."""
 
 import contextlib
 import ctypes
-import errno
 import itertools
-import json
 import mmap
 import os
-import secrets
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-
-from meshwise.comm.api.collective_buffers import Elements, PrivateBuffers, copy, elements, reduce_block
-from meshwise.comm.api.job_processes import host_name
 
 _PAGE = mmap.PAGESIZE
 _LABEL = "meshwise-"
@@ -56,17 +36,6 @@ _NAMES = 2**63 - 1  # the largest signed 8-byte integer, in which `JointTensors.
 # Advice for madvise. REMOVE frees the pages in all processes. POPULATE makes the page faults happen now.
 _REMOVE, _POPULATE_READ, _POPULATE_WRITE = 9, 22, 23
 _C = ctypes.CDLL(None, use_errno=True)
-if sys.platform == "linux":
-    _C.process_vm_readv.restype = ctypes.c_ssize_t
-    _C.process_vm_writev.restype = ctypes.c_ssize_t
-
-
-# Bytes of the blocks of all ranks together, which fit the cache of a core. Least bytes of one block: a smaller one does
-# not pay for its calls. Bytes at which blocks are aligned, because aligned vectors are added faster.
-_CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
-_PR_SET_PTRACER = 0x59616D61
-_ANYONE = -1
-_PROBE_BITS = 62
 
 
 @dataclass(eq=False)
@@ -263,160 +232,3 @@ class PeerMappings:
 def _advise(memory: Tensor, how: int) -> None:
     """Call madvise for `memory`. A kernel without the advice `how` ignores the call (populate: before Linux 5.14)."""
     _C.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), how)
-
-
-class _MemoryRange(ctypes.Structure):
-    """C's `struct iovec`."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-class ProcessMemory:
-    """Access of this rank to the memory of other ranks of its host, where the system permits it. Every rank makes one
-    over the same store, and tries to read a number from the memory of every other rank of its host."""
-
-    def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
-        self._processes: dict[int, int] = {}
-        self._readers: set[int] = set()
-        machine = host_name() if sys.platform == "linux" else ""  # other systems lack these system calls
-        if machine:  # Linux' Yama lets only ancestors read a process, unless the process allows it, as MPI does
-            _C.prctl(_PR_SET_PTRACER, ctypes.c_ulong(_ANYONE), 0, 0, 0)
-        probe = torch.tensor([secrets.randbits(_PROBE_BITS)])
-        store.set(f"probe/{rank}", json.dumps([machine, os.getpid(), probe.data_ptr(), int(probe)]))
-        probes = [json.loads(text) for text in store.multi_get([f"probe/{other}" for other in range(size)])]
-        for other, (where, process, address, number) in enumerate(probes):
-            if machine and where == machine and other != rank and _readable(process, address, expected=number):
-                self._processes[other] = process
-        store.set(f"reads/{rank}", json.dumps(list(self._processes)))
-        reads = store.multi_get([f"reads/{other}" for other in range(size)])
-        self._readers = {other for other, text in enumerate(reads) if rank in json.loads(text)}
-
-    def read_by(self, rank: int) -> bool:
-        """Return whether `rank` can read this rank's memory."""
-        return rank in self._readers
-
-    def read(self, rank: int, *, address: int, into: Tensor) -> None:
-        """Copy memory of rank `rank`, from `address` on, into a contiguous CPU tensor. Raises OSError when refused."""
-        _copy("read", self._processes[rank], address, into)
-
-    def write(self, rank: int, *, address: int, x: Tensor) -> None:
-        """Copy a contiguous CPU tensor into the memory of rank `rank` at `address`. Raises OSError when refused."""
-        _copy("write", self._processes[rank], address, x)
-
-
-def _copy(verb: str, process: int, address: int, x: Tensor) -> None:
-    size, done = x.numel() * x.element_size(), 0
-    call = _C.process_vm_readv if verb == "read" else _C.process_vm_writev
-    while done < size:
-        local = _MemoryRange(x.data_ptr() + done, size - done)
-        remote = _MemoryRange(address + done, size - done)
-        count = call(process, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-        if count <= 0:
-            number = ctypes.get_errno()
-            hint = "; is a tensor in read-only memory, for example of a mapped file?" if number == errno.EFAULT else ""
-            raise OSError(number, f"cannot {verb} the memory of process {process}: {os.strerror(number)}{hint}")
-        done += count
-
-
-def _readable(process: int, address: int, *, expected: int) -> bool:
-    """Return whether the integer at `address` in a process can be read, and equals `expected`."""
-    found = torch.zeros(1, dtype=torch.int64)
-    try:
-        _copy("read", process, address, found)
-    except OSError:
-        return False
-    return int(found) == expected
-
-
-class MappedSpan(NamedTuple):
-    """Elements of a rank's tensor, in memory that this process maps; `tensor` is 1-D."""
-
-    tensor: Tensor
-
-    def cut(self, start: int, *, stop: int) -> "MappedSpan":
-        """Return the elements [start, stop)."""
-        return MappedSpan(self.tensor[start:stop])
-
-    def copy_to(self, into: Tensor) -> None:
-        """Copy all elements into `into`."""
-        copy(self.tensor, into=into)
-
-    def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":  # noqa: ARG002 - nothing needs to be copied
-        """Return a function from a block's number to a view of this block of `step` elements; `block` is not used."""
-        whole = elements(self.tensor, op=op)
-        return lambda number: whole[number * step : (number + 1) * step]
-
-    def writer(self, step: int) -> "_Writer":
-        """Return a function that overwrites the block with a given number; blocks have `step` elements."""
-        blocks = self.tensor.split(step)
-        return lambda number, x: copy(x, into=blocks[number])
-
-
-@dataclass(frozen=True)
-class RemoteSpan:
-    """Elements of another rank's tensor, in the private memory of that rank's process."""
-
-    memory: ProcessMemory
-    rank: int
-    address: int
-    """Address of the first element in that process."""
-    numel: int
-    itemsize: int
-
-    def cut(self, start: int, *, stop: int) -> "RemoteSpan":
-        """Return the elements [start, stop)."""
-        return replace(self, address=self.address + start * self.itemsize, numel=stop - start)
-
-    def copy_to(self, into: Tensor) -> None:
-        """Copy all elements into `into`. Raises OSError when the memory cannot be read."""
-        self.memory.read(self.rank, address=self.address, into=into)
-
-    def reader(self, step: int, *, block: Tensor, op: str) -> "_Reader":
-        """Return a function from the number of a block of `step` elements to a copy of it, made in `block`. op: as in
-        `elements`. The function raises OSError when the memory cannot be read."""
-
-        def read(number: int) -> Elements:
-            into = block[: self.numel - number * step]
-            self.memory.read(self.rank, address=self.address + number * step * self.itemsize, into=into)
-            return elements(into, op=op)
-
-        return read
-
-    def writer(self, step: int) -> "_Writer":
-        """Return a function that overwrites the block of `step` elements with a given number; it may raise OSError."""
-        return lambda number, x: self.memory.write(self.rank, address=self.address + number * step * self.itemsize, x=x)
-
-
-Span: TypeAlias = MappedSpan | RemoteSpan
-"""Elements of one rank's tensor, in mapped memory or in another process's memory."""
-
-_Reader: TypeAlias = Callable[[int], Elements]
-_Writer: TypeAlias = Callable[[int, Tensor], object]
-
-
-def reduce_spans(
-    spans: Sequence[Span], *, into: Tensor, copies: Sequence[Span], op: str, scratch: PrivateBuffers
-) -> None:
-    """Reduce two or more spans of equal size, in their order, into `into`, and copy the result to each of `copies`.
-    `into` may be the tensor of one of the spans. op: sum, max or min. scratch: pool for intermediate blocks. Raises
-    OSError when memory of another process cannot be read or written."""
-    size = max(_LEAST_BYTES, _CACHED_BYTES // len(spans) // _ALIGNED_BYTES * _ALIGNED_BYTES)
-    step = size // into.element_size()
-    near = [span.tensor for span in spans if isinstance(span, MappedSpan)]
-    if into.numel() <= step and len(near) == len(spans) and not copies:
-        reduce_block(near, into=into, scratch=torch.empty_like(into) if len(near) > 2 else into, op=op)
-        return
-    parts = into.split(step)
-    total = scratch.borrow(like=parts[0])
-    borrowed = [scratch.borrow(like=total) if isinstance(span, RemoteSpan) else total for span in spans]
-    readers = [span.reader(step, block=block, op=op) for span, block in zip(spans, borrowed, strict=True)]
-    writers = [span.writer(step) for span in copies]
-    sums = elements(total, op=op)
-    with np.errstate(all="ignore"):  # torch does not warn of an overflow either
-        for number, part in enumerate(parts):
-            shown = [read(number) for read in readers]
-            reduce_block(shown, into=elements(part, op=op), scratch=sums[: part.numel()], op=op)
-            for write in writers:
-                write(number, part)
-    for block in (total, *(block for block in borrowed if block is not total)):
-        scratch.give_back(block)
