@@ -99,15 +99,10 @@ class _ProcessGroup:
             f"broadcast from {root}", tensors if here else [], [] if here else tensors, partial(_broadcast, root)
         )
 
-    def reduce(self, tensors: list[Tensor], options: Any) -> _Posted:
-        """Start a reduction to one member."""
-        op = _op_name(options.reduceOp)
-        return self._post(f"reduce {op} {options.rootRank}", tensors, tensors, partial(_reduce, op, options.rootRank))
-
     def allreduce(self, tensors: list[Tensor], options: Any) -> _Posted:
         """Start an all-reduce."""
         op = _op_name(options.reduceOp)
-        return self._post(f"all_reduce {op}", tensors, tensors, partial(_reduce, op, None))
+        return self._post(f"all_reduce {op}", tensors, tensors, partial(_reduce, op))
 
     def _allgather_base(self, whole: Tensor, x: Tensor) -> _Posted:
         return self._post("all_gather", [x], [whole], _all_gather)
@@ -176,15 +171,12 @@ def _broadcast(root: int, calls: Sequence[tuple[Tensors, Tensors]]) -> None:
             into.copy_(x)
 
 
-def _reduce(op: str, root: int | None, calls: Sequence[tuple[Tensors, Tensors]]) -> None:
+def _reduce(op: str, calls: Sequence[tuple[Tensors, Tensors]]) -> None:
     parts = [reads[0].clone() for reads, _ in calls]
     total = torch.empty_like(parts[0])
     reduce_in_order(parts, into=total, op=op)
-    for index, (_, writes) in enumerate(calls):
-        if root in (None, index):
-            writes[0].copy_(total)
-        elif total.is_floating_point():
-            writes[0].fill_(torch.nan)
+    for _, writes in calls:
+        writes[0].copy_(total)
 
 
 def _all_gather(calls: Sequence[tuple[Tensors, Tensors]]) -> None:

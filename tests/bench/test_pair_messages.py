@@ -1,5 +1,7 @@
 """Whether the ranks can communicate."""
 
+from collections.abc import Mapping
+
 import pytest
 from torch import Tensor
 
@@ -39,8 +41,10 @@ class _Adds(ThreadWorld):
 class _Garbles(ThreadWorld):
     """Rank 1 sends something else."""
 
-    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        return super()._send(record, group, x + 1 if group.index == 1 else x, to)
+    def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
+        if record.kind == "send" and self.rank == 1:
+            give = {to: x + 1 for to, x in give.items()}
+        return super()._move(record, group, give, take)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,6 @@ def _call(world: World, name: str, kind: str) -> None:
     x, over = torch.full((8,), float(world.rank)), other.over(MESH)
     if kind == "broadcast":
         over.broadcast(x, axes="tp", source=over.group("tp").index).wait()
-    elif kind == "reduce":
-        over.reduce(x, axes="tp", target=1 - over.group("tp").index).wait()
     elif world.rank == 2:
         over.broadcast(x, axes="tp", source=0).wait()
     other.close()
@@ -36,7 +34,6 @@ def _call(world: World, name: str, kind: str) -> None:
     "kind, told",
     [
         ("broadcast", r"ranks 0,1 called different.*\n +rank 0 +#0 broadcast\[tp\] from 0 8.*\n +rank 1 +#0.*from 1 8"),
-        ("reduce", r"ranks 0,1 called different.*\n +rank 0 +#0 reduce\[tp\] sum to 1 8.*\n +rank 1 +#0.*to 0 8"),
         ("one more", r"have made different numbers of calls.*: rank 2 1, rank 3 0; the last of rank 2 is #0 broad"),
     ],
 )

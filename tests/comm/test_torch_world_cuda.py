@@ -152,9 +152,7 @@ def test_nccl_on_a_group_of_one() -> None:
     for work in (
         world._all_gather(record, group, late(x), [into]),
         world._reduce_scatter(record, group, [late(x)], (into, "sum")),
-        world._all_to_all(record, group, [late(x)], [into]),
-        world._gather(record, group, late(x), ([into], 0)),
-        world._scatter(record, group, ([late(x)], 0), into),
+        world._move(record, group, {0: late(x)}, {0: into}),
     ):
         work.wait()
         same(into, held(0, 6))

@@ -1,10 +1,5 @@
-"""Turn the tensors of a collective into 1-D parts, one for each rank of a group; check, copy and reduce the parts.
+"""Turn the tensors of a collective into 1-D parts, one for each rank of a group; check, copy and reduce the parts."""
 
-`PrivateBuffers` lends memory for received parts. The operating system zeroes every page of a new
-buffer when it is first touched. For a received part this costs about as much as adding the part. So buffers are reused.
-Their number is the largest number that was in use at one time."""
-
-import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from ctypes import memmove
 from typing import Any, TypeAlias
@@ -112,6 +107,9 @@ def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, op: str, copies: S
     require_op(op)
     size = max(_LEAST_BYTES, _CACHED_BYTES // len(parts) // _ALIGNED_BYTES * _ALIGNED_BYTES)
     step = size // into.element_size()
+    if into.numel() <= step and not copies:
+        reduce_block(parts, into=into, scratch=torch.empty_like(into) if len(parts) > 2 else into, op=op)
+        return
     whole, target = [elements(x, op=op) for x in parts], elements(into, op=op)
     scratch = elements(torch.empty_like(into[:step]), op=op) if len(parts) > 2 else target
     with np.errstate(all="ignore"):  # torch does not warn of an overflow either
@@ -146,33 +144,3 @@ def require_op(op: str, *, dtype: torch.dtype | None = None) -> None:
         raise ValueError(f"no reduction {op!r}; there are {', '.join(_OPS)}")
     if dtype is not None and dtype not in (_SUMMED if op == "sum" else _ORDERED):
         raise ValueError(f"torch has no {op} of {dtype}; convert the tensor to a dtype that it has one for")
-
-
-class PrivateBuffers:
-    """Pool of CPU buffers in private memory, which any thread may borrow from and give back to."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}
-        self._lock = threading.Lock()
-
-    def borrow(self, *, like: Tensor) -> Tensor:
-        """Return an uninitialized 1-D tensor with the number of elements and the dtype of `like`."""
-        size = like.numel() * like.element_size()
-        if size == 0:
-            return torch.empty_like(like)
-        with self._lock:
-            fitting = [buffer for buffer in self._free if buffer.numel() >= size]
-            buffer = min(fitting or self._free, key=Tensor.numel, default=None)
-            self._free = [kept for kept in self._free if kept is not buffer]
-            if buffer is None or buffer.numel() < size:
-                with torch.inference_mode(mode=False):  # an inference tensor could not be written to outside the mode
-                    buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-            self._lent[buffer.data_ptr()] = buffer
-        return buffer[:size].view(like.dtype)
-
-    def give_back(self, tensor: Tensor) -> None:
-        """Give back a tensor that `borrow` returned; the caller must not use it any more."""
-        if tensor.numel():
-            with self._lock:
-                self._free.append(self._lent.pop(tensor.data_ptr()))

@@ -44,6 +44,7 @@ _NOT_CALLERS = (f"{Path(__file__).parent}/", _TORCH)
 _KEPT = 1024
 _MESSAGES = ("send", "recv")
 _SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
+_SPLIT = ("all_gather", "reduce_scatter", *_SIZES_MAY_DIFFER)
 
 
 class CallRecord(NamedTuple):
@@ -91,6 +92,14 @@ def _agreed(kind: str, how: str, shape: tuple[int, ...], dtype: str) -> str:
     elements = "" if kind in _SIZES_MAY_DIFFER else f" {math.prod(shape)} elements"
     call = "message" if kind in _MESSAGES else f"{kind} {how}"
     return f"{call}{elements} {dtype}"
+
+
+def bus_factor(kind: str, *, ranks: int) -> float:
+    """Return the bytes that each rank sends in a collective by the best algorithm, divided by the bytes of the full
+    tensor. nccl-tests give it as bus bandwidth / algorithm bandwidth. 1 for messages, broadcast and reduce."""
+    if kind == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if kind in _SPLIT else 1.0
 
 
 class CallLine(NamedTuple):

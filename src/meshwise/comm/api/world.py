@@ -45,6 +45,7 @@ from meshwise.comm.api.flight_recorder import (
     FlightRecorder,
     PlacedCall,
     RanksDisagree,
+    bus_factor,
     call_site,
     first_difference,
     ranks_text,
@@ -85,16 +86,9 @@ class EmulatedLink:
         """Return the seconds that a call on so many ranks takes the link, and the seconds of its delays."""
         if self.axes and not self.axes.intersection(record.axes):
             return 0.0, 0.0
-        hops = math.log2(ranks)
-        if record.point_to_point:
-            share, hops = 1.0, 1.0
-        elif record.kind == "all_reduce":
-            share, hops = 2 * (ranks - 1) / ranks, 2 * hops
-        elif record.kind in ("all_gather", "reduce_scatter", "all_to_all"):
-            share = (ranks - 1) / ranks
-        else:
-            share = ranks - 1.0 if record.kind in ("gather", "scatter") else 1.0
-        return share * record.bytes / self.bandwidth, hops * self.delay
+        whole = record.bytes * (ranks if record.kind in ("gather", "scatter") else 1)
+        hops = 1.0 if record.point_to_point else math.log2(ranks) * (2 if record.kind == "all_reduce" else 1)
+        return bus_factor(record.kind, ranks=ranks) * whole / self.bandwidth, hops * self.delay
 
     def call(self, finish: Callable[[], None], *, record: CallRecord, ranks: int, posted: float) -> None:
         """Run `finish`, which waits for the other ranks, then sleep until the call would be done on the link.
@@ -309,7 +303,8 @@ class World(abc.ABC):
         return self._broadcast(self._new_record("broadcast", group, x, how=f"from {source}"), group, data, source)
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
-        """Reduce into the `x` of group index `target`; the `x` of other ranks is undefined then. op: sum, max, min."""
+        """Reduce into the `x` of group index `target`; the `x` of other ranks is undefined then. op: sum, max, min.
+        It takes as long as an all-reduce."""
         require_op(op, dtype=x.dtype)
         group = require_root(self.group(axes), root=target)
         if group.size == 1:
@@ -353,7 +348,8 @@ class World(abc.ABC):
             return _copy(x, into)
         parts, targets = split(x, group.size, read_only=True), split(into, group.size)
         require_fit(parts[group.index], part=targets[group.index])
-        return self._all_to_all(self._new_record("all_to_all", group, x), group, parts, targets)
+        record = self._new_record("all_to_all", group, x)
+        return self._move(record, group, dict(enumerate(parts)), dict(enumerate(targets)))
 
     def gather(self, x: Tensor, *, into: Parts | None, axes: Axes, target: int = 0) -> Work:
         """Gather every rank's `x` into the `into` of group index `target`; other ranks pass `into=None`."""
@@ -364,7 +360,8 @@ class World(abc.ABC):
         if group.index == target:
             parts = split(require_passed(into, who="the target of a gather", name="into"), group.size)
             require_fit(x, part=parts[target])
-        return self._gather(self._new_record("gather", group, x, how=f"to {target}"), group, data, (parts, target))
+        record = self._new_record("gather", group, x, how=f"to {target}")
+        return self._move(record, group, {target: data}, dict(enumerate(parts or [])))
 
     def scatter(self, x: Parts | None, *, into: Tensor, axes: Axes, source: int = 0) -> Work:
         """Put each rank's part of the `x` of group index `source` into `into`; other ranks pass `x=None`."""
@@ -375,21 +372,20 @@ class World(abc.ABC):
         if group.index == source:
             parts = split(require_passed(x, who="the source of a scatter", name="x"), group.size, read_only=True)
             require_fit(into, part=parts[source])
-        return self._scatter(
-            self._new_record("scatter", group, into, how=f"from {source}"), group, (parts, source), data
-        )
+        record = self._new_record("scatter", group, into, how=f"from {source}")
+        return self._move(record, group, dict(enumerate(parts or [])), {source: data})
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Work:
         """Send `x` to group index `to` along one axis. Messages between two ranks arrive in the order of sending."""
         group = self.group(axis)
         ends, data = message_group(group, source=group.index, target=to), flat(x, read_only=True)
-        return self._send(self._new_record("send", ends, x, how=f"to {to}"), group, data, to)
+        return self._move(self._new_record("send", ends, x, how=f"to {to}"), ends, {1: data}, {})
 
     def recv(self, x: Tensor, *, axis: str, source: int) -> Work:
         """Receive into `x` from group index `source` along one axis."""
         group = self.group(axis)
         ends, data = message_group(group, source=source, target=group.index), flat(x)
-        return self._recv(self._new_record("recv", ends, x, how=f"from {source}"), group, data, source)
+        return self._move(self._new_record("recv", ends, x, how=f"from {source}"), ends, {}, {0: data})
 
     def barrier(self, *, axes: Axes | None = None) -> None:
         """Return when every rank of the group (by default, all ranks) has called this method."""
@@ -456,9 +452,6 @@ class World(abc.ABC):
     # ---- implemented by subclasses: the tensors passed are 1-D, contiguous and outside autograd -------------------
 
     @abc.abstractmethod
-    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work: ...
-
-    @abc.abstractmethod
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work: ...
 
     @abc.abstractmethod
@@ -469,11 +462,15 @@ class World(abc.ABC):
     @abc.abstractmethod
     def _barrier(self, record: CallRecord, group: Group) -> None: ...
 
-    # A world implements `_move`, or all of the seven methods after it.
+    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
+        return self._all_reduce(record, group, x, how[1])
 
+    # A world implements `_move`, and the methods after it that it can do faster.
+
+    @abc.abstractmethod
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
-        """Give tensors to other ranks and take tensors from them; both are by group index, also of this rank."""
-        raise NotImplementedError
+        """Give tensors to other ranks and take tensors from them; both are by group index, also of this rank. The
+        group of a message is its source and its target (`message_group`)."""
 
     def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         if group.index == source:
@@ -482,23 +479,6 @@ class World(abc.ABC):
 
     def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         return self._move(record, group, dict.fromkeys(range(group.size), x), dict(enumerate(parts)))
-
-    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        return self._move(record, group, dict(enumerate(parts)), dict(enumerate(into)))
-
-    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
-        parts, target = how
-        return self._move(record, group, {target: x}, dict(enumerate(parts or [])))
-
-    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
-        parts, source = how
-        return self._move(record, group, dict(enumerate(parts or [])), {source: into})
-
-    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        return self._move(record, message_group(group, source=group.index, target=to), {1: x}, {})
-
-    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        return self._move(record, message_group(group, source=source, target=group.index), {}, {0: x})
 
     def _meet_to_close(self) -> None:
         """Block until every rank has called this method. The call has a kind of its own, `close`. So a rank that closes

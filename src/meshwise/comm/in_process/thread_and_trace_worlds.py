@@ -423,9 +423,6 @@ class TraceWorld(World):
                 x.zero_()
         return Work(self, record=record, finish=partial(self.waited, record))
 
-    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
-        return self._all_reduce(record, group, x, how[1])
-
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         _with_zeros(x, op)
         return Work(self, record=record, finish=partial(self.waited, record))

@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import PrivateBuffers, put, reduce_in_order
+from meshwise.comm.api.collective_buffers import put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.streams import Streams
@@ -144,7 +144,6 @@ class GlooTransport:
 
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
         self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)
-        self.scratch = PrivateBuffers()
         self.unfinished: set[Work] = set()
         self._workers: dict[str, WorkerThread] = {}
 
@@ -271,16 +270,9 @@ class GlooWorld(World):
     # ---- two phases --------------------------------------------------------------------------------------------
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        return self._begin_sum(record, group, x, op, targets=range(group.size))
-
-    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
-        target, op = how
-        return self._begin_sum(record, group, x, op, targets=[target])
-
-    def _begin_sum(self, record: CallRecord, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
-        """Start a reduction in which each rank reduces its slice of `x`, and sends it to the group indices `targets`;
-        a small all-reduce has one phase."""
-        call, small = self._call(record, group), len(targets) > 1 and record.bytes <= _ONE_PHASE_BYTES
+        """Start a reduction in which each rank reduces its slice of `x`, and sends it to the others; a small one has
+        one phase."""
+        call, small = self._call(record, group), record.bytes <= _ONE_PHASE_BYTES
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:
             if small:
@@ -289,10 +281,9 @@ class GlooWorld(World):
             slices = writes[0].tensor_split(group.size)
             own = slices[group.index]
             yield from self._reduced(call, list(reads[0].tensor_split(group.size)), own, op)
-            sources = reversed(call.peers) if group.index in targets else []
             yield call.post(
-                sends=[(rank, own) for index, rank in call.peers if index in targets],
-                receives=[(rank, slices[index]) for index, rank in sources],
+                sends=[(rank, own) for _, rank in call.peers],
+                receives=[(rank, slices[index]) for index, rank in reversed(call.peers)],
                 phase=" sums",
             )
 
@@ -301,14 +292,11 @@ class GlooWorld(World):
     def _reduced(self, call: _Call, parts: list[Tensor], into: Tensor, op: str) -> Steps:
         """Send every rank its part, and reduce the received parts and this rank's own part into `into`."""
         own = call.group.index
-        scratch = call.transport.scratch
         outgoing = [(rank, parts[index]) for index, rank in call.peers]
-        received = {index: scratch.borrow(like=parts[own]) for index, _ in call.peers}
+        received = {index: torch.empty_like(parts[own]) for index, _ in call.peers}
         yield call.post(sends=outgoing, receives=[(rank, received[at]) for at, rank in reversed(call.peers)])
         ordered = [received.get(index, parts[own]) for index in range(call.group.size)]
         reduce_in_order(ordered, into=into, op=op)
-        for part in received.values():
-            scratch.give_back(part)
 
     # ---- how they are carried out ------------------------------------------------------------------------------
 

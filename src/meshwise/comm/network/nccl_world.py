@@ -150,13 +150,6 @@ class NcclWorld(World):
         options.rootRank = source
         return _Started(self, record, self._together(group).broadcast([x], options).wait, [x])
 
-    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
-        target, op = how
-        require_op(op)
-        options = c10d.ReduceOptions()
-        options.rootRank, options.reduceOp = target, _OPS[op]
-        return _Started(self, record, self._together(group).reduce([x], options).wait, [x])
-
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         require_op(op)
         options = c10d.AllreduceOptions()
@@ -166,7 +159,7 @@ class NcclWorld(World):
     def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         whole = _joined(parts)
         if whole is None:
-            return self._all_to_all(record, group, [x] * group.size, parts)
+            return super()._all_gather(record, group, x, parts)
         return _Started(self, record, self._together(group)._allgather_base(whole, x).wait, [x, whole])
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
@@ -187,28 +180,14 @@ class NcclWorld(World):
 
         return _Started(self, record, finish, [*parts, *received, into])
 
-    def _all_to_all(self, record: CallRecord, group: Group, parts: list[Tensor], into: list[Tensor]) -> Work:
-        return _Started(self, record, self._together(group).alltoall(into, parts).wait, [*parts, *into])
-
-    def _gather(self, record: CallRecord, group: Group, x: Tensor, how: tuple[list[Tensor] | None, int]) -> Work:
-        parts, target = how
-        nothing = x.new_empty(0)
-        sends = [x if index == target else nothing for index in range(group.size)]
-        return self._all_to_all(record, group, sends, parts or [nothing] * group.size)
-
-    def _scatter(self, record: CallRecord, group: Group, how: tuple[list[Tensor] | None, int], into: Tensor) -> Work:
-        parts, source = how
-        nothing = into.new_empty(0)
-        receives = [into if index == source else nothing for index in range(group.size)]
-        return self._all_to_all(record, group, parts or [nothing] * group.size, receives)
-
-    def _send(self, record: CallRecord, group: Group, x: Tensor, to: int) -> Work:
-        line = self._communicators.of((self.rank, group.ranks[to]), rank=self.rank, purpose=POINT_TO_POINT)
-        return _Started(self, record, line.send([x], 1, 0).wait, [x])
-
-    def _recv(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
-        line = self._communicators.of((group.ranks[source], self.rank), rank=self.rank, purpose=POINT_TO_POINT)
-        return _Started(self, record, line.recv([x], 0, 0).wait, [x])
+    def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
+        moved = [*give.values(), *take.values()]
+        if record.point_to_point:
+            line = self._communicators.of(group.ranks, rank=self.rank, purpose=POINT_TO_POINT)
+            return _Started(self, record, (line.send(moved, 1, 0) if give else line.recv(moved, 0, 0)).wait, moved)
+        nothing = moved[0].new_empty(0)
+        sends, receives = ([own.get(index, nothing) for index in range(group.size)] for own in (give, take))
+        return _Started(self, record, self._together(group).alltoall(receives, sends).wait, moved)
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         token = torch.zeros(1, device=self.device)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from meshwise.base.mesh import Mesh
+from meshwise.base.mesh import Mesh, even_split
 from meshwise.comm.api.collective_buffers import put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import lost
@@ -121,31 +121,21 @@ class LocalWorld(World):
         return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        return self._begin_sum(record, group, x, op, targets=range(group.size))
-
-    def _reduce(self, record: CallRecord, group: Group, x: Tensor, how: tuple[int, str]) -> Work:
-        target, op = how
-        return self._begin_sum(record, group, x, op, targets=[target])
-
-    def _begin_sum(self, record: CallRecord, group: Group, x: Tensor, op: str, *, targets: Sequence[int]) -> Work:
-        """Start a reduction whose result the group indices `targets` receive. If `x` travels in the payload, each of
-        them reduces all of `x`; else each rank reduces its slice of `x`, and writes it to them."""
+        """Start a reduction. If `x` travels in the payload, each rank reduces all of `x`; else each rank reduces its
+        slice of `x`, and writes it to the others."""
         call = self._call(record, group)
         if travels_in_payload([x]):
-            if group.index not in targets:
-                return self._begin(call, gives=[x])
             return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.tensors(x), x, op))
-        start = sum(piece.numel() for piece in x.tensor_split(group.size)[: group.index])
-        stop = start + x.tensor_split(group.size)[group.index].numel()
+        start, stop = even_split(x.numel(), group.size)[group.index]
         [reachable] = self._reachable([x])
 
         def act() -> None:
             slices = [x[start:stop] for x in call.tensors(reachable)]
-            copies = [slices[index] for index in targets if index != group.index]
-            self._sum(call, slices, reachable[start:stop], op, copies=copies)
+            copies = [slices[index] for index in call.others]
+            self._sum(call, slices, slices[group.index], op, copies=copies)
 
         def after() -> None:
-            if reachable is not x and group.index in targets:
+            if reachable is not x:
                 put(reachable, into=x)
 
         return self._begin(call, gives=[reachable], needs=call.others, users=call.others, act=act, after=after)
