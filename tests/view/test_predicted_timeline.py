@@ -1,9 +1,11 @@
 """A step of a simulation from begin to end: its timeline and its memory adds up to what was predicted."""
 
+import dataclasses
+
 import pytest
 
 from meshwise.base.timeline import TimelineRow, time_by_activity
-from meshwise.simulate.step_prediction import PredictionReplay
+from meshwise.simulate.step_prediction import Prediction
 from view.accounts import SHARDED, SPLIT, prediction
 
 PLANS = [
@@ -16,40 +18,31 @@ PLANS = [
 
 
 @pytest.fixture(scope="module", params=PLANS)
-def replay(request: pytest.FixtureRequest) -> PredictionReplay:
-    return PredictionReplay(prediction(request.param))
+def made(request: pytest.FixtureRequest) -> Prediction:
+    return prediction(request.param)
 
 
-def test_the_timeline_is_as_long_as_the_step_and_every_second_of_it_goes_somewhere(replay: PredictionReplay) -> None:
-    step = replay.prediction.seconds
-    assert replay.timeline.seconds == pytest.approx(step, rel=1e-12)
-    for own in time_by_activity(replay.timeline):
+def test_the_timeline_is_as_long_as_the_step_and_every_second_of_it_goes_somewhere(made: Prediction) -> None:
+    step = made.seconds
+    assert made.timeline.seconds == pytest.approx(step, rel=1e-12)
+    for own in time_by_activity(made.timeline):
         assert sum(own.values()) == pytest.approx(step, rel=1e-12)
         assert min(own.values()) >= 0
         assert own["computes"] > 0
 
 
-def test_the_bubble_and_each_wait_are_on_average_as_long_as_was_predicted(replay: PredictionReplay) -> None:
-    step = replay.prediction.seconds
-    waits = {f"waits for {axes}": seconds for axes, seconds in replay.prediction.exposed.items() if seconds > 1e-12}
-    each = time_by_activity(replay.timeline)
-    drawn = {what for own in each for what in own if what.startswith("waits for ")} | {"bubble"}
-    mean = {what: sum(own.get(what, 0.0) for own in each) / len(each) for what in drawn}
-    assert mean == pytest.approx(waits | {"bubble": replay.prediction.bubble * step}, rel=1e-6, abs=1e-6 * step)
-
-
-def test_every_action_has_its_place_and_what_comes_before_and_after_the_schedule_too(replay: PredictionReplay) -> None:
-    rehearsal = replay.prediction.rehearsal
+def test_every_action_has_its_place_and_what_comes_before_and_after_the_schedule_too(made: Prediction) -> None:
+    rehearsal = made.rehearsal
     for index in range(len(rehearsal.tapes)):
-        own = [str(event) for event in replay.timeline.events if event.rank == index]
+        own = [str(event) for event in made.timeline.events if event.rank == index]
         assert {str(action) for action in rehearsal.schedule.rows[index]} <= set(own)
         assert {"begin", "exchange", "update"} <= set(own)
-    assert len(replay.timeline.computing[0]) == 2 * rehearsal.plan.microbatches or "zb" in rehearsal.plan.schedule
+    assert len(made.timeline.computing[0]) == 2 * rehearsal.plan.microbatches or "zb" in rehearsal.plan.schedule
 
 
-def test_memory_over_time_begins_and_ends_with_what_rests_and_has_the_peak_between(replay: PredictionReplay) -> None:
-    for index, memory in enumerate(replay.prediction.memory):
-        history = replay.history(index)
+def test_memory_over_time_begins_and_ends_with_what_rests_and_has_the_peak_between(made: Prediction) -> None:
+    for index, memory in enumerate(made.memory):
+        history = made.history(index)
         assert history.peak.bytes == max(moment.bytes for moment in memory.steady)
         assert history.levels[0].device == memory.rest
         assert history.levels[-1].bytes == pytest.approx(sum(memory.rest.values()), abs=64)  # with what is exchanged
@@ -57,20 +50,18 @@ def test_memory_over_time_begins_and_ends_with_what_rests_and_has_the_peak_betwe
         assert starts == pytest.approx([step * history.seconds / len(starts) for step in range(len(starts))])
 
 
-def test_a_moment_of_memory_is_in_the_action_that_its_rank_is_at_then(replay: PredictionReplay) -> None:
-    peak = replay.history(0).peak
-    during = next(e for e in replay.timeline.events if e.rank == 0 and str(e) == peak.during)
-    part = replay.prediction.seconds / 360
+def test_a_moment_of_memory_is_in_the_action_that_its_rank_is_at_then(made: Prediction) -> None:
+    peak = made.history(0).peak
+    during = next(e for e in made.timeline.events if e.rank == 0 and str(e) == peak.during)
+    part = made.seconds / 360
     assert during.start - part <= peak.seconds <= during.stop
 
 
-def test_waits_too_many_to_be_seen_one_by_one_still_add_up(
-    monkeypatch: pytest.MonkeyPatch, replay: PredictionReplay
-) -> None:
+def test_waits_too_many_to_be_seen_one_by_one_still_add_up(monkeypatch: pytest.MonkeyPatch, made: Prediction) -> None:
     monkeypatch.setattr("meshwise.simulate.step_prediction._MOST_EVENTS", 0)
-    merged = PredictionReplay(replay.prediction).timeline
-    for own, exact in zip(time_by_activity(merged), time_by_activity(replay.timeline), strict=True):
+    merged = dataclasses.replace(made).timeline
+    for own, exact in zip(time_by_activity(merged), time_by_activity(made.timeline), strict=True):
         assert own == pytest.approx(exact, rel=1e-9, abs=1e-12)
     assert len([e for e in merged.events if e.stream is TimelineRow.WAIT]) <= len(
-        [e for e in replay.timeline.events if e.stream is TimelineRow.WAIT]
+        [e for e in made.timeline.events if e.stream is TimelineRow.WAIT]
     )

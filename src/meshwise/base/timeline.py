@@ -1,7 +1,8 @@
 """Timelines of one step: the events of each rank with their times, predicted by a clock or recorded in a run."""
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -110,6 +111,15 @@ class Timeline:
         these computations: the rank is idle then too, because the optimizer step waits for all ranks."""
         spans = (row[-1].stop - row[0].start for row in self.computing)
         return tuple(span - busy for span, busy in zip(spans, self.busy, strict=True))
+
+    @cached_property
+    def spent(self) -> Mapping[str, float]:
+        """Time of a step by activity (see `time_by_activity`), mean over the ranks, in the unit of the events."""
+        total: dict[str, float] = defaultdict(float)
+        for own in time_by_activity(self):
+            for what, time in own.items():
+                total[what] += time
+        return {what: time / self.ranks for what, time in total.items()}
 
     def _of(self, stream: TimelineRow) -> tuple[tuple[Event, ...], ...]:
         rows: list[list[Event]] = [[] for _ in range(self.ranks)]

@@ -25,7 +25,7 @@ from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.predicted_memory import MALLOC, MeasuredRank, measure, memory_of, memory_table
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.simulate.step_prediction import Prediction, predict, time_table
+from meshwise.simulate.step_prediction import Prediction, predict
 from meshwise.train.console_output import counted, text_table
 from meshwise.train.flags_and_toml import read_job
 from meshwise.train.job import JobError, StudiedJob, check_least
@@ -98,13 +98,10 @@ def main(arguments: Sequence[str]) -> int:
 def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None, job: SimulateJob, title: str) -> None:
     """Print and draw the predicted times of some plans on one cluster, and the times of the measured step if given."""
     console = drawing_console()
-    if len(predictions) == 1 and not (job.draw or job.wanted or step):
-        console.show(text_table(time_table(predictions[0])))
-        return
     accounts = [predicted_account(prediction) for prediction in predictions]
     if step:
         accounts.append(PlanAccount(f"measured in {job.run}", step.step))
-    rows = comparison_table(accounts) if len(accounts) > 1 else time_table(predictions[0])
+    rows = comparison_table(accounts)
     for first in range(1, len(rows[0]), _PLANS_PER_TABLE):
         console.show(text_table([(row[0], *row[first : first + _PLANS_PER_TABLE]) for row in rows]))
     if job.draw:

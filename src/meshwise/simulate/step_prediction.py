@@ -3,11 +3,11 @@
 First each segment of a tape is played alone. A rank computes on one stream; on a GPU, an operation starts after the
 host has launched it. Collectives along the same axes run one after the other on their own stream. The rank stops only
 where its tape waits for a collective. With pp, the pipeline's clock (`schedule_clock.py`) then combines the stages with
-their messages, gathers and reductions. `predict` returns the result, and `time_table` shows it.
+their messages, gathers and reductions. `predict` returns the result.
 
-`PredictionReplay` has the timeline of the step, and each rank's memory over the step, for drawings. To the actions of
-the clock it adds the collectives and waits inside actions, the phases before and after the schedule, and the memory
-changes of the tape:
+A `Prediction` has the timeline of the step, and each rank's memory over the step. To the actions of the clock it adds
+the collectives and waits inside actions, the phases before and after the schedule, and the memory changes of the tape.
+The bubble and the waits are read off the timeline:
 
     │ begin │ 0F0 │ 0F1 │      │   0B0   │   0B1   │ exchange │ update │
               ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     waits for collectives"""
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwise.base.timeline import Event, Timeline, TimelineRow
-from meshwise.comm.api.flight_recorder import Activity, StepPhase
+from meshwise.comm.api.flight_recorder import Activity, StepPhase, bus_factor
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
 from meshwise.pipeline.schedules.schedule_table import COMPUTE, RECEIVES, Action, ActionKind
 from meshwise.simulate.cluster import Cluster
-from meshwise.simulate.cost_model import CostModel, EntryTime, entry_times, sent_fraction, step_seconds
-from meshwise.simulate.predicted_memory import RankMemory, Table, fullest, memory_of, size_text
+from meshwise.simulate.cost_model import CostModel, EntryTime, entry_times, step_seconds
+from meshwise.simulate.predicted_memory import RankMemory, fullest, memory_of
 from meshwise.simulate.rehearsal import Rehearsal
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeCall, TapeOperation, TapeSegment, TapeWait
 
@@ -49,272 +49,6 @@ class PlayedSegment:
             if stream is TimelineRow.WAIT:
                 total[call.split()[-1]] += stop - start
         return total
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted time, waits, traffic and memory of one step of a plan on a cluster."""
-
-    rehearsal: Rehearsal
-    cluster: Cluster
-    seconds: float
-    """Seconds of a step."""
-    bubble: float
-    """Fraction of the step in which a rank has nothing to compute because of the pipeline; mean over ranks."""
-    exposed: Mapping[str, float]
-    """Seconds of the step in which a rank only waits, mean over ranks. The keys are the axes of collectives (`dp·cp`),
-    and `host` for offloaded state."""
-    traffic: Mapping[str, float]
-    """Bytes that one rank sends in a step, the largest number of all ranks: `inside` a node and `between` nodes."""
-    timeline: Timeline | None
-    """Timeline of the pipeline's actions; None for pp=1."""
-
-    @cached_property
-    def memory(self) -> tuple[RankMemory, ...]:
-        """Memory of each rank along pp."""
-        return memory_of(self.rehearsal)
-
-    @property
-    def fits(self) -> bool:
-        """True if every rank's peak, with the memory of libraries, is within the device's memory."""
-        device = self.cluster.device
-        return fullest(self.memory).peak.bytes + device.own <= device.memory
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens per second over all ranks; tokens are what the loss counts."""
-        return self.rehearsal.tokens / self.seconds
-
-    @property
-    def model_flops(self) -> float:
-        """Flops of the model in a step over all ranks, without recomputation: at most 3 times the forwards' flops."""
-        once = sum(each_flops(self.rehearsal, kinds=tuple(ActionKind), repeated=False))
-        return min(3.0 * sum(each_flops(self.rehearsal, kinds=(ActionKind.F,))), float(once)) * self.rehearsal.replicas
-
-    @property
-    def flops(self) -> float:
-        """Flops of all matrix products of a step over all ranks, with recomputation."""
-        return float(sum(each_flops(self.rehearsal))) * self.rehearsal.replicas
-
-    @property
-    def utilisation(self) -> float:
-        """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
-        ranks = self.rehearsal.plan.mesh().size
-        return self.model_flops / (self.seconds * ranks * self._peak)
-
-    @property
-    def _peak(self) -> float:
-        counted: Counter[str] = Counter()
-        for segment in self.rehearsal.step(0):
-            for entry in segment.entries:
-                if isinstance(entry, TapeOperation):
-                    counted[entry.dtype] += entry.flops
-        return self.cluster.device.peak_of(counted.most_common(1)[0][0])
-
-
-def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
-    """Return the prediction for a rehearsed plan on a cluster."""
-    step, ranks = cluster.device.step, _ranks(rehearsal, cluster)
-    different = Counter(ranks)
-    each = [rank.sent() for rank in different]
-    sent = {link: max(one[link] for one in each) for link in each[0]}
-    if rehearsal.plan.pp == 1:
-        played = list(ranks[0].play(rehearsal.step(0)))
-        took, waits = _add_host_time(rehearsal, cluster, played[-1].stop + step, _waits(played))
-        return Prediction(rehearsal, cluster, took, 0.0, waits, sent, None)
-    costs: dict[int, ActionCost] = {}
-    for index, rank in enumerate(ranks):
-        costs |= dict(zip(rehearsal.schedule.stages_of(index), rank.costs().values(), strict=True))
-    timeline = clock(rehearsal.schedule, costs=[costs[stage] for stage in range(rehearsal.schedule.stages)])
-    computed = max(event.stop for event in timeline.events if event.stream is TimelineRow.COMPUTE)
-    along = max(event.stop for event in timeline.events)
-    around = max(rank.around for rank in different)
-    spent = along + around + step
-    exposed: dict[str, float] = defaultdict(float)
-    idle = 0.0
-    for rank, count in different.items():
-        part = count / len(ranks)
-        idle += part * (computed - rank.busy() + around - rank.around)
-        for axes, seconds in rank.waits().items():
-            exposed[axes] += part * seconds
-    exposed["·".join(rehearsal.plan.row_axes)] += along - computed  # reductions after the last computation
-    took, waits = _add_host_time(rehearsal, cluster, spent, exposed)
-    return Prediction(rehearsal, cluster, took, max(0.0, idle) / took, waits, sent, timeline)
-
-
-def time_table(prediction: Prediction) -> Table:
-    """Return rows of (title, value): seconds of a step, tokens per second, utilisation, bubble, waits, traffic, fit."""
-    waits = sorted(prediction.exposed.items(), key=lambda item: -item[1])
-    return [
-        ("", ""),
-        ("step", f"{prediction.seconds:.4g} s"),
-        ("tokens/s", f"{prediction.tokens_per_second:,.0f}"),
-        ("utilisation", f"{100 * prediction.utilisation:.1f} % of the peak, without recomputation"),
-        ("bubble", f"{100 * prediction.bubble:.1f} % of the step"),
-        *(
-            (f"waits for {axes}", f"{100 * took / prediction.seconds:.1f} % of the step")
-            for axes, took in waits
-            if took
-        ),
-        *((f"sent {where}", size_text(size)) for where, size in prediction.traffic.items() if size),
-        ("fits", "yes" if prediction.fits else "no: see --memory"),
-    ]
-
-
-def _add_host_time(
-    rehearsal: Rehearsal, cluster: Cluster, took: float, exposed: Mapping[str, float]
-) -> tuple[float, Mapping[str, float]]:
-    """Return a step's seconds and waits, with the time for offloaded state added; its wait has the key `host`."""
-    on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
-    whole = max(step_seconds(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
-    return (whole, {**exposed, "host": whole - took}) if whole > took else (took, exposed)
-
-
-def each_flops(
-    rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind), repeated: bool = True
-) -> list[int]:
-    """Return the flops of a step in these kinds of action, for each rank along pp; None: phases outside of actions.
-
-    `repeated`: also count the forwards that a backward repeats. Equal segments are counted once and multiplied."""
-    found: dict[int, int] = {}
-    for index in {tape.index for tape in rehearsal.tapes}:
-        parts = [part for part in rehearsal.step(index) if part.kind in kinds]
-        times = Counter(id(part.entries) for part in parts)
-        once = {id(part.entries): part for part in parts}
-        found[index] = sum(times[key] * _flops(part, repeated=repeated) for key, part in once.items())
-    return [found[tape.index] for tape in rehearsal.tapes]
-
-
-def _flops(part: TapeSegment, *, repeated: bool) -> int:
-    """Return the flops of a segment. In a forward, no operation counts as repeated."""
-    if repeated or part.kind is ActionKind.F:
-        return part.flops
-    return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and not one.recomputed)
-
-
-def _ranks(rehearsal: Rehearsal, cluster: Cluster) -> list["_Rank"]:
-    """Return the ranks along pp. Ranks with the same tape and the same number in their node are one object."""
-    cost_model, each = CostModel(cluster), rehearsal.replicas
-    made: dict[tuple[int, int], _Rank] = {}
-    found = []
-    for index, tape in enumerate(rehearsal.tapes):
-        key = tape.index, index * each % cluster.ranks_per_node
-        if key not in made:
-            shifted = dataclasses.replace(cost_model, shift=(index - tape.index) * each)
-            made[key] = _Rank(rehearsal.step(index), shifted)
-        found.append(made[key])
-    return found
-
-
-class _Rank:
-    """One rank along pp, with the times of its segments; equal segments are played once."""
-
-    def __init__(self, parts: Sequence[TapeSegment], cost_model: CostModel) -> None:
-        self.cost_model = cost_model
-        counted = Counter(id(part.entries) for part in parts)
-        once = {id(part.entries): part for part in parts}
-        self._around = [part for part in parts if part.kind is None]
-        actions = ((key, part.activity, part) for key, part in once.items())
-        self._actions = [(one, part, counted[key]) for key, one, part in actions if isinstance(one, Action)]
-        self._alone: dict[int, PlayedSegment] = {}
-
-    def play(self, segments: Iterable[TapeSegment]) -> Iterator[PlayedSegment]:
-        """Yield consecutive segments with their times, without messages between stages, which the clock adds."""
-        calls: dict[int, str] = {}
-        now = 0.0
-        timed = entry_times(segments, cost_model=self.cost_model)
-        for _, each in itertools.groupby(timed, key=lambda time: id(time.segment)):
-            start, own = now, tuple(each)
-            inside = []
-            for _, entry, begin, end in own:
-                if isinstance(entry, TapeCall):
-                    calls[entry.record.sequence] = f"{entry.record.kind} {'·'.join(entry.record.axes)}"
-                    inside.append((TimelineRow.COLLECTIVE, calls[entry.record.sequence], begin, end))
-                    continue
-                now = end
-                if isinstance(entry, TapeWait) and end > begin:
-                    inside.append((TimelineRow.WAIT, calls[entry.sequence], begin, end))
-            yield PlayedSegment(own[0].segment.activity, start, now, own, tuple(inside))
-
-    def alone(self, part: TapeSegment) -> PlayedSegment:
-        """Return one segment of the step with its times."""
-        key = id(part.entries)
-        if key not in self._alone:
-            self._alone[key] = next(self.play([part]), PlayedSegment(part.activity))
-        return self._alone[key]
-
-    @cached_property
-    def after(self) -> tuple[PlayedSegment, ...]:
-        """Phases of the step after the schedule's actions."""
-        return tuple(self.play(part for part in self._around if part.activity is not StepPhase.BEGIN))
-
-    @cached_property
-    def around(self) -> float:
-        """Seconds of the phases before and after the schedule's actions."""
-        return max((part.stop for part in self.play(self._around)), default=0.0)
-
-    def costs(self) -> dict[int, ActionCost]:
-        """Return the mean seconds of each kind of action, by stage of this rank, ascending."""
-        found: dict[int, dict[ActionKind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
-        for action, part, times in self._actions:
-            calls = map(self.cost_model.collective, part.calls())
-            took = self.alone(part).stop if action.kind in COMPUTE else sum(calls)
-            found[action.stage][action.kind].append((took, times))
-        return {
-            stage: ActionCost(
-                forward=_mean(times[ActionKind.F]),
-                input=_mean(times[ActionKind.I]),
-                weight=_mean(times[ActionKind.W]),
-                backward=_mean(times[ActionKind.B]) if times[ActionKind.B] else None,
-                link=_mean(times[ActionKind.SEND_F]) or _mean(times[ActionKind.RECV_B]),
-                gather=_mean(times[ActionKind.GATHER]),
-                reduce=_mean(times[ActionKind.REDUCE]),
-            )
-            for stage, times in sorted(found.items())
-        }
-
-    def busy(self) -> float:
-        """Return the seconds of all forwards and backwards, including their waits for collectives."""
-        return sum(self.alone(part).stop * times for action, part, times in self._actions if action.kind in COMPUTE)
-
-    def waits(self) -> Mapping[str, float]:
-        """Return the seconds of waits in forwards, backwards and the phases around the schedule, by axes."""
-        found = _waits(self.play(self._around))
-        for action, part, times in self._actions:
-            if action.kind in COMPUTE:
-                found.update({axes: took * times for axes, took in self.alone(part).waits.items()})
-        return found
-
-    def sent(self) -> dict[str, float]:
-        """Return the bytes that this rank sends in a step `inside` a node and `between` nodes.
-
-        A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node."""
-        found = {"inside": 0.0, "between": 0.0}
-        for part, times in (
-            *((part, 1) for part in self._around),
-            *((part, times) for _, part, times in self._actions),
-        ):
-            for call in part.calls():
-                if call.record.kind != "recv":
-                    size = times * call.record.bytes * sent_fraction(call.record.kind, count=len(call.ranks))
-                    here = self.cost_model.mean_ranks_per_node(call.ranks)
-                    leaving = 1 / here if self.cost_model.crosses_nodes(call.ranks) else 0.0
-                    found["between"] += size * leaving
-                    found["inside"] += size * (1 - leaving)
-        return found
-
-
-def _waits(played: Iterable[PlayedSegment]) -> Counter[str]:
-    """Return the seconds in which a rank waits for collectives in several segments, by axes."""
-    found = Counter[str]()
-    for part in played:
-        found.update(part.waits)
-    return found
-
-
-def _mean(times: list[tuple[float, int]]) -> float:
-    count = sum(many for _, many in times)
-    return sum(took * many for took, many in times) / count if count else 0.0
 
 
 _MOST_EVENTS = 20_000
@@ -387,18 +121,80 @@ class _Act:
             stop = start
 
 
-class PredictionReplay:
-    """Timeline of a predicted step, and the memory of its ranks over time."""
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted time, waits, traffic and memory of one step of a plan on a cluster."""
 
-    def __init__(self, prediction: Prediction) -> None:
-        self.prediction = prediction
-        self._rehearsal = prediction.rehearsal
-        self._ranks = _ranks(prediction.rehearsal, prediction.cluster)
+    rehearsal: Rehearsal
+    cluster: Cluster
+    seconds: float
+    """Seconds of a step."""
+    host_seconds: float
+    """Seconds at the end of the step in which every rank waits for offloaded state."""
+    traffic: Mapping[str, float]
+    """Bytes that one rank sends in a step, the largest number of all ranks: `inside` a node and `between` nodes."""
+    clocked: Timeline | None
+    """Timeline of the pipeline's actions; None for pp=1."""
+    _ranks: "Sequence[_Rank]"
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of the step in which a rank has nothing to compute because of the pipeline; mean over ranks."""
+        return self.timeline.spent["bubble"] / self.seconds
+
+    @property
+    def exposed(self) -> Mapping[str, float]:
+        """Seconds of the step in which a rank only waits, mean over ranks. The keys are the axes of collectives
+        (`dp·cp`), and `host` for offloaded state."""
+        start, spent = "waits for ", self.timeline.spent
+        return {what.removeprefix(start): seconds for what, seconds in spent.items() if what.startswith(start)}
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """Memory of each rank along pp."""
+        return memory_of(self.rehearsal)
+
+    @property
+    def fits(self) -> bool:
+        """True if every rank's peak, with the memory of libraries, is within the device's memory."""
+        device = self.cluster.device
+        return fullest(self.memory).peak.bytes + device.own <= device.memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second over all ranks; tokens are what the loss counts."""
+        return self.rehearsal.tokens / self.seconds
+
+    @property
+    def model_flops(self) -> float:
+        """Flops of the model in a step over all ranks, without recomputation: at most 3 times the forwards' flops."""
+        once = sum(each_flops(self.rehearsal, kinds=tuple(ActionKind), repeated=False))
+        return min(3.0 * sum(each_flops(self.rehearsal, kinds=(ActionKind.F,))), float(once)) * self.rehearsal.replicas
+
+    @property
+    def flops(self) -> float:
+        """Flops of all matrix products of a step over all ranks, with recomputation."""
+        return float(sum(each_flops(self.rehearsal))) * self.rehearsal.replicas
+
+    @property
+    def utilisation(self) -> float:
+        """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
+        ranks = self.rehearsal.plan.mesh().size
+        return self.model_flops / (self.seconds * ranks * self._peak)
+
+    @property
+    def _peak(self) -> float:
+        counted: Counter[str] = Counter()
+        for segment in self.rehearsal.step(0):
+            for entry in segment.entries:
+                if isinstance(entry, TapeOperation):
+                    counted[entry.dtype] += entry.flops
+        return self.cluster.device.peak_of(counted.most_common(1)[0][0])
 
     @cached_property
     def timeline(self) -> Timeline:
         """Timeline of all ranks along pp over the whole step, without waits for messages."""
-        ranks = range(len(self._rehearsal.tapes))
+        ranks = range(len(self.rehearsal.tapes))
         events = [event for index in ranks for event in self._outline(index)]
         acts = [(index, act) for index in ranks for act in self._acts[index] if act.stop > act.start]
         every = sum(len(act.played.inside) for _, act in acts) <= _MOST_EVENTS
@@ -408,8 +204,8 @@ class PredictionReplay:
 
     def history(self, index: int, *, columns: int = 360) -> MemoryHistory:
         """Return the memory of the rank with this index along pp, in `columns` equally long parts of the step."""
-        seconds, apart = self.prediction.seconds, self._rehearsal.device != "cpu"
-        current = Counter(self.prediction.memory[index].rest)
+        seconds, apart = self.seconds, self.rehearsal.device != "cpu"
+        current = Counter(self.memory[index].rest)
         levels = [MemoryLevel(0.0, "begin", dict(current))]
         most = total = sum(current.values())
         timed = ((act, time) for act in self._acts[index] for time in act.played.times)
@@ -435,15 +231,15 @@ class PredictionReplay:
     @cached_property
     def _acts(self) -> list[list[_Act]]:
         """Activities of each rank along pp, in order."""
-        row = self.prediction.timeline
+        row = self.clocked
         if row is None:
-            parts, begin = self._ranks[0].play(self._rehearsal.step(0)), PlayedSegment(StepPhase.BEGIN)
-            return [[_Act(StepPhase.BEGIN, 0.0, self._free, begin), *_acts(parts, start=self._free)]]
+            begin = _Act(StepPhase.BEGIN, 0.0, self._free, PlayedSegment(StepPhase.BEGIN))
+            return [[begin, *_acts(self._ranks[0].whole, start=self._free)]]
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
     def _outline(self, index: int) -> Iterator[Event]:
         """Yield a rank's activities, the events of the pipeline's clock, and the waits at the end of the step."""
-        row = self.prediction.timeline
+        row = self.clocked
         for act in (act for act in self._acts[index] if act.stop > act.start):
             if not isinstance(act.activity, Action):
                 yield Event(index, TimelineRow.COLLECTIVE, str(act.activity), act.start, act.stop)
@@ -453,16 +249,16 @@ class PredictionReplay:
             for event in (event for event in row.events if event.rank == index):
                 yield dataclasses.replace(event, start=event.start + self._free, stop=event.stop + self._free)
             computed = max(event.stop for events in row.computing for event in events)
-            axes = "·".join(self._rehearsal.plan.row_axes)
+            axes = "·".join(self.rehearsal.plan.row_axes)
             if computed < row.seconds:  # all ranks wait for the last reductions
                 yield Event(index, TimelineRow.WAIT, axes, self._free + computed, self._free + row.seconds)
-        if self._host:
-            yield Event(index, TimelineRow.WAIT, "host", self.prediction.seconds - self._host, self.prediction.seconds)
+        if self.host_seconds:
+            yield Event(index, TimelineRow.WAIT, "host", self.seconds - self.host_seconds, self.seconds)
 
     def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
         """Yield a rank's activities in order: `begin`, the actions at the times of the clock, the later phases."""
         clocked = {str(event): event for event in row.events if event.rank == index}
-        parts, rank = self._rehearsal.step(index), self._ranks[index]
+        parts, rank = self.rehearsal.step(index), self._ranks[index]
         before = [rank.alone(part) for part in parts if part.activity is StepPhase.BEGIN]
         yield _Act(StepPhase.BEGIN, 0.0, self._free, *(before or [PlayedSegment(StepPhase.BEGIN)]))
         now = self._free
@@ -478,15 +274,162 @@ class PredictionReplay:
     @cached_property
     def _free(self) -> float:
         """Seconds of the step before the first action."""
-        seconds, row = self.prediction.seconds - self._host, self.prediction.timeline
+        seconds, row = self.seconds - self.host_seconds, self.clocked
         if row is None:
-            return self.prediction.cluster.device.step
+            return self.cluster.device.step
         return seconds - row.seconds - max(part.stop for rank in self._ranks for part in rank.after)
 
-    @property
-    def _host(self) -> float:
-        """Seconds in which every rank waits for offloaded state; the timeline shows them at the end of the step."""
-        return self.prediction.exposed.get("host", 0.0)
+
+def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
+    """Return the prediction for a rehearsed plan on a cluster."""
+    ranks, clocked = _ranks(rehearsal, cluster), None
+    different = set(ranks)
+    each = [rank.sent() for rank in different]
+    sent = {link: max(one[link] for one in each) for link in each[0]}
+    if rehearsal.plan.pp == 1:
+        took = ranks[0].whole[-1].stop
+    else:
+        costs: dict[int, ActionCost] = {}
+        for index, rank in enumerate(ranks):
+            costs |= dict(zip(rehearsal.schedule.stages_of(index), rank.costs().values(), strict=True))
+        clocked = clock(rehearsal.schedule, costs=[costs[stage] for stage in range(rehearsal.schedule.stages)])
+        took = clocked.seconds + max(rank.around for rank in different)
+    took += cluster.device.step
+    on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
+    whole = max(step_seconds(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
+    return Prediction(rehearsal, cluster, whole, whole - took, sent, clocked, ranks)
+
+
+def each_flops(
+    rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind), repeated: bool = True
+) -> list[int]:
+    """Return the flops of a step in these kinds of action, for each rank along pp; None: phases outside of actions.
+
+    `repeated`: also count the forwards that a backward repeats. Equal segments are counted once and multiplied."""
+    found: dict[int, int] = {}
+    for index in {tape.index for tape in rehearsal.tapes}:
+        parts = [part for part in rehearsal.step(index) if part.kind in kinds]
+        times = Counter(id(part.entries) for part in parts)
+        once = {id(part.entries): part for part in parts}
+        found[index] = sum(times[key] * _flops(part, repeated=repeated) for key, part in once.items())
+    return [found[tape.index] for tape in rehearsal.tapes]
+
+
+def _flops(part: TapeSegment, *, repeated: bool) -> int:
+    """Return the flops of a segment. In a forward, no operation counts as repeated."""
+    if repeated or part.kind is ActionKind.F:
+        return part.flops
+    return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and not one.recomputed)
+
+
+def _ranks(rehearsal: Rehearsal, cluster: Cluster) -> list["_Rank"]:
+    """Return the ranks along pp. Ranks with the same tape and the same number in their node are one object."""
+    cost_model, each = CostModel(cluster), rehearsal.replicas
+    made: dict[tuple[int, int], _Rank] = {}
+    found = []
+    for index, tape in enumerate(rehearsal.tapes):
+        key = tape.index, index * each % cluster.ranks_per_node
+        if key not in made:
+            shifted = dataclasses.replace(cost_model, shift=(index - tape.index) * each)
+            made[key] = _Rank(rehearsal.step(index), shifted)
+        found.append(made[key])
+    return found
+
+
+class _Rank:
+    """One rank along pp, with the times of its segments; equal segments are played once."""
+
+    def __init__(self, parts: Sequence[TapeSegment], cost_model: CostModel) -> None:
+        self.cost_model, self._parts = cost_model, parts
+        counted = Counter(id(part.entries) for part in parts)
+        once = {id(part.entries): part for part in parts}
+        self._around = [part for part in parts if part.kind is None]
+        actions = ((key, part.activity, part) for key, part in once.items())
+        self._actions = [(one, part, counted[key]) for key, one, part in actions if isinstance(one, Action)]
+        self._alone: dict[int, PlayedSegment] = {}
+
+    def play(self, segments: Iterable[TapeSegment]) -> Iterator[PlayedSegment]:
+        """Yield consecutive segments with their times, without messages between stages, which the clock adds."""
+        calls: dict[int, str] = {}
+        now = 0.0
+        timed = entry_times(segments, cost_model=self.cost_model)
+        for _, each in itertools.groupby(timed, key=lambda time: id(time.segment)):
+            start, own = now, tuple(each)
+            inside = []
+            for _, entry, begin, end in own:
+                if isinstance(entry, TapeCall):
+                    calls[entry.record.sequence] = f"{entry.record.kind} {'·'.join(entry.record.axes)}"
+                    inside.append((TimelineRow.COLLECTIVE, calls[entry.record.sequence], begin, end))
+                    continue
+                now = end
+                if isinstance(entry, TapeWait) and end > begin:
+                    inside.append((TimelineRow.WAIT, calls[entry.sequence], begin, end))
+            yield PlayedSegment(own[0].segment.activity, start, now, own, tuple(inside))
+
+    def alone(self, part: TapeSegment) -> PlayedSegment:
+        """Return one segment of the step with its times."""
+        key = id(part.entries)
+        if key not in self._alone:
+            self._alone[key] = next(self.play([part]), PlayedSegment(part.activity))
+        return self._alone[key]
+
+    @cached_property
+    def whole(self) -> tuple[PlayedSegment, ...]:
+        """All segments of the step, one after the other."""
+        return tuple(self.play(self._parts))
+
+    @cached_property
+    def after(self) -> tuple[PlayedSegment, ...]:
+        """Phases of the step after the schedule's actions."""
+        return tuple(self.play(part for part in self._around if part.activity is not StepPhase.BEGIN))
+
+    @cached_property
+    def around(self) -> float:
+        """Seconds of the phases before and after the schedule's actions."""
+        return max((part.stop for part in self.play(self._around)), default=0.0)
+
+    def costs(self) -> dict[int, ActionCost]:
+        """Return the mean seconds of each kind of action, by stage of this rank, ascending."""
+        found: dict[int, dict[ActionKind, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
+        for action, part, times in self._actions:
+            calls = map(self.cost_model.collective, part.calls())
+            took = self.alone(part).stop if action.kind in COMPUTE else sum(calls)
+            found[action.stage][action.kind].append((took, times))
+        return {
+            stage: ActionCost(
+                forward=_mean(times[ActionKind.F]),
+                input=_mean(times[ActionKind.I]),
+                weight=_mean(times[ActionKind.W]),
+                backward=_mean(times[ActionKind.B]) if times[ActionKind.B] else None,
+                link=_mean(times[ActionKind.SEND_F]) or _mean(times[ActionKind.RECV_B]),
+                gather=_mean(times[ActionKind.GATHER]),
+                reduce=_mean(times[ActionKind.REDUCE]),
+            )
+            for stage, times in sorted(found.items())
+        }
+
+    def sent(self) -> dict[str, float]:
+        """Return the bytes that this rank sends in a step `inside` a node and `between` nodes.
+
+        A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node."""
+        found = {"inside": 0.0, "between": 0.0}
+        for part, times in (
+            *((part, 1) for part in self._around),
+            *((part, times) for _, part, times in self._actions),
+        ):
+            for call in part.calls():
+                if call.record.kind != "recv":
+                    size = times * call.record.bytes * bus_factor(call.record.kind, ranks=len(call.ranks))
+                    here = self.cost_model.mean_ranks_per_node(call.ranks)
+                    leaving = 1 / here if self.cost_model.crosses_nodes(call.ranks) else 0.0
+                    found["between"] += size * leaving
+                    found["inside"] += size * (1 - leaving)
+        return found
+
+
+def _mean(times: list[tuple[float, int]]) -> float:
+    count = sum(many for _, many in times)
+    return sum(took * many for took, many in times) / count if count else 0.0
 
 
 def _acts(parts: Iterable[PlayedSegment], *, start: float) -> Iterator[_Act]:

@@ -16,12 +16,12 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.base.text_format import time_text
-from meshwise.base.timeline import Event, Timeline, TimelineRow, time_by_activity
+from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.pipeline.schedules.schedule_table import RECEIVES, SENDS, Action, ActionKind, counterpart
 from meshwise.plan import Plan
 from meshwise.simulate.predicted_memory import fullest, size_text
-from meshwise.simulate.step_prediction import MemoryHistory, Prediction, PredictionReplay
+from meshwise.simulate.step_prediction import MemoryHistory, Prediction
 from meshwise.simulate.step_tape import Category
 
 _MOST_HISTORIES = 6
@@ -47,37 +47,36 @@ class PlanAccount:
     """Other facts by title, in the order of the table."""
     peak: Mapping[str, int] = field(default_factory=dict)
     """Bytes by category at the peak of the rank that needs most."""
-    histories: tuple[MemoryHistory, ...] = ()
-    """Memory over time of the ranks that are shown."""
+    prediction: Prediction | None = None
+    """The prediction that is drawn; None for a measured step and for a schedule."""
 
     @property
     def mesh(self) -> Mesh | None:
         """Mesh of the plan; None without a plan."""
         return None if self.plan is None else self.plan.mesh()
 
+    @cached_property
+    def histories(self) -> tuple[MemoryHistory, ...]:
+        """Memory over time of the ranks that are shown; () if it is unknown."""
+        if self.prediction is None:
+            return ()
+        along = len(self.prediction.memory)
+        fewer = sorted({0, fullest(self.prediction.memory).index, along - 1})
+        return tuple(map(self.prediction.history, fewer if along > _MOST_HISTORIES else range(along)))
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the timeline's ranks."""
         return self.rows or tuple(f"rank {rank}" for rank in range(self.timeline.ranks))
 
-    @cached_property
-    def spent(self) -> Mapping[str, float]:
-        """Time of a step by activity (see `time_by_activity`), as the mean over the ranks, in the timeline's unit."""
-        total: dict[str, float] = defaultdict(float)
-        for own in time_by_activity(self.timeline):
-            for what, seconds in own.items():
-                total[what] += seconds
-        return {what: seconds / self.timeline.ranks for what, seconds in total.items()}
-
 
 def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount:
     """Return the account of a prediction. Its ranks are the ranks along pp. `title`: by default the plan."""
-    plan, cluster, replay = prediction.rehearsal.plan, prediction.cluster, PredictionReplay(prediction)
+    plan, cluster = prediction.rehearsal.plan, prediction.cluster
     along = len(prediction.rehearsal.tapes)
     memory, each = prediction.memory, plan.mesh().size // along
     peak, room = fullest(memory).peak, max(0.0, cluster.device.memory - cluster.device.own)
     parts = [range(index * each, (index + 1) * each) for index in range(along)]
-    shown = sorted({0, fullest(memory).index, along - 1}) if along > _MOST_HISTORIES else range(along)
     facts = {
         "tokens/s": f"{prediction.tokens_per_second:,.0f}",
         "utilisation": f"{100 * prediction.utilisation:.1f} %",
@@ -87,14 +86,14 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
     }
     return PlanAccount(
         title or str(plan),
-        replay.timeline,
+        prediction.timeline,
         rows=tuple(f"ranks {one[0]}–{one[-1]}" if each > 1 else f"rank {one[0]}" for one in parts),
         plan=plan,
         room=room,
         ranks_per_node=cluster.ranks_per_node,
         facts=facts,
         peak={str(category): size for category, size in peak.device.items() if size},
-        histories=tuple(replay.history(index) for index in shown),
+        prediction=prediction,
     )
 
 
@@ -118,7 +117,7 @@ def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
     differing = (key for key in keys if len({plan[key] for plan in plans if plan}) > 1)
     rows += ((key, *(str(plan.get(key, "")) for plan in plans)) for key in differing)
     rows.append(("step", *(time_text(account.timeline.seconds, unit=account.unit) for account in accounts)))
-    found = {what for account in accounts for what in account.spent}
+    found = {what for account in accounts for what in account.timeline.spent}
     waits = sorted(found - {"computes", *_LAST})
     for what in (what for what in ("computes", *waits, *_LAST) if what in found):
         rows.append((what, *(_part(account, what) for account in accounts)))
@@ -132,7 +131,7 @@ def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
 
 def _part(account: PlanAccount, what: str) -> str:
     """Return the text of an activity's time, with its percentage of the step."""
-    time = account.spent.get(what, 0.0)
+    time = account.timeline.spent.get(what, 0.0)
     return f"{time_text(time, unit=account.unit)} ({100 * time / account.timeline.seconds:.1f} %)" if time else "0"
 
 

@@ -368,7 +368,7 @@ def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
     most = max((history.peak.bytes for account in accounts for history in account.histories), default=0)
     for account in accounts:
         seconds, unit = account.timeline.seconds, account.unit
-        title = f"step {time_text(seconds, unit=unit)}, bubble {100 * account.spent['bubble'] / seconds:.1f} %"
+        title = f"step {time_text(seconds, unit=unit)}, bubble {100 * account.timeline.spent['bubble'] / seconds:.1f} %"
         drawn = [timeline_picture(account.timeline, title=title, rows=account.names, span=span, unit=unit)]
         limit = account.room
         drawn += memory_pictures(account.histories, names=account.names, span=span, most=most, limit=limit)
