@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshwise.bench.collective_benchmark import BUS_FACTORS, Measurement, group_sizes, parse_size
+from meshwise.bench.collective_benchmark import CALLS, Measurement, group_sizes, parse_size
+from meshwise.comm.api.flight_recorder import bus_factor
 
 # doc/PERFORMANCE.md of nccl-tests, "Bus bandwidth", for groups of 2, 4 and 8 ranks.
 DRAWN = """
@@ -22,7 +23,7 @@ DRAWN = """
 def test_bus_factors_are_those_of_nccl_tests() -> None:
     drawn = {name: [float(factor) for factor in factors] for name, *factors in map(str.split, DRAWN.split("\n")[1:-1])}
 
-    assert {kind: [factor(n) for n in (2, 4, 8)] for kind, factor in BUS_FACTORS.items()} == drawn
+    assert {kind: [bus_factor(kind, ranks=n) for n in (2, 4, 8)] for kind in CALLS} == drawn
 
 
 def test_a_perfect_ring_shows_the_speed_of_its_link_whatever_the_number_of_ranks() -> None:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from meshwise.bench.collective_benchmark import (
-    BUS_FACTORS,
+    CALLS,
     COPY,
     VARIANTS,
     Measurement,
@@ -22,7 +22,7 @@ from meshwise.comm import CallRecord, World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from warm_processes import Processes
 
-ALL = tuple(BUS_FACTORS)
+ALL = tuple(CALLS)
 
 
 def measured(world: World, sweep: SizeSweep) -> tuple[list[Measurement], list[CallRecord]]:

@@ -9,7 +9,7 @@ import tomlkit
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.api.flight_recorder import CallRecord
+from meshwise.comm.api.flight_recorder import CallRecord, bus_factor
 from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.reference.gpt import GPT
@@ -23,7 +23,7 @@ from meshwise.simulate.cluster import (
     load,
     parse_cluster,
 )
-from meshwise.simulate.cost_model import CostModel, sent_fraction
+from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 from meshwise.simulate.step_tape import MemoryChange, TapeCall, count_operation
@@ -184,7 +184,7 @@ def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters
     quicker = CostModel(dataclasses.replace(cluster, adapters=4, between=Link(bandwidth=((2.0, 5.0), (8.0, 10.0)))))
     assert quicker._rate("all_reduce", 8, (0, 4)) == 10
     assert quicker._rate("all_reduce", 8, tuple(range(8))) == 4 * 5  # each adapter carries a quarter, more slowly
-    assert sent_fraction("all_reduce", count=4) == 1.5
+    assert bus_factor("all_reduce", ranks=4) == 1.5
 
 
 def test_what_is_sent_between_nodes_is_that_of_the_rank_that_sends_most_there() -> None:

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.comm import Work, World
+from meshwise.comm.api.flight_recorder import bus_factor
 from meshwise.comm.network.process_world import Call, gloo_calls
 from meshwise.plan.plan_keys import read_size
 from meshwise.simulate.predicted_memory import size_text
@@ -58,26 +59,11 @@ COPY = "copy"
 """Name of the measurement in which every rank copies a tensor within its own memory."""
 
 
-BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda _: 1.0,
-    "reduce": lambda _: 1.0,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "send_recv": lambda _: 1.0,
-    COPY: lambda _: 1.0,
-}
-"""For each collective, a function from the group size n to the factor: bus bandwidth / algorithm bandwidth."""
-
-
 @dataclass(frozen=True)
 class Measurement:
     """Measured times of one collective, at one size of the full tensor, in one group of ranks.
 
-    | kind      name of the collective, a key of `BUS_FACTORS`
+    | kind      name of the collective, a key of `CALLS`
     | seconds   of one call on the slowest rank: the median and the minimum over all rounds
     | on        `ordinary` tensors; `shared` tensors of `World.empty`; one `joint` tensor of `World.shared_empty` for
     |           all ranks; or `gloo`, torch's collectives over gloo on ordinary tensors"""
@@ -97,7 +83,7 @@ class Measurement:
     @property
     def bus_bandwidth(self) -> float:
         """Bytes per second that the slowest link would carry under a perfect algorithm, from the median call."""
-        return self.algorithm_bandwidth * BUS_FACTORS[self.kind](self.ranks)
+        return self.algorithm_bandwidth * bus_factor(self.kind, ranks=self.ranks)
 
 
 _Sampled: TypeAlias = tuple[str, str, int]
@@ -107,7 +93,7 @@ _Sampled: TypeAlias = tuple[str, str, int]
 class SizeSweep:
     """The measurements to make: every collective, at every size, in every group size, on every kind of memory.
 
-    | kinds    names of collectives, keys of `BUS_FACTORS`
+    | kinds    names of collectives, keys of `CALLS`
     | sizes    bytes of the full tensor
     | groups   numbers of ranks in a group; each divides the number of ranks of the world
     | rounds   rounds whose times count, after `warmup` rounds whose times are dropped
@@ -122,8 +108,8 @@ class SizeSweep:
 
     def check(self, *, world_size: int) -> None:
         """Raise ValueError, naming the choices, if a world of `world_size` ranks cannot make these measurements."""
-        if unknown := set(self.kinds) - BUS_FACTORS.keys():
-            raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(BUS_FACTORS)}")
+        if unknown := set(self.kinds) - CALLS.keys():
+            raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(CALLS)}")
         if strange := set(self.on) - set(VARIANTS):
             raise ValueError(f"no kind of memory {', '.join(sorted(strange))}; there are {', '.join(VARIANTS)}")
         possible = group_sizes(world_size)
@@ -173,7 +159,7 @@ def _copy(_: World, x: Tensor, y: Tensor) -> list[Work]:
     return []
 
 
-_CALLS: Mapping[str, Call] = {
+CALLS: Mapping[str, Call] = {
     "all_reduce": lambda world, x, _: [world.all_reduce(x, axes=_AXIS)],
     "reduce_scatter": lambda world, x, y: [world.reduce_scatter(x, into=_part(world, y), axes=_AXIS)],
     "all_gather": lambda world, x, y: [world.all_gather(_part(world, x), into=y, axes=_AXIS)],
@@ -185,6 +171,7 @@ _CALLS: Mapping[str, Call] = {
     "send_recv": _send_recv,
     COPY: _copy,
 }
+"""Collectives that can be measured, by name, and the copy."""
 
 
 def _gather_in_place(world: World, _: Tensor, y: Tensor) -> list[Work]:
@@ -238,7 +225,7 @@ def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> 
 def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> Call:
     if on == "gloo":
         return gloo[kind]
-    return _gather_in_place if kind == "all_gather" and on != "ordinary" else _CALLS[kind]
+    return _gather_in_place if kind == "all_gather" and on != "ordinary" else CALLS[kind]
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -298,7 +285,7 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | floa
 def _beside_copies(measurements: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
     """Return the measurements sorted by collective, each with the bandwidth of a copy of as many bytes."""
     copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
-    order = list(BUS_FACTORS)
+    order = list(CALLS)
     ordered = sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on))
     return [(one, copies[one.ranks, one.bytes]) for one in ordered]
 

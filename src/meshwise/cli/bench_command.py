@@ -14,7 +14,7 @@ import tomlkit
 
 from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calibrate
 from meshwise.bench.collective_benchmark import (
-    BUS_FACTORS,
+    CALLS,
     COPY,
     Measurement,
     SizeSweep,
@@ -73,7 +73,7 @@ class BenchFlags:
 class CollectivesFlags(BenchFlags):
     """Time every collective over tensor sizes and group sizes, and a copy in memory for comparison."""
 
-    collectives: tuple[str, ...] = tuple(kind for kind in BUS_FACTORS if kind != COPY)
+    collectives: tuple[str, ...] = tuple(kind for kind in CALLS if kind != COPY)
     """The collectives to time."""
     sizes: tuple[str, ...] = ("4K", "64K", "1M", "4M", "16M", "64M")
     """Bytes of the full tensor, as in 4K or 64M."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from meshwise.comm.api.flight_recorder import bus_factor
 from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster, Curve, rate_at
@@ -102,7 +103,7 @@ class CostModel:
         count = len(ranks)
         if kind == "barrier":
             return self._latency(ranks) * math.ceil(math.log2(count))
-        moved = size * sent_fraction(kind, count=count)
+        moved = size * bus_factor(kind, ranks=count)
         steps = 1 if kind == SEND_RECV else math.ceil(math.log2(count))
         waited = self._latency(ranks) * steps
         if kind in RINGS and self.crosses_nodes(ranks):
@@ -140,13 +141,6 @@ class CostModel:
         share = min(1.0, cluster.adapters / cluster.ranks_per_node)
         rate = rate_at(curve, size=size / here) * here * share
         return min(inside, rate) if here > 1 else rate
-
-
-def sent_fraction(kind: str, *, count: int) -> float:
-    """Return the bytes that each of `count` ranks sends in a collective, divided by the larger of input and output."""
-    if kind in ("send", "recv", SEND_RECV):
-        return 1.0
-    return (2.0 if kind == "all_reduce" else 1.0) * (count - 1) / count
 
 
 class EntryTime(NamedTuple):
