@@ -255,6 +255,10 @@ class Tried(PlanSpace):
         assert self.begins is not None
         return (plan for plan in self.tried if len(self.begins(plan.pp)) == plan.pp - 1)
 
+    def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:  # noqa: ARG002 - none was run in place of another
+        """None."""
+        return iter(())
+
 
 def searched(ranks: int, name: str) -> PlanSpace:
     """What was run of a model on so many GPUs, less tp over nodes."""
@@ -262,7 +266,7 @@ def searched(ranks: int, name: str) -> PlanSpace:
     with RAN.open(encoding="utf-8") as file:
         lines = [line for line in csv.DictReader(file) if (line["params_B"], line["gpus"]) == (name, str(ranks))]
     plans = tuple(plan_of(line) for line in lines if int(line["tp"]) <= _NODE)
-    return Tried(base, ranks, _NODE, SEQUENCES, ranks, begins=rule, lean={}, tiers={}, tried=plans)
+    return Tried(base, ranks, _NODE, SEQUENCES, ranks, begins=rule, tried=plans)
 
 
 def plan_of(line: Mapping[str, str]) -> Plan:

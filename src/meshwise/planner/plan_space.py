@@ -92,10 +92,6 @@ class PlanSpace:
     """Rule for the cuts: from the number of stages to the first module of every stage but stage 0. None: even cuts."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that the user fixes."""
-    lean: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: LEANER)
-    """Keys with the values to which `leaner` may change them, to save memory."""
-    tiers: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: TIERS)
-    """Keys with the values to which `leaner` may change them with `tiers=True`, to move state off the device."""
 
     @property
     def most_rows(self) -> int:
@@ -115,7 +111,7 @@ class PlanSpace:
 
     def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
         """Yield plans in which one key has its next value, which needs less memory; with `tiers`, also `offload`."""
-        for key, values in {**self.lean, **(self.tiers if tiers else {})}.items():
+        for key, values in {**LEANER, **(TIERS if tiers else {})}.items():
             now = getattr(plan, key)
             useless = (key == "zero" and plan.dp == plan.cp == 1) or (
                 key == "partition" and (plan.pp == 1 or self.stages)
