@@ -33,17 +33,7 @@ class ClusterError(ValueError):
     """Error in the description of a cluster; the message names the file, the key and the remedy."""
 
 
-DTYPES = (
-    "float32",
-    "bfloat16",
-    "float16",
-    "float64",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "complex64",
-    "complex128",
-    "int8",
-)
+DTYPES = tuple(sorted(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)))
 """Dtypes that may be keys of `Device.peak`."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "gather", "send_recv")
