@@ -83,8 +83,7 @@ def test_what_is_no_size_is_refused(size: str, capsys: pytest.CaptureFixture[str
 
 
 def test_a_table_of_copies_alone_has_no_rows() -> None:
-    table = as_table([Measurement(COPY, 2, 4096, 1e-6, 1e-6)], caption="copies alone")
-    assert table.row_count == 0
+    assert len(as_table([Measurement(COPY, 2, 4096, 1e-6, 1e-6)])) == 1  # the titles
 
 
 @pytest.mark.parametrize("words", [["bench", "collectives"], ["bench", "calibrate"], ["simulate", "--memory"]])

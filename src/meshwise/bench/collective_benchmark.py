@@ -13,18 +13,9 @@ A group of n ranks is measured alone, while the other ranks wait.
 Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Two bandwidths
 make measurements comparable, as nccl-tests defines them:
 
-    | algorithm bandwidth   bytes / seconds
-    | bus bandwidth         algorithm bandwidth × a factor of the group size n. With this factor, a perfect algorithm
-    |                       has the bandwidth of the slowest link for every n
-
-    | collective            bytes                                     factor
-    | all_reduce            of the tensor                            2(n−1)/n
-    | reduce_scatter        of the full input                         (n−1)/n
-    | all_gather            of the full output                        (n−1)/n
-    | all_to_all            of one rank's full input                  (n−1)/n
-    | gather, scatter       of the full tensor on the root            (n−1)/n
-    | broadcast, reduce     of the tensor                                   1
-    | send_recv             of one rank's message                           1
+    | algorithm bandwidth   bytes of the full tensor / seconds; of a message its bytes
+    | bus bandwidth         algorithm bandwidth × `bus_factor`. With this factor of the group size, a perfect algorithm
+    |                       has the bandwidth of the slowest link for every size
 
 Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is no collective: all ranks copy
 a tensor within their own memory at the same time, which bounds the speed of an exchange between them."""
@@ -36,10 +27,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
+from meshwise.base.text_format import time_text
 from meshwise.comm import Work, World
 from meshwise.comm.api.flight_recorder import bus_factor
 from meshwise.comm.network.process_world import Call, gloo_calls
@@ -290,31 +281,17 @@ def _beside_copies(measurements: Sequence[Measurement]) -> list[tuple[Measuremen
     return [(one, copies[one.ranks, one.bytes]) for one in ordered]
 
 
-def as_table(measurements: Sequence[Measurement], *, caption: str) -> Table:
-    """Return a table for the terminal, with one section per collective, in GB/s (10^9 bytes per second)."""
-    table = Table(caption=caption, caption_justify="left")
-    table.add_column("collective")
-    for name in ("ranks", "size", "on", "median", "min", "algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy"):
-        table.add_column(name, justify="right")
-    shown = [(one, copy) for one, copy in _beside_copies(measurements) if one.kind != COPY]
-    following = [*(one.kind for one, _ in shown[1:]), ""]
-    for (one, copy), kind_after in zip(shown, following, strict=False):
-        table.add_row(
-            one.kind,
-            str(one.ranks),
-            size_text(one.bytes),
-            one.on,
-            *map(_time, (one.median_seconds, one.min_seconds)),
-            *(f"{rate / 1e9:.3f}" for rate in (one.algorithm_bandwidth, one.bus_bandwidth)),
-            f"{copy / 1e9:.2f}",
-            f"{one.bus_bandwidth / copy:.0%}",
-            end_section=one.kind != kind_after,
-        )
+def as_table(measurements: Sequence[Measurement]) -> list[tuple[str, ...]]:
+    """Return a table for the terminal, titles first: times, and bandwidths in GB/s (10^9 bytes per second)."""
+    times, speeds = ("median", "min"), ("algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy")
+    table: list[tuple[str, ...]] = [("collective", "ranks", "size", "on", *times, *speeds)]
+    for one, copy in _beside_copies(measurements):
+        if one.kind != COPY:
+            seconds = map(time_text, (one.median_seconds, one.min_seconds))
+            rates = (f"{rate / 1e9:.3f}" for rate in (one.algorithm_bandwidth, one.bus_bandwidth, copy))
+            what = (one.kind, str(one.ranks), size_text(one.bytes), one.on)
+            table.append((*what, *seconds, *rates, f"{one.bus_bandwidth / copy:.0%}"))
     return table
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def plot(measurements: Sequence[Measurement], *, path: Path) -> None:

@@ -40,7 +40,7 @@ from meshwise.comm import World, run
 from meshwise.comm.api.job_processes import prints_for_job
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.launch import cores
-from meshwise.train.console_output import console_of_width, counted
+from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.flags_and_toml import parse_flags
 from meshwise.train.job import JobError, as_job_error, check_least
 
@@ -128,7 +128,8 @@ def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measureme
     )
     if links:
         caption += f" Links of this machine to others: {', '.join(links)}."
-    console.show(as_table(measurements, caption=caption))
+    console.show(text_table(as_table(measurements)))
+    console.show(caption)
     text = json.dumps(rows(measurements), indent=1) + "\n"
     write_and_say(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
     write_and_say(flags.png, write=lambda path: plot(measurements, path=path))

@@ -10,7 +10,6 @@ scale, `rank_table` lists the computing and idle time of each rank."""
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rich.table import Table
 from rich.text import Text
 
 from meshwise.base.mesh import Mesh, even_split
@@ -107,21 +106,14 @@ def _cells(timeline: Timeline, rank: int, unit: float, columns: int, cell: int) 
     yield nothing * (columns - column), "dim"
 
 
-def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> Table:
+def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> str:
     """Return a table of each rank: its stages, computing and idle time, and `peaks`, its peak memory in any unit."""
-    table = Table(box=None, pad_edge=False, caption=f"step {timeline.seconds:.6g}", caption_justify="left")
-    for heading in ("rank", "stages", "computing", "idle within", "bubble of the step", "held at most"):
-        table.add_column(heading, justify="left" if heading == "stages" else "right")
-    for rank in range(timeline.ranks):
-        table.add_row(
-            str(rank),
-            " ".join(map(str, timeline.stages[rank])),
-            f"{timeline.busy[rank]:.6g}",
-            f"{timeline.idle[rank]:.6g}",
-            f"{100 * timeline.bubbles[rank]:.1f} %",
-            f"{peaks[rank]:.6g}",
-        )
-    return table
+    rows: list[tuple[str, ...]] = [("rank", "stages", "computing", "idle within", "bubble of the step", "held at most")]
+    for rank, stages in enumerate(timeline.stages):
+        bubble = f"{100 * timeline.bubbles[rank]:.1f} %"
+        times = (f"{timeline.busy[rank]:.6g}", f"{timeline.idle[rank]:.6g}", bubble, f"{peaks[rank]:.6g}")
+        rows.append((str(rank), " ".join(map(str, stages)), *times))
+    return f"{align_columns(rows, left=2)}\nstep {timeline.seconds:.6g}"
 
 
 MOST_RANKS = 32

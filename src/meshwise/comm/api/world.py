@@ -10,13 +10,8 @@ a leading underscore. So records, counts and hang reports mean the same in every
 
 `EmulatedLink` is a slow network between ranks that share a host: each wait ends no earlier than on that network. A rank
 has one link with a bandwidth and a delay. Transfers of a rank take the link one after another, and a rank may compute
-meanwhile. Ring algorithms give the bytes, a binary tree gives the delays, on n ranks:
-
-    | all_reduce                              2 (n - 1) / n of its bytes      2 log2(n) delays
-    | all_gather, reduce_scatter, all_to_all  (n - 1) / n                     log2(n)
-    | gather, scatter                         n - 1                           log2(n)
-    | send, recv                              1                               1
-    | broadcast, reduce, barrier              1                               log2(n)
+meanwhile. Ring algorithms give the bytes (`bus_factor`). A binary tree gives the delays: log2(n) on n ranks, twice as
+many for an all-reduce, and one for a message.
 
 A transfer begins when this rank posts it. If the wait for other ranks takes longer than a tenth of the transfer and
 2 ms, the transfer begins at the end of this wait. The data itself moves as always, so a network that is slower than the

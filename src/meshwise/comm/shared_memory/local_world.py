@@ -94,7 +94,8 @@ class LocalWorld(World):
                 call.queue.take(call, index=index, into=take[index], which=me if has_parts else 0)
 
         gives = list(give.values()) if users else []
-        return self._begin(call, gives=gives if has_parts else gives[:1], needs=needs, users=users, act=act)
+        gives = self._for_others(gives, group) if has_parts else gives[:1]
+        return self._begin(call, gives=gives, needs=needs, users=users, act=act)
 
     def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         joint = self._queues.host.joint_tensors.name(parts, ranks=group.ranks)
@@ -118,7 +119,8 @@ class LocalWorld(World):
         def act() -> None:
             self._sum(call, call.tensors(parts[group.index], which=group.index), into, op)
 
-        return self._begin(call, gives=parts, needs=call.others, users=call.others, act=act)
+        gives = self._for_others(parts, group)
+        return self._begin(call, gives=gives, needs=call.others, users=call.others, act=act)
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         """Start a reduction. If `x` travels in the payload, each rank reduces all of `x`; else each rank reduces its
@@ -178,6 +180,10 @@ class LocalWorld(World):
         call.queue.post(call)
         self._queues.progress()
         return call
+
+    def _for_others(self, parts: Sequence[Tensor], group: Group) -> list[Tensor]:
+        """Return the parts with an empty one in place of this rank's own, which no other rank reads."""
+        return [part[:0] if index == group.index else part for index, part in enumerate(parts)]
 
     def _reachable(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return `tensors`, or copies in shared memory when some of them are in ordinary memory."""
