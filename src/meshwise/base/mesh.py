@@ -20,9 +20,11 @@ name of a joint axis:
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+import numpy as np
 
 _WIDEST_GRID = 12
 _TALLEST_GRID = 6
@@ -101,8 +103,10 @@ class Mesh:
         """Return the coordinate of `rank`: one index per axis. Raises ValueError when the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"no rank {rank} in the mesh {self}: its ranks are 0 to {self.size - 1}")
-        strides = self._strides()
-        return {name: rank // strides[name] % degree for name, degree in self.axes}
+        places = {}
+        for name, degree in reversed(self.axes):
+            rank, places[name] = divmod(rank, degree)
+        return dict(reversed(places.items()))
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """Return the rank at `coordinate`. Raises ValueError for a missing, unknown or out-of-range index."""
@@ -121,19 +125,17 @@ class Mesh:
         They are in ascending order, for any order of `axes`, so every rank of the group gets the same tuple.
         Raises ValueError for an unknown axis or rank."""
         axes = self.expand(axes)
-        coordinate = self.coordinate(rank)
-        strides = self._strides()
-        first = rank - sum(coordinate[name] * strides[name] for name in axes)
-        return tuple(first + offset for offset in self._offsets(axes))
+        index = tuple(slice(None) if name in axes else place for name, place in self.coordinate(rank).items())
+        return tuple(np.arange(self.size).reshape(self._shape)[index].flatten().tolist())
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return all groups along `axes`, in the order of their first ranks. Every rank is in exactly one group.
 
         Raises ValueError for an unknown axis."""
         axes = self.expand(axes)
-        offsets = tuple(self._offsets(axes))
-        firsts = self._offsets([name for name in self.names if name not in axes])
-        return tuple(tuple(first + offset for offset in offsets) for first in firsts)
+        order = [self.names.index(name) for name in (*self.others(axes), *axes)]
+        ranks = np.arange(self.size).reshape(self._shape).transpose(order)
+        return tuple(map(tuple, ranks.reshape(-1, math.prod(map(self.degree, axes))).tolist()))
 
     def picture(self) -> str:
         """Return a text drawing of the ranks: a grid of the two innermost axes for each coordinate of the outer axes.
@@ -141,20 +143,21 @@ class Mesh:
         Axes of degree 1 are left out, and `…` replaces rows, columns and grids that do not fit on a screen."""
         names = [name for name, degree in self.axes if degree > 1]
         outer, inner = names[:-2], names[-2:]
-        firsts = list(self._offsets(outer))
+        grids = self.groups(inner)
         lines = []
-        for first in firsts[:_MOST_GRIDS]:
-            coordinate = self.coordinate(first)
+        for ranks in grids[:_MOST_GRIDS]:
+            coordinate = self.coordinate(ranks[0])
             lines += [" ".join(f"{name}={coordinate[name]}" for name in outer)] if outer else []
-            lines += self._grid(first, inner)
-        if len(firsts) > _MOST_GRIDS:
-            lines.append(f"… {len(firsts) - _MOST_GRIDS} more, to rank {self.size - 1}")
+            lines += self._grid(ranks, inner)
+        if len(grids) > _MOST_GRIDS:
+            lines.append(f"… {len(grids) - _MOST_GRIDS} more, to rank {self.size - 1}")
         return "\n".join(lines)
 
-    def _grid(self, first: int, axes: list[str]) -> list[str]:
-        """Return the lines of the grid that begins at rank `first`: the last axis across, the one before it down."""
+    def _grid(self, ranks: Sequence[int], axes: list[str]) -> list[str]:
+        """Return the lines of a grid of ranks: the last axis across, the one before it down."""
         across, down = axes[-1:], axes[:-1]
-        rows = [[str(first + row + column) for column in self._offsets(across)] for row in self._offsets(down)]
+        width = math.prod(map(self.degree, across))
+        rows = [list(map(str, ranks[start : start + width])) for start in range(0, len(ranks), width)]
         labels = [f"{down[0]} {index}" for index in range(len(rows))] if down else ["rank"]
         body = [[label, *row] for label, row in zip(labels, rows, strict=True)]
         head = [[*across, *map(str, range(len(rows[0])))]] if across else []
@@ -164,20 +167,9 @@ class Mesh:
             f"{label:>{left}} │ {'  '.join(f'{cell:>{width}}' for cell in cells)}".rstrip() for label, *cells in table
         ]
 
-    def _strides(self) -> dict[str, int]:
-        """Return, per axis, the distance in ranks between neighbours along that axis."""
-        strides = {}
-        stride = 1
-        for name, degree in reversed(self.axes):
-            strides[name] = stride
-            stride *= degree
-        return strides
-
-    def _offsets(self, axes: Iterable[str]) -> Iterator[int]:
-        """Yield the ranks of the group of rank 0 along `axes`, ascending."""
-        strides = self._strides()
-        ranges = [range(0, degree * strides[name], strides[name]) for name, degree in self.axes if name in axes]
-        return (sum(offsets) for offsets in itertools.product(*ranges))
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(degree for _, degree in self.axes)
 
 
 def even_split(size: int, parts: int) -> list[tuple[int, int]]:

@@ -143,36 +143,14 @@ class GlooTransport:
     job makes one, over the same store."""
 
     def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
-        self._group: c10d.ProcessGroup | None = _gloo(store, rank, size)
+        self.group: c10d.ProcessGroup | None = _gloo(store, rank, size)
         self.unfinished: set[Work] = set()
         self._workers: dict[str, WorkerThread] = {}
 
     @property
     def closed(self) -> bool:
         """True if `close` was called."""
-        return self._group is None
-
-    def post(
-        self,
-        *,
-        sends: Iterable[tuple[int, Tensor]],
-        receives: Iterable[tuple[int, Tensor]],
-        label: str,
-        about: object,
-    ) -> PendingMessages:
-        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each. A receive gets
-        the messages of that rank with the same `label`, size and dtype in the order of sending. Empty tensors are
-        skipped. about: the call, for the message of an error. Raises RankLostError."""
-        assert self._group is not None, "the world was closed"
-        pending = []
-        for start, messages in ((self._group.recv, receives), (self._group.send, sends)):
-            for peer, tensor in messages:
-                if tensor.numel():
-                    try:
-                        pending.append((peer, tensor, start([tensor], peer, _tag(label, tensor))))
-                    except RuntimeError as error:
-                        raise lost(peer, about=about, error=error) from error
-        return PendingMessages(pending, about)
+        return self.group is None
 
     def worker(self, queue: str) -> WorkerThread:
         """Return the thread that runs the collectives with the queue name `queue` in their order."""
@@ -187,7 +165,7 @@ class GlooTransport:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
-        self._group = None
+        self.group = None
 
 
 @dataclass(frozen=True)
@@ -213,9 +191,19 @@ class _Call:
     def post(
         self, *, sends: Iterable[tuple[int, Tensor]] = (), receives: Iterable[tuple[int, Tensor]] = (), phase: str = ""
     ) -> PendingMessages:
-        """Start messages as `GlooTransport.post` does. phase: text that only messages of the same phase have."""
-        label = f"{self.label}{phase}"
-        return self.transport.post(sends=sends, receives=receives, label=label, about=self.record)
+        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each. A receive gets
+        the messages of that rank with the same label, phase, size and dtype in the order of sending. Empty tensors are
+        skipped. phase: text that only messages of the same phase have. Raises RankLostError."""
+        assert self.transport.group is not None, "the world was closed"
+        label, pending = f"{self.label}{phase}", []
+        for start, messages in ((self.transport.group.recv, receives), (self.transport.group.send, sends)):
+            for peer, tensor in messages:
+                if tensor.numel():
+                    try:
+                        pending.append((peer, tensor, start([tensor], peer, _tag(label, tensor))))
+                    except RuntimeError as error:
+                        raise lost(peer, about=self.record, error=error) from error
+        return PendingMessages(pending, self.record)
 
 
 class GlooWorld(World):

@@ -46,8 +46,6 @@ class SharedSegment:
     """The bytes of the segment, as a uint8 tensor."""
     place: int
     """Number by which other processes find the segment; it combines its label and its file descriptor."""
-    lease: weakref.ref[memoryview] | None = None
-    """Weak reference to the memory view behind the tensors that use the segment; it dies with the last tensor."""
 
     @classmethod
     def make(cls, number: int, *, size: int) -> "SharedSegment":
@@ -116,7 +114,8 @@ class TensorSlabs:
     def __init__(self) -> None:
         self._process = os.getpid()
         self._numbers = itertools.count(1)
-        self._lent: dict[int, SharedSegment] = {}
+        self._lent: dict[int, tuple[SharedSegment, weakref.ref[memoryview]]] = {}
+        """By address: each slab in use, and a weak reference to the memory view behind its tensors."""
         self._free: list[SharedSegment] = []
         self._kept = KEPT
 
@@ -138,8 +137,7 @@ class TensorSlabs:
             _advise(slab.memory, _POPULATE_WRITE)
         lease = memoryview(slab.memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = slab.memory.data_ptr()
-        self._lent[address] = slab
-        slab.lease = weakref.ref(lease, lambda _: self._give_back(address))
+        self._lent[address] = slab, weakref.ref(lease, lambda _: self._give_back(address))
         return torch.frombuffer(lease, dtype=torch.uint8, count=size)[: numel * dtype.itemsize].view(dtype)
 
     def make(self, size: int) -> SharedSegment:
@@ -149,8 +147,8 @@ class TensorSlabs:
     def locate(self, x: Tensor) -> tuple[int, int] | None:
         """Return the place of the slab that holds `x` and the offset of `x` there in bytes; None for other tensors."""
         start = x.untyped_storage().data_ptr()
-        slab = self._lent.get(start)
-        return None if slab is None else (slab.place, x.data_ptr() - start)
+        lent = self._lent.get(start)
+        return None if lent is None else (lent[0].place, x.data_ptr() - start)
 
     def _fitting(self, size: int) -> SharedSegment | None:
         """Remove from the pool the smallest unused slab that can hold `size` bytes, and return it; None if none can."""
@@ -164,7 +162,7 @@ class TensorSlabs:
     def _give_back(self, address: int) -> None:
         if os.getpid() != self._process:
             return  # a fork of the rank's process: the rank still uses the memory
-        self._free.append(self._lent.pop(address))
+        self._free.append(self._lent.pop(address)[0])
         self._discard(self._kept)
 
     def keep_none(self) -> None:
