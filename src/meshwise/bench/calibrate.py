@@ -41,6 +41,7 @@ from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import TapeOperation, causal_part, count_operation
 
 aten = torch.ops.aten
+_MOST_FLOPS = 5e9  # of the largest matrix product; on a GPU 200 times as many
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,6 @@ class CalibrationEffort:
     """Bytes that operations and collectives move."""
     rounds: int = 5
     """Number of times that every measurement is repeated; the median counts."""
-    most_flops: float = 5e9
-    """Floating-point operations of the largest matrix product; on a GPU 200 times as many."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ _Row = tuple[tuple[int, int, int], float, float]
 def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
     """Time matrix products over a grid of shapes, with the transposed operands of a layer's forward and backward."""
     rows = []
-    wide, most = (4, 200 * effort.most_flops) if seconds.on_gpu else (1, effort.most_flops)
+    wide, most = (4, 200 * _MOST_FLOPS) if seconds.on_gpu else (1, _MOST_FLOPS)
     for m, k, n in itertools.product((wide * length for length in effort.lengths), repeat=3):
         flops = 2.0 * m * k * n
         if flops <= most:

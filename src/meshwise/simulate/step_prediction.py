@@ -88,10 +88,6 @@ class MemoryHistory:
         """Moment of the step with the most memory."""
         return max(self.levels, key=lambda level: level.bytes)
 
-    def holds(self, category: Category) -> bool:
-        """Return whether the rank has memory of this category at any moment."""
-        return any(level.device.get(category) for level in self.levels)
-
 
 @dataclass(frozen=True)
 class _Act:
@@ -311,15 +307,14 @@ def each_flops(
         parts = [part for part in rehearsal.step(index) if part.kind in kinds]
         times = Counter(id(part.entries) for part in parts)
         once = {id(part.entries): part for part in parts}
-        found[index] = sum(times[key] * _flops(part, repeated=repeated) for key, part in once.items())
+        found[index] = sum(
+            times[key] * entry.flops
+            for key, part in once.items()
+            for entry in part.entries
+            if isinstance(entry, TapeOperation)
+            and (repeated or part.kind is ActionKind.F or not entry.recomputed)  # no operation repeats in a forward
+        )
     return [found[tape.index] for tape in rehearsal.tapes]
-
-
-def _flops(part: TapeSegment, *, repeated: bool) -> int:
-    """Return the flops of a segment. In a forward, no operation counts as repeated."""
-    if repeated or part.kind is ActionKind.F:
-        return part.flops
-    return sum(one.flops for one in part.entries if isinstance(one, TapeOperation) and not one.recomputed)
 
 
 def _ranks(rehearsal: Rehearsal, cluster: Cluster) -> list["_Rank"]:

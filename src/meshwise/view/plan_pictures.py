@@ -189,7 +189,8 @@ def memory_pictures(
     if not histories:
         return
     top = 1.05 * (limit if most < limit < 1.8 * most else most)
-    categories = [category for category in Category if any(each.holds(category) for each in histories)]
+    held = {category for each in histories for level in each.levels for category, size in level.device.items() if size}
+    categories = [category for category in Category if category in held]
     lines: list[Shape] = []
     unit = 1024 ** int(math.log(top, 1024))
     for size in (number * unit for number in ticks(top / unit, most=_STEPS)):

@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -267,9 +267,6 @@ def _left(ends: float | None) -> float | None:
     return None if ends is None else max(0.0, ends - time.monotonic())
 
 
-_Take: TypeAlias = Callable[[PendingCollective], object]
-
-
 def run_threads(
     size: int, main: Callable[..., Result], *, args: Sequence[Any] = (), timeout: float | None = 60
 ) -> list[Result]:
@@ -364,7 +361,7 @@ class ThreadWorld(World):
         record: CallRecord,
         group: Group,
         *,
-        take: _Take = lambda _: None,
+        take: Callable[[PendingCollective], object] = lambda _: None,
         give: Mapping[int, Tensor] = MappingProxyType({}),
         fill: Sequence[Tensor] = (),
     ) -> Work:

@@ -112,10 +112,9 @@ def asked_comm() -> Comm:
 
 
 def _known(named: str, *, source: str) -> Comm:
-    for comm in get_args(Comm):
-        if named == comm:
-            return cast(Comm, comm)
-    raise ValueError(f"{source} is unknown; the ways to connect the ranks of one host are {', '.join(get_args(Comm))}")
+    if named not in (ways := get_args(Comm)):
+        raise ValueError(f"{source} is unknown; the ways to connect the ranks of one host are {', '.join(ways)}")
+    return cast(Comm, named)
 
 
 def comm_setting(comm: Comm | None) -> AbstractContextManager[None]:

@@ -136,11 +136,8 @@ def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm
 
 def backends() -> dict[str, str]:
     """Return which backends torch has: `gloo` with `yes` or `no`, `nccl` with its version or `no` (without a GPU)."""
-    nccl = dist.is_available() and dist.is_nccl_available()
-    return {
-        "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "no",
-        "nccl": nccl_version() if nccl and gpu_count() else "no",
-    }
+    nccl = nccl_version() if dist.is_nccl_available() and gpu_count() else "no"
+    return {"gloo": "yes" if dist.is_gloo_available() else "no", "nccl": nccl}
 
 
 Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work | c10d.Work]]

@@ -59,11 +59,6 @@ class SharedSegment:
             os.close(fd)
             raise
 
-    def discard(self) -> None:
-        """Free the memory, even while other processes map it, and close the segment."""
-        _advise(self.memory, _REMOVE)
-        self.close()
-
     def close(self) -> None:
         """Close the file descriptor: no further process can map the segment. Existing mappings stay valid."""
         os.close(self.place & (1 << _FD_BITS) - 1)
@@ -173,7 +168,9 @@ class TensorSlabs:
     def _discard(self, most: int) -> None:
         with contextlib.suppress(IndexError):  # garbage collection may call this function again meanwhile
             while len(self._free) > most:
-                self._free.pop(0).discard()
+                slab = self._free.pop(0)
+                _advise(slab.memory, _REMOVE)  # even while other processes map it
+                slab.close()
 
 
 class JointTensors:
