@@ -5,8 +5,8 @@
     | one rank alone          `TraceWorld`: moves no data, and records the calls of this rank in a world of any size
 
 The public methods are implemented in this file only. They find the group of the axes, return at once for a group of
-one rank, check sizes and record the call. Then they call the implementation's method of the same name with
-a leading underscore. So records, counts and hang reports mean the same in every implementation.
+one rank, check sizes and record the call. Then they call the implementation's `_move`, or its method of the same name
+with a leading underscore. So records, counts and hang reports mean the same in every implementation.
 
 `EmulatedLink` is a slow network between ranks that share a host: each wait ends no earlier than on that network. A rank
 has one link with a bandwidth and a delay. Transfers of a rank take the link one after another, and a rank may compute
