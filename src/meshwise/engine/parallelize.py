@@ -54,7 +54,7 @@ from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.run.pipeline_stage import FeatureWidth, PieceForward, make_stage, model_without_values
+from meshwise.pipeline.run.pipeline_stage import PieceForward, make_stage, model_without_values
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
@@ -70,13 +70,7 @@ from meshwise.precision.dtype_policy import (
     widen_for_loss,
 )
 from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
-from meshwise.tensor.core.activation_slices import (
-    activation_regions,
-    feature_dims,
-    local_and_total_tokens,
-    local_and_total_width,
-    parts_of_stage,
-)
+from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
 from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
@@ -498,18 +492,11 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index, like=like), ForwardReplay()
         recall.remember(stage.state)
-        extents = ShardSizes()
-        stage.state.width = FeatureWidth(
-            *local_and_total_width(parts, plan=plan, world=world),
-            made=feature_dims(parts, module=source.module),
-            tokens=local_and_total_tokens(extents, plan=plan, world=world),
-            blocks=[name for name, part in parts.items() if part.role == "block"],
-        )
         earlier = frozenset(name for name, holders in cut.holders.items() if holders[0] < index)
         here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
         contents = cut.contents(index)
         absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
-        own = dataclasses.replace(setting, parts=here, absent=absent, extents=extents)
+        own = dataclasses.replace(setting, parts=here, absent=absent, extents=ShardSizes())
         own_source = source.for_module(stage.module)
         stages[index] = LiveStage(stage, *_build_engine(own_source, own, recall=recall, earlier=earlier))
         kept = in_flight(schedule)[index]
