@@ -1,6 +1,5 @@
 """Cut a model into pipeline stages: rank 0 runs it on an example batch, and sends the whole cut to all ranks."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -86,7 +85,7 @@ def cut_source(
         return call_loss(model, given, forward=forward, loss=loss)[0]
 
     try:
-        return cut_and_note_writes(make, micro=micro, run=run)
+        return cut_on(micro, make=make, run=run)
     except CutError as error:
         raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
     except Exception as error:
@@ -94,21 +93,6 @@ def cut_source(
         raise
 
 
-def cut_and_note_writes(make: Cutter, *, micro: Any, run: Callable[[nn.Module, Any], Any]) -> ModelCut:
-    """Return the cut that `make` makes; the field `writes` of the cut is true if the model changes its batch in place.
-
-    `run(model, micro)` returns the output or the loss; the model gets a copy of the micro-batch `micro`."""
-    written = False
-
-    def call(model: nn.Module) -> Any:
-        nonlocal written
-        given = tree.map_tensors(torch.clone, micro)
-        before = [tensor._version for tensor in tree.tensors(given)]
-        try:
-            return run(model, given)
-        finally:
-            written |= [tensor._version for tensor in tree.tensors(given)] != before
-
-    cut = make(call=call)
-    # With CutOptions.made the model does not run, and `writes` of that cut stays.
-    return dataclasses.replace(cut, writes=written or cut.writes)
+def cut_on(micro: Any, *, make: Cutter, run: Callable[[nn.Module, Any], Any]) -> ModelCut:
+    """Return the cut that `make` makes; `run(model, batch)` returns the output or the loss for a copy of `micro`."""
+    return make(call=lambda model: run(model, tree.map_tensors(torch.clone, micro)))

@@ -27,7 +27,6 @@ from meshwise.engine.microbatch_runner import (
     OnGradient,
     Sums,
     WholeModelRunner,
-    placed,
     prepared,
     scaled,
     whole_output,
@@ -134,7 +133,6 @@ class StagedRunner:
         self.runs_empty = shares_rows or any(live.statistics.joined for live in stages.values())
         self.cut = cut
         self.counts = True
-        self._copies = cut.writes
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
         self._gathers = any(stage.engine.reduction.shards_parameters for stage in stages.values())
@@ -236,9 +234,8 @@ class StagedRunner:
         }
 
     def _given(self, batch: Any) -> Any:
-        """Return the batch on the device, copied if the model changes its batch in place."""
-        rows = placed(batch, world=self._world)
-        return map_tensors(torch.clone, rows) if self._copies else rows
+        """Return a copy of the batch on the device, because the model may change its batch in place."""
+        return map_tensors(lambda x: x.to(self._world.device, non_blocking=True, copy=True), batch)
 
     def _run(self, micro_batch: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
         """Run this stage's forward of a micro-batch. The last stage adds loss and count to `sums`; returns the loss."""
