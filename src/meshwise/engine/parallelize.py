@@ -71,7 +71,6 @@ from meshwise.precision.dtype_policy import (
 )
 from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
-from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.detect.assign_tp_roles import Rules, assign_roles
@@ -133,8 +132,8 @@ class Options:
     sync: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """With a `sync` across steps in the plan, changed fields of its row: `{"outer_lr": 0.5}`; see
     `meshwise.sync.sync_scheme.SyncScheme`."""
-    streaming: Streaming = dataclasses.field(default_factory=Streaming)
-    """With tp, how the operands of matmuls are gathered. `Streaming(keep=True)` keeps them for the backward."""
+    keep_gathered: bool = False
+    """With tp, keep gathered operands of matmuls for the backward, in place of a second gather; it takes memory."""
 
 
 def parallelize(
@@ -441,7 +440,7 @@ def _build_engine(
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)
-    outside = SplitContext(world, scheme, setting.extents, streaming=options.streaming, recall=recall)
+    outside = SplitContext(world, scheme, setting.extents, keeps=options.keep_gathered, recall=recall)
     if setting.parts:
         with _as_plan_error():
             split = tensor_parallel(module, plan=plan, parts=setting.parts, outside=outside)

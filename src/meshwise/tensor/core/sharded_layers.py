@@ -105,7 +105,7 @@ class Projection(BoundToRank):
             w=self.weight_move,
             y=context.moved(product.y),
             within=self._within,
-            streaming=context.streaming,
+            keeps=context.keeps,
             recall=context.recall,
         )
         y = matmul(self._operand(x), weight=weight, bias=bias, operation=operation)
