@@ -264,8 +264,8 @@ def test_keep_last_counts_valid_checkpoints_only(tmp_path: Path) -> None:
     early = (tmp_path / "step-1" / "checkpoint.json").stat().st_mtime
     os.utime(tmp_path / "step-1.partial-0000", (early, early))
     gone = prune(tmp_path, keep_last=2)
-    assert sorted(path.name for path in gone) == ["step-1", "step-1.partial-0000", "step-2"]
-    assert names(tmp_path) == ["step-3", "step-4", "step-5", "step-6.partial-0000"]
+    assert sorted(path.name for path in gone) == ["step-1", "step-1.partial-0000", "step-2", "step-4"]
+    assert names(tmp_path) == ["step-3", "step-5", "step-6.partial-0000"]
     with pytest.raises(ValueError, match="keep_last=0"):
         prune(tmp_path, keep_last=0)
 

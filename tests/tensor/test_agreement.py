@@ -46,7 +46,7 @@ def test_the_loss_and_every_gradient_are_those_of_one_process(plan: str, keep: b
         plan=plan,
         parts=gpt_parts(UNEVEN),
         batch=(tokens(5, UNEVEN), loss),
-        keep_gathered=keep,
+        keeps=keep,
     )
 
 

@@ -20,7 +20,7 @@ import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -223,18 +223,19 @@ class SplitBlockForward:
         return output
 
 
-_NAN: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-
 def nan_like(tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
     """Return NaN (integers: 0) in the shape and dtype of a tensor. If `fresh`, it has memory, and may be written to."""
-    place = (tensor.dtype, device)
-    if place not in _NAN or _NAN[place]._version:  # a model has written to it
-        value = math.nan if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
-        with torch.inference_mode(mode=False):  # a tensor of inference mode has no version
-            _NAN[place] = torch.full((), value, dtype=tensor.dtype, device=device)
-    nan = _NAN[place].expand(tensor.shape)
+    if _nan(tensor.dtype, device)._version:  # a model has written to it
+        _nan.cache_clear()
+    nan = _nan(tensor.dtype, device).expand(tensor.shape)
     return nan.clone(memory_format=torch.contiguous_format) if fresh else nan
+
+
+@cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    with torch.inference_mode(mode=False):  # a tensor of inference mode has no version
+        return torch.full((), value, dtype=dtype, device=device)
 
 
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
