@@ -46,7 +46,7 @@ from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
-from meshwise.model.deferred_init import ParameterSource, build_with_values, set_quantized_aside
+from meshwise.model.deferred_init import ParameterSource, build_with_values, set_quantized_aside, shapes_of
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
 from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call_with, default_forward, no_loss
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
@@ -54,7 +54,7 @@ from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.run.pipeline_stage import PieceForward, make_stage, model_without_values
+from meshwise.pipeline.run.pipeline_stage import PieceForward, make_stage
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
@@ -485,7 +485,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     run = partial(run, example=options.example, device=world.device)
     cut = on_first_rank(run, world=world, shared=(PlanError, LossError))
     blocks = setting.policy.blocks.names(source.module)
-    like = model_without_values(source.module)
+    like = shapes_of(source.module, seed=options.seed).module
     convert(like, precision=setting.storage.precision)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.deferred_init import without_values
+from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import StageForwardLeft
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.torch_private import without_modes
@@ -316,18 +316,12 @@ class RemoteParameter(Tensor):
         return self
 
 
-def model_without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device."""
-    own = (*model.parameters(), *model.buffers())
-    return copy_modules(model, tensors={tensor: without_values(tensor) for tensor in own})
-
-
 def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
     """Return stage `index` of a model. `like`: the model on meta, in the run's dtypes; None: it is made from `model`.
 
     The stage's parameters and buffers are the model's own tensors, not copies, so that the stage trains the model. The
     parameters of other stages become `RemoteParameter`s in the stage; `model` itself stays as it is."""
-    like, contents = like or model_without_values(model), cut.contents(index)
+    like, contents = like or shapes_of(model, seed=0).module, cut.contents(index)
     kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     module = copy_modules(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
     pieces = {name: module.get_submodule(name) for name in contents.modules}
