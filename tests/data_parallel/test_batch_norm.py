@@ -202,7 +202,7 @@ def refused(world: World, kind: str, plan: str) -> None:
             "tp=4 tp_mode=2d",
             r"0\.last: BatchNorm1d .* hidden states, .* split by features.*works: tp_mode=1d",
         ),
-        ("of what ranks share out", "tp=2", r"0\.between is a batch norm between two matrices.*rule {'0': 'whole'}"),
+        ("of what ranks share out", "tp=2", r"0\.between is a batch norm between two matrices.*rule {'\*': 'whole'}"),
         ("of the input", "tp=4 tp_mode=2d", r"0 takes statistics over the batch.*use tp_mode=1d"),
         ("of the stream", "tp=2 sequence_parallel=1", r"0\.last \(BatchN.*part of the tokens.*: sequence_parallel=0"),
     ],

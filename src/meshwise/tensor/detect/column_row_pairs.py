@@ -51,7 +51,7 @@ from meshwise.tensor.detect.attention_heads import (
     sections_of,
 )
 from meshwise.tensor.detect.forward_source import only_read_by, reads_no_sizes, splits_by_width
-from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing
+from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
 
 _SQUARES_OF_ATTENTION = 4
@@ -366,7 +366,7 @@ class ColumnRowPairs:
                 if isinstance(inner, BatchNorm) and inner.num_features == hidden:
                     raise PlanError(
                         f"{name} is a batch norm between two matrices, whose features '{self.plan}' splits. Keep them "
-                        f"on every rank, by the rule {{'{home}': 'whole'}}, or take tp=1"
+                        f"on every rank, by the rule {{'{of_all_blocks(home)}': 'whole'}}, or take tp=1"
                     )
         for matrix in branch.colwise:
             if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
