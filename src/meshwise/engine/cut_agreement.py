@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,19 +35,17 @@ def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
     return schedule
 
 
-Cutter: TypeAlias = Callable[..., ModelCut]
-"""Function `make(call=…)` that returns the cut of a model; `call(model)` runs the model on an example."""
-
-
 def cutter(
     model: nn.Module,
     *,
     plan: Plan,
     schedule: Schedule,
     where: CutOptions,
-    parts: Mapping[str, Part] = MappingProxyType({}),
-) -> Cutter:
-    """Return the function that cuts a model for a plan and its schedule. `parts`: the role of each module under tp."""
+    parts: Mapping[str, Part],
+) -> Callable[..., ModelCut]:
+    """Return `make(call=…)`, which cuts a model for a plan and its schedule; `call(model)` runs it on an example.
+
+    `parts`: the role of each module under tp."""
     roles = {name: part.role for name, part in parts.items()}
     request = CutRequest(by=plan.partition, where=where, schedule=schedule, roles=roles)  # type: ignore[arg-type]
     return partial(cut_model, model, stages=schedule.stages, request=request)
@@ -58,7 +55,7 @@ def cut_source(
     source: ParameterSource,
     *,
     plan: Plan,
-    make: Cutter,
+    make: Callable[..., ModelCut],
     example: Any,
     forward: Forward,
     loss: Loss | None = None,
@@ -93,6 +90,6 @@ def cut_source(
         raise
 
 
-def cut_on(micro: Any, *, make: Cutter, run: Callable[[nn.Module, Any], Any]) -> ModelCut:
+def cut_on(micro: Any, *, make: Callable[..., ModelCut], run: Callable[[nn.Module, Any], Any]) -> ModelCut:
     """Return the cut that `make` makes; `run(model, batch)` returns the output or the loss for a copy of `micro`."""
     return make(call=lambda model: run(model, tree.map_tensors(torch.clone, micro)))

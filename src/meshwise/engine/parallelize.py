@@ -34,7 +34,7 @@ from meshwise.data_parallel.reduction import ZERO, compressed
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.cut_agreement import agreed_schedule, cut_source, cutter
 from meshwise.engine.first_rank import on_first_rank
-from meshwise.engine.microbatch_runner import MicrobatchTask, WholeModelRunner
+from meshwise.engine.microbatch_runner import LiveModel, MicrobatchTask, WholeModelRunner
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
@@ -429,7 +429,7 @@ def _as_plan_error() -> Iterator[None]:
 
 def _build_engine(
     source: ParameterSource, setting: ParallelSetting, *, recall: ForwardReplay, earlier: frozenset[str] | None = None
-) -> tuple[DataParallel, RandomDraws, BatchStatistics]:
+) -> LiveModel:
     """Build the engine, random draws and batch statistics of the model or of a stage on this rank.
 
     earlier: names of a stage's parameters that an earlier stage also holds; None for the whole model."""
@@ -454,23 +454,23 @@ def _build_engine(
     draws = _draws(module, setting, outside)
     recall.remember(draws)
     setting.compile(module, draws=draws)
-    return engine, draws, BatchStatistics(module, world=world, axes=plan.loss_axes, joined=setting.joined)
+    statistics = BatchStatistics(module, world=world, axes=plan.loss_axes, joined=setting.joined)
+    return LiveModel(engine, draws, statistics)
 
 
 def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
     """Build the engine and runner of a plan without pp, under which every rank runs all layers."""
     recall, blocks = ForwardReplay(), setting.policy.blocks.names(source.module)
     _place_buffers(source, setting.world, setting.storage.precision)
-    engine, draws, statistics = _build_engine(source, setting, recall=recall)
+    live = _build_engine(source, setting, recall=recall)
     setting.policy.blocks.install(source.module, names=blocks, recall=recall)
     if not source.deferred:
         rank, mesh = setting.world.rank, setting.world.mesh
-        absent = [row.name for row in engine.table.rows if not row.is_on(mesh, rank=rank)]
+        absent = [row.name for row in live.engine.table.rows if not row.is_on(mesh, rank=rank)]
         _release(source.module.get_parameter(name) for name in absent)
     task, schedule = setting.token_task, naive(1, microbatches=setting.plan.microbatches)
-    return Engine({0: engine}, ranks=[0], world=setting.world), WholeModelRunner(
-        engine, task=task, draws=draws, statistics=statistics, schedule=schedule, shares_rows=setting.shares_rows
-    )
+    runner = WholeModelRunner(live, task=task, schedule=schedule, shares_rows=setting.shares_rows)
+    return Engine({0: live.engine}, ranks=[0], world=setting.world), runner
 
 
 def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
@@ -497,7 +497,8 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
         own = dataclasses.replace(setting, parts=here, absent=absent, extents=ShardSizes())
         own_source = source.for_module(stage.module)
-        stages[index] = LiveStage(stage, *_build_engine(own_source, own, recall=recall, earlier=earlier))
+        live = _build_engine(own_source, own, recall=recall, earlier=earlier)
+        stages[index] = LiveStage(**vars(live), stage=stage)
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in contents.split_blocks}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)

@@ -17,24 +17,21 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.flight_recorder import StepPhase
-from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
-from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.microbatch_runner import (
+    LiveModel,
     MicroBatch,
     MicrobatchTask,
     OnCount,
     OnGradient,
     Sums,
     WholeModelRunner,
-    prepared,
     scaled,
     whole_output,
     zeros,
 )
 from meshwise.model.forward import call_loss
 from meshwise.model.parameter_table import ParameterRow
-from meshwise.model.random_draws import RandomDraws
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.pipeline_stage import Stage, signature
 from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter, pack, tensor_specs, unpack
@@ -51,15 +48,10 @@ from meshwise.plan import PlanError
 
 
 @dataclass(eq=False)
-class LiveStage:
-    """A stage of this rank, with its random draws and the statistics of its batch norms.
-
-    As a `StageStorage` it is the storage of the stage's parameters for the schedule's interpreter."""
+class LiveStage(LiveModel):
+    """A stage of this rank. As a `StageStorage` it is the storage of its parameters for the schedule's interpreter."""
 
     stage: Stage
-    engine: DataParallel
-    draws: RandomDraws
-    statistics: BatchStatistics
     tied: bool = False
     """True if another stage holds a parameter of this stage too."""
     _on_gradient: OnGradient | None = None
@@ -80,7 +72,7 @@ class LiveStage:
         if batch is None:
             yield
             return
-        with prepared(batch, draws=self.draws, statistics=self.statistics, again=again):
+        with self.prepared(batch, again=again):
             yield
         if again:
             self.engine.collect()

@@ -129,18 +129,15 @@ class Stage:
     """Stage `index` of the `count` stages of a model.
 
     `module` holds this stage's parameters under their names in the whole model. A tied parameter is a parameter of each
-    of its stages, whose gradients for it must be summed. `receives`: keys of the values from the stage before."""
+    of its stages, whose gradients for it must be summed. `receives`, `sends`: keys of the values from the stage before,
+    and of those for the next stage."""
 
     module: nn.Module
     index: int
     count: int
     state: StageForwardState
     receives: tuple[str, ...]
-
-    @property
-    def sends(self) -> tuple[str, ...]:
-        """Keys of the values that `run` returns for the next stage; empty on the last stage."""
-        return tuple(self.state.sends)
+    sends: tuple[str, ...]
 
     def run(
         self,
@@ -335,7 +332,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
             _release(piece, "_buffers", kept, like=like.get_submodule(name), prefix=name)
         piece.forward = PieceForward(piece, state=state)
     receives = cut.sends[index - 1] if index else ()
-    return Stage(module, index=index, count=cut.stages, state=state, receives=receives)
+    return Stage(module, index=index, count=cut.stages, state=state, receives=receives, sends=state.sends)
 
 
 def _release(module: nn.Module, table: str, kept: set[int], *, like: nn.Module, prefix: str = "") -> None:
