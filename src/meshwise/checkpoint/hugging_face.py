@@ -147,7 +147,8 @@ def with_model_names(
     tensors = dict(index.tensors)
     unused = {part.entry for stored in index.tensors.values() for part in stored.parts}
     for first, all_of_them in names.items():
-        variants = [other for name in all_of_them for other in _variants(name, base)]
+        bare = [name.removeprefix(f"{base}.") for name in all_of_them if base]
+        variants = [*all_of_them, *bare, *(f"{base}.{name}" for name in all_of_them if base)]
         for slot in ("parameter", "buffer"):
             found = [stored for name in variants if (stored := index.tensors.get(f"{slot}/{name}")) is not None]
             tensors |= {f"{slot}/{first}": stored for stored in found[:1]}
@@ -158,10 +159,6 @@ def with_model_names(
 def is_pretrained(folder: Path) -> bool:
     """Return whether a folder holds a model in the layout of Hugging Face, and is not a checkpoint."""
     return not (folder / INDEX).exists() and any((folder / name).is_file() for name in (WHOLE, PARTS))
-
-
-def _variants(name: str, base: str) -> tuple[str, ...]:
-    return (name, name.removeprefix(f"{base}."), f"{base}.{name}") if base else (name,)
 
 
 ADAPTER = "adapter_model.safetensors"
