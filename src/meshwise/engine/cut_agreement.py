@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def cutter(
     plan: Plan,
     schedule: Schedule,
     where: CutOptions,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, Part] = MappingProxyType({}),
 ) -> Callable[..., ModelCut]:
     """Return `make(call=…)`, which cuts a model for a plan and its schedule; `call(model)` runs it on an example.
 
