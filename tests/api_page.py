@@ -110,7 +110,6 @@ assert report.ok""",
     "measure": """with mw.measure(trainer) as measurement:
     trainer.step(batch)""",
     "CutOptions": 'options = mw.Options(cut=mw.CutOptions(at=("1",)), example=batch)  # with pp',
-    "Streaming": "options = mw.Options(streaming=mw.Streaming(keep=True))  # with tp",
     "SwapConfig": "options = mw.Options(swap=mw.SwapConfig())  # with offload=…:disk",
     "LossScale": "options = mw.Options(loss_scale=mw.LossScale(2.0**10))  # with precision=fp16",
     "LossError": """try:

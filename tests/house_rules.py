@@ -240,7 +240,6 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.data_parallel.stored_slices": "a checkpoint is read",
     "meshwise.engine.step_result": "the batch of the first step is compared; a gradient that is not finite is named",
     "meshwise.engine.staged_runner._absent": "predictions, not steps",
-    "meshwise.memory.recompute": "a repeated forward that differs is named",
     "meshwise.memory.swap_file": "memory of the host",
     "meshwise.optim.flat_optimizer": "settings that are tensors; the optimizer is tried before the first step",
     "meshwise.optim.one_bit_optimizers": "ratios that a checkpoint had, in the first step after it",

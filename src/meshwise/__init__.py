@@ -18,7 +18,6 @@ from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import LossScale
 from meshwise.simulate.predicted_memory import needs
-from meshwise.tensor.core.matmul import Streaming
 from meshwise.verify import Report, verify
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "Report",
     "SaveError",
     "StepResult",
-    "Streaming",
     "SwapConfig",
     "Trainer",
     "World",

@@ -87,7 +87,7 @@ from meshwise.engine.trainer import Trainer
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
-from meshwise.model.full_parameter_access import WholeParameters
+from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
@@ -180,7 +180,7 @@ class ReferenceRun:
             self.masters[name] = p if p.dtype == dtype else nn.Parameter(unrounded[name].to(dtype))
         groups = [{"params": [p], **rule(name, self._trained[name])} for name, p in self.masters.items()]
         if needs_of(optimizer):
-            optimizer_arguments["logical"] = WholeParameters(self.masters)
+            optimizer_arguments["logical"] = LogicalTensors(self.masters)
         self.optimizer = optimizer(groups, **optimizer_arguments)
         rules = token_rules(self._options.tensor_rules)
         tokens = None

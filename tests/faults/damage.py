@@ -11,7 +11,6 @@ FILES = (
     "checkpoints/{newest}/checkpoint.json",
     "checkpoints/{newest}/rank-00000.safetensors",
     "checkpoints/{newest}/rank-00001.safetensors",
-    "checkpoints/{newest}/verified",
     "checkpoints/latest",
     "metrics.jsonl",
     "job.toml",

@@ -12,7 +12,7 @@ from meshwise import Plan
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.model.full_parameter_access import WholeParameters
+from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.optim import LAMB, LARS, Muon, Several, parameter_rule
 from meshwise.optim.large_batch_optimizers import orthogonalize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
@@ -84,7 +84,7 @@ def test_muon_in_bfloat16_has_the_numbers_of_torch(nesterov: bool, dtype: str | 
     generator = torch.Generator().manual_seed(1)
     start = [torch.randn(shape, generator=generator) for shape in ((6, 4), (4, 6), (5, 5))]
     theirs, ours = ([nn.Parameter(each.clone()) for each in start] for _ in range(2))
-    names = WholeParameters({str(number): parameter for number, parameter in enumerate(ours)})
+    names = LogicalTensors({str(number): parameter for number, parameter in enumerate(ours)})
     arguments: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw"}
     torchs = torch.optim.Muon(theirs, **arguments)
     muon = Muon(ours, logical=names, dtype=dtype, **arguments)
@@ -109,7 +109,7 @@ def test_a_lamb_step_is_as_long_as_the_parameter() -> None:
     p = nn.Parameter(torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     before = p.detach().clone()
     p.grad = torch.randn_like(before)
-    LAMB([p], logical=WholeParameters({"p": p}), lr=0.01).step()
+    LAMB([p], logical=LogicalTensors({"p": p}), lr=0.01).step()
 
     assert float((p.detach() - before).norm() / before.norm()) == pytest.approx(0.01)
 
@@ -118,7 +118,7 @@ def test_a_lars_step_is_trust_times_the_parameter() -> None:
     p = nn.Parameter(torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     before = p.detach().clone()
     p.grad = torch.randn_like(before)
-    LARS([p], logical=WholeParameters({"p": p}), lr=2.0, trust=0.001).step()
+    LARS([p], logical=LogicalTensors({"p": p}), lr=2.0, trust=0.001).step()
 
     assert float((p.detach() - before).norm() / before.norm()) == pytest.approx(0.002)
 

@@ -30,10 +30,11 @@ def lm(model: nn.Module) -> Tensor:
 def run_stages(stages: list[Stage], call: Call) -> Tensor:
     """The last stage's result, after forwards and backwards through all; what crosses is copied, as by a transfer."""
     received: dict[str, Any] = {}
+    shapes: dict[str, Any] = {}
     result: Any = None
     crossed = []
     for stage in stages:
-        result = stage.run(call, received=received)
+        result, shapes = stage.run(call, received=received, shapes=shapes), stage.state.shapes
         if stage is not stages[-1]:
             skeleton, parts = pack(result)
             arrived = [

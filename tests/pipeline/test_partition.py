@@ -2,14 +2,13 @@
 
 import itertools
 import math
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.pipeline.cut.piece_calls import CutError
-from meshwise.pipeline.cut.stage_balance import PartitionItems, divide, improve_bounds, places_to_try
+from meshwise.pipeline.cut.stage_balance import PartitionItems, divide, improve_bounds
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, StepClock, clock
 
@@ -97,28 +96,6 @@ def test_what_cuts_cost_is_counted_against_all_cuts(data: st.DataObject) -> None
 
     bounds = divide(items)
     assert heaviest(bounds) == max(items.stage_loads(bounds)) == min(map(heaviest, every(items)))
-
-
-def test_of_near_places_the_one_with_the_least_crossing_is_tried() -> None:
-    items = PartitionItems([[1.0, 0.01, 0.01, 1.0, 0.0, 1.0]], [True] * 6, [0, 3, 1, 2, 9, 5])
-    assert places_to_try(items, apart=0.1, always=(0,), never=()) == [0, 2, 5]
-    assert places_to_try(items, apart=0.1, always=(0, 3), never=(5,)) == [0, 3, 4]
-    merged = items.merged([0, 2, 5])
-    assert merged.loads == [[1.01, 1.01, 1.0]]
-    assert merged.sent_bytes == [0, 1, 5]
-
-
-def test_a_row_of_thousands_is_cut_in_no_time() -> None:
-    items = PartitionItems(
-        [[1.0 + index % 7 for index in range(4000)]] * 8, [True] * 4000, [float(index % 50) for index in range(4000)]
-    )
-    mean = sum(items.loads[0]) / 8
-    places = places_to_try(items, apart=0.02 * mean, always=(0,), never=())
-    assert len(places) < 500
-    begin = time.process_time()
-    merged = items.merged(places)
-    assert max(merged.stage_loads(divide(merged, slack=0.05))) < 1.1 * mean
-    assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize("name, virtual", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)])

@@ -13,7 +13,6 @@ from meshwise.comm.api.world import World
 from meshwise.model.parameter_table import Placement
 from meshwise.plan import Plan
 from meshwise.reference import GPTConfig
-from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.core.part import Norm, Part
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.schemes import scheme_on
@@ -50,12 +49,12 @@ def alone(model: nn.Module, *, inputs: Sequence[Tensor], loss: Loss) -> Outcome:
 
 
 def install(
-    module: nn.Module, *, plan: str, world: World, parts: Mapping[str, Part], streaming: Streaming | None = None
+    module: nn.Module, *, plan: str, world: World, parts: Mapping[str, Part], keeps: bool = False
 ) -> Mapping[str, Placement]:
     """Split a module and put this rank's part of every parameter into it."""
     chosen = Plan.parse(plan)
     scheme = scheme_on(world.mesh, plan=chosen, blocks=False)
-    outside = SplitContext(world, scheme, streaming=streaming or Streaming())
+    outside = SplitContext(world, scheme, keeps=keeps)
     placements = tensor_parallel(module, plan=chosen, parts=parts, outside=outside)
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):
@@ -86,7 +85,7 @@ def split_agrees(
     plan: str,
     parts: Mapping[str, Part],
     batch: tuple[Sequence[Tensor], Loss],
-    streaming: Streaming | None = None,
+    keeps: bool = False,
     bound: float = 1e-11,
 ) -> None:
     """Assert that loss and gradients, summed over the ranks that hold other rows, are those of one process.
@@ -99,7 +98,7 @@ def split_agrees(
     def main(world: World) -> None:
         world = world.over(mesh)
         module = copy.deepcopy(model)
-        placements = install(module, plan=plan, world=world, parts=parts, streaming=streaming)
+        placements = install(module, plan=plan, world=world, parts=parts, keeps=keeps)
         total = loss(module, own_rows(inputs, plan=plan, world=world))
         total.backward()
         found = total.detach().clone()

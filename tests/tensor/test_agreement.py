@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.detect.assign_tp_roles import assign_roles
 from tensor.plain import Attention
 from tensor.splitting import SCHEMES, gpt_parts, split_agrees
@@ -39,15 +38,15 @@ def loss(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return next_token_loss(module(inputs), (inputs, targets))[0]
 
 
-@pytest.mark.parametrize("streaming", [Streaming(), Streaming(keep=True)], ids=str)
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("plan", SCHEMES.values(), ids=SCHEMES)
-def test_the_loss_and_every_gradient_are_those_of_one_process(plan: str, streaming: Streaming) -> None:
+def test_the_loss_and_every_gradient_are_those_of_one_process(plan: str, keep: bool) -> None:
     split_agrees(
         built(UNEVEN),
         plan=plan,
         parts=gpt_parts(UNEVEN),
         batch=(tokens(5, UNEVEN), loss),
-        streaming=streaming,
+        keeps=keep,
     )
 
 

@@ -15,14 +15,13 @@ from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.pipeline.run.stage_backward import backward_input
 from meshwise.plan import Plan
 from meshwise.reference.gpt import Block, GPTConfig
-from meshwise.tensor.core.matmul import Streaming
 from meshwise.tensor.detect.assign_tp_roles import assign_roles
 from meshwise.testing import Counts, SavedForBackward, count
 from tensor.splitting import install
 
 H, TOKENS, HEADS, ROWS = 64, 16, 8, 64
 B_S_H = ROWS * TOKENS * H
-FREE, KEPT = Streaming(), Streaming(keep=True)
+FREE, KEPT = False, True
 STATISTICS = 2 * 2 * ROWS * TOKENS  # of two norms: two numbers a token
 
 
@@ -91,19 +90,19 @@ def stream(world: TraceWorld, plan: str, *, device: str = "meta") -> Tensor:
     return torch.zeros(rows, TOKENS, features, device=device, requires_grad=True)
 
 
-def split(plan: str, streaming: Streaming, build: Callable[[], nn.Module]) -> tuple[TraceWorld, nn.Module, Tensor]:
+def split(plan: str, keeps: bool, build: Callable[[], nn.Module]) -> tuple[TraceWorld, nn.Module, Tensor]:
     """A block on the last rank of its world, and its input."""
     mesh = Plan.parse(plan).mesh()
     world = TraceWorld(rank=mesh.size - 1, mesh=mesh)
     with torch.device("meta"):
         model = build()
-    install(model, plan=plan, world=world, parts=assign_roles(model, plan=Plan.parse(plan)), streaming=streaming)
+    install(model, plan=plan, world=world, parts=assign_roles(model, plan=Plan.parse(plan)), keeps=keeps)
     return world, model, stream(world, plan)
 
 
-def traffic(plan: str, streaming: Streaming, build: Callable[[], nn.Module] = one_matrix) -> tuple[Counts, Counts]:
+def traffic(plan: str, keeps: bool, build: Callable[[], nn.Module] = one_matrix) -> tuple[Counts, Counts]:
     """The collectives of one rank's forward and backward of a block, in elements."""
-    world, model, x = split(plan, streaming, build)
+    world, model, x = split(plan, keeps, build)
     with world.record() as forward:
         y = model(x)
     with world.record() as backward:
@@ -111,9 +110,9 @@ def traffic(plan: str, streaming: Streaming, build: Callable[[], nn.Module] = on
     return count(forward), count(backward)
 
 
-def traffic_in_parts(plan: str, streaming: Streaming = FREE) -> tuple[Counts, Counts]:
+def traffic_in_parts(plan: str, keeps: bool = FREE) -> tuple[Counts, Counts]:
     """The same of a backward in two parts, I and W."""
-    world, model, x = split(plan, streaming, one_matrix)
+    world, model, x = split(plan, keeps, one_matrix)
     y = model(x)
     with world.record() as inputs:
         later = backward_input([y], gradients=[torch.empty_like(y)], received=[x], parameters=model.parameters())
@@ -127,9 +126,9 @@ def elements(counts: Counts) -> Mapping[str, int]:
     return {name: size // 4 for name, (_, size) in counts.items()}
 
 
-@pytest.mark.parametrize("streaming", [FREE, KEPT], ids=["free", "kept"])
-def test_1d_sums_the_stream_twice_a_pass(streaming: Streaming) -> None:
-    forward, backward = traffic("tp=4", streaming)
+@pytest.mark.parametrize("keeps", [FREE, KEPT], ids=["free", "kept"])
+def test_1d_sums_the_stream_twice_a_pass(keeps: bool) -> None:
+    forward, backward = traffic("tp=4", keeps)
     assert dict(forward) == dict(backward) == {"all_reduce[tp]": (2, 2 * 4 * B_S_H)}
 
 
@@ -143,16 +142,16 @@ def test_a_rank_does_its_part_of_a_sum_while_it_computes_the_gradient_of_the_wei
     vars(world)["progress"] = progress
     with torch.device("meta"):
         model = one_matrix()
-    install(model, plan="tp=4", world=world, parts=assign_roles(model, plan=Plan.parse("tp=4")), streaming=FREE)
+    install(model, plan="tp=4", world=world, parts=assign_roles(model, plan=Plan.parse("tp=4")), keeps=FREE)
     y = model(stream(world, "tp=4"))
     with world.record() as records:
         y.backward(torch.empty_like(y))
     assert {1, 2} <= set(came)
 
 
-@pytest.mark.parametrize("streaming, again", [(FREE, 2), (KEPT, 0)], ids=["free", "kept"])
-def test_1d_with_sequence_parallel_gathers_and_scatters_instead(streaming: Streaming, again: int) -> None:
-    forward, backward = traffic("tp=4 sequence_parallel=1", streaming)
+@pytest.mark.parametrize("keeps, again", [(FREE, 2), (KEPT, 0)], ids=["free", "kept"])
+def test_1d_with_sequence_parallel_gathers_and_scatters_instead(keeps: bool, again: int) -> None:
+    forward, backward = traffic("tp=4 sequence_parallel=1", keeps)
     ends = B_S_H  # where the blocks begin and end, once a model
     assert elements(forward) == {"all_gather[tp]": 2 * B_S_H + ends, "reduce_scatter[tp]": 2 * B_S_H}
     assert elements(backward) == {"all_gather[tp]": (2 + again) * B_S_H + ends, "reduce_scatter[tp]": 2 * B_S_H}
@@ -214,9 +213,9 @@ def test_1d_in_two_parts_moves_no_more() -> None:
     assert not second
 
 
-@pytest.mark.parametrize("streaming, again", [(FREE, 2), (KEPT, 0)], ids=["free", "kept"])
-def test_sequence_parallel_in_two_parts_gathers_the_gradient_twice(streaming: Streaming, again: int) -> None:
-    first, second = traffic_in_parts("tp=4 sequence_parallel=1", streaming)
+@pytest.mark.parametrize("keeps, again", [(FREE, 2), (KEPT, 0)], ids=["free", "kept"])
+def test_sequence_parallel_in_two_parts_gathers_the_gradient_twice(keeps: bool, again: int) -> None:
+    first, second = traffic_in_parts("tp=4 sequence_parallel=1", keeps)
     ends = B_S_H
     assert elements(first) == {"all_gather[tp]": 2 * B_S_H + ends, "reduce_scatter[tp]": 2 * B_S_H}
     assert elements(second) == {"all_gather[tp]": (2 + again) * B_S_H}
@@ -258,12 +257,12 @@ def test_3d_in_two_parts_gathers_the_gradient_twice(p: int) -> None:
 EVERY = ("tp=4", "tp=4 sequence_parallel=1", "tp=16 tp_mode=2d", "tp=8 tp_mode=2.5d tp_depth=2", "tp=8 tp_mode=3d")
 
 
-@pytest.mark.parametrize("streaming", [FREE, KEPT], ids=["free", "kept"])
+@pytest.mark.parametrize("keeps", [FREE, KEPT], ids=["free", "kept"])
 @pytest.mark.parametrize("plan", EVERY)
-def test_matrices_that_read_one_tensor_move_and_keep_what_one_matrix_would(plan: str, streaming: Streaming) -> None:
-    one, several = (traffic(plan, streaming, partial(gated, fused=fused)) for fused in (True, False))
+def test_matrices_that_read_one_tensor_move_and_keep_what_one_matrix_would(plan: str, keeps: bool) -> None:
+    one, several = (traffic(plan, keeps, partial(gated, fused=fused)) for fused in (True, False))
     assert [elements(counts) for counts in several] == [elements(counts) for counts in one]
-    if streaming == FREE:
+    if not keeps:
         assert saved(plan, fused=False) == saved(plan, fused=True)
 
 

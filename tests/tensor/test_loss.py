@@ -189,7 +189,7 @@ def test_a_target_that_is_no_class_is_an_error() -> None:
         _, logits = split_logits(world, torch.zeros(2, CLASSES))
         with pytest.raises(IndexError, match="target 11 is out of bounds for 11 classes"):
             functional.cross_entropy(logits, torch.tensor([0, 11]))
-        with pytest.raises(ValueError, match="need targets of shape"):
+        with pytest.raises(ValueError, match="batch_size"):
             functional.cross_entropy(logits, torch.tensor([0, 1, 2]))
 
     run(RANKS, main)

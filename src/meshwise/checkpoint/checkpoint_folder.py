@@ -12,7 +12,7 @@
 
 A crash leaves either the new checkpoint, or a folder whose name says that it is partial. An existing checkpoint of the
 same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
-`damages` and `is_valid` compare every byte of a checkpoint with its checksum.
+`damages` compares every byte of a checkpoint with its checksum.
 
 A checkpoint is loaded under any plan: every rank reads the blocks with its rectangles (`fill`, `CheckpointReader`).
 
@@ -28,7 +28,6 @@ checksums to compare. Files are read with pread, because the system kills a proc
 import dataclasses
 import errno
 import itertools
-import math
 import os
 import secrets
 import shutil
@@ -57,7 +56,7 @@ from meshwise.checkpoint.checkpoint_format import (
 )
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.stored_slices import StoredSlice
-from meshwise.layout.layout import Rectangle, rectangles
+from meshwise.layout.layout import Rectangle
 
 WINDOW_BYTES = 8 * BLOCK
 """Bytes of the buffer, and the most bytes that are read together."""
@@ -178,7 +177,6 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(reversed(shape[1:]), int.__mul__, initial=1))[::-1] if shape else ()
 
 
-_PIECE_ELEMENTS = 1 << 20
 _T = TypeVar("_T")
 
 
@@ -195,17 +193,6 @@ class CheckpointReader:
         Raises ValueError for a tensor that the checkpoint lacks, has in another shape, or has in a dtype whose values
         the wanted dtype cannot hold. Raises DamageError for altered bytes. Raises OSError."""
         read_spans([span for holding in holdings for span in self._spans(holding)])
-
-    def pieces(self, key: str) -> Iterator[Tensor]:
-        """Yield a logical tensor in row-major order, as flat tensors of at most 2²⁰ elements. Raises as `fill` does."""
-        stored = self.index.tensors[key]
-        slot, _, name = key.partition("/")
-        size = math.prod(stored.shape)
-        for start in range(0, size, _PIECE_ELEMENTS):
-            for part in rectangles(stored.shape, start=start, stop=min(size, start + _PIECE_ELEMENTS)):
-                piece = torch.empty(part.sizes, dtype=stored.dtype)
-                self.fill([StoredSlice(name, slot, stored.shape, part, piece)])
-                yield piece.reshape(-1)
 
     def stored(self, holding: StoredSlice) -> StoredTensor:
         """Return the stored tensor that `holding` is a slice of. Raises the ValueError of `fill`."""
@@ -367,19 +354,18 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
     """Keep the `keep_last` newest valid checkpoints, remove all older ones, and return the removed paths.
 
     Only checkpoints whose name ends with a number are counted and removed: `best` stays beside step-100. They are valid
-    if every byte matches its checksum; `is_valid` reads each one once. Checkpoints with a damaged index count as the
-    oldest. Partial folders older than the newest valid checkpoint are removed too. Raises ValueError for
-    `keep_last` below 1. Raises OSError."""
+    if their index and the sizes of their files are right. Others count as the oldest. Partial folders older than the
+    newest valid checkpoint are removed too. Raises ValueError for `keep_last` below 1. Raises OSError."""
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: give at least 1")
     valid: list[Path] = []
     removed: list[Path] = []
-    for path, _ in checkpoints(root):
+    for path, index in checkpoints(root):
         if not path.name[-1].isdecimal():
             continue
         if len(valid) == keep_last:
             removed.append(path)
-        elif is_valid(path):
+        elif isinstance(index, CheckpointIndex):
             valid.append(path)
     if valid:
         newest = (valid[0] / INDEX).stat().st_mtime_ns
@@ -387,10 +373,6 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
     for path in removed:
         remove(path)
     return removed
-
-
-_VERIFIED = "verified"
-"""Name of an empty file in a checkpoint; the file means that all bytes were compared with their checksums once."""
 
 
 def damages(folder: Path) -> Iterator[Damage]:
@@ -410,21 +392,6 @@ def damages(folder: Path) -> Iterator[Damage]:
             yield Damage(str(folder / name), "a file that can be read", str(error))
             continue
         yield from _altered_blocks(SourceFile(folder / name, index.files[name], entries))
-
-
-def is_valid(folder: Path) -> bool:
-    """Return whether every byte of a checkpoint is as it was written.
-
-    A valid folder gets the file `verified`: later calls compare only its index and its file sizes. Raises OSError."""
-    try:
-        read_index(folder)
-    except DamageError:
-        return False
-    if not (folder / _VERIFIED).exists():
-        if any(True for _ in damages(folder)):
-            return False
-        (folder / _VERIFIED).touch()
-    return True
 
 
 def _altered_blocks(source: SourceFile) -> Iterator[Damage]:

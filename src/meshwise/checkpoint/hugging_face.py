@@ -25,14 +25,18 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from meshwise.base.atomic_file import write_whole
 from meshwise.checkpoint.checkpoint_folder import CheckpointReader
 from meshwise.checkpoint.checkpoint_format import (
     DTYPES,
@@ -43,8 +47,6 @@ from meshwise.checkpoint.checkpoint_format import (
     DamageError,
     StoredRectangle,
     StoredTensor,
-    TensorSpec,
-    header,
     plain_name,
     read_header,
     read_index,
@@ -145,7 +147,8 @@ def with_model_names(
     tensors = dict(index.tensors)
     unused = {part.entry for stored in index.tensors.values() for part in stored.parts}
     for first, all_of_them in names.items():
-        variants = [other for name in all_of_them for other in _variants(name, base)]
+        bare = [name.removeprefix(f"{base}.") for name in all_of_them if base]
+        variants = [*all_of_them, *bare, *(f"{base}.{name}" for name in all_of_them if base)]
         for slot in ("parameter", "buffer"):
             found = [stored for name in variants if (stored := index.tensors.get(f"{slot}/{name}")) is not None]
             tensors |= {f"{slot}/{first}": stored for stored in found[:1]}
@@ -156,10 +159,6 @@ def with_model_names(
 def is_pretrained(folder: Path) -> bool:
     """Return whether a folder holds a model in the layout of Hugging Face, and is not a checkpoint."""
     return not (folder / INDEX).exists() and any((folder / name).is_file() for name in (WHOLE, PARTS))
-
-
-def _variants(name: str, base: str) -> tuple[str, ...]:
-    return (name, name.removeprefix(f"{base}."), f"{base}.{name}") if base else (name,)
 
 
 ADAPTER = "adapter_model.safetensors"
@@ -206,21 +205,21 @@ def export(
     saved = build().eval()
     if merge and not _is_of("peft", saved):
         raise ValueError(f"merge=True, but {type(saved).__name__} is no PEFT model: it has no adapters to merge")
-    _fill(saved, reader)
+    tensors = _fill(saved, reader)
     tokens, expected = _random_test(saved)
-    with _written_when_whole(into) as partial:
+    with _written_when_whole(into) as new:
         if _is_of("peft", saved):
             saved = _base(saved, merge=merge) if merge else saved
-            saved.save_pretrained(partial)  # type: ignore[operator] # a method of both libraries
+            saved.save_pretrained(new)  # type: ignore[operator] # a method of both libraries
         else:
             # The checkpoint has fp32 masters of narrower parameters; TrainingState puts the dtypes into extra.
-            dtypes = {name: DTYPES[word] for name, word in reader.index.extra.get("dtypes", {}).items()}
-            _write_tensors(reader, into=partial, dtypes=dtypes)
+            dtypes = {name: DTYPES[word] for name, word in index.extra.get("dtypes", {}).items()}
+            _write({name: one.to(dtypes.get(name, one.dtype)) for name, one in tensors.items()}, into=new)
             config = getattr(saved, "config", None)
             if _is_of("transformers", saved) and config is not None:
-                config.save_pretrained(partial)
-        names = sorted(path.name for path in partial.iterdir())
-        difference = float((_logits(_read_back(saved, partial, build, reader), tokens) - expected).abs().max())
+                config.save_pretrained(new)
+        names = sorted(path.name for path in new.iterdir())
+        difference = float((_logits(_read_back(saved, new, build, reader), tokens) - expected).abs().max())
         if not difference <= _BOUND * float(expected.abs().max()):
             raise ExportError(
                 f"the logits of the export and of {folder} differ by up to {difference:.3g} on random tokens, so "
@@ -243,65 +242,45 @@ def _written_when_whole(folder: Path) -> Iterator[Path]:
     """Yield a new folder beside `folder`; move its files there after the block, or remove them after an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f"{folder.name}.partial-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as partial:
-        yield Path(partial)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as new:
+        yield Path(new)
         folder.mkdir(exist_ok=True)
-        for path in sorted(Path(partial).iterdir()):
+        for path in sorted(Path(new).iterdir()):
             path.replace(folder / path.name)
 
 
-def _write_tensors(reader: CheckpointReader, *, into: Path, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Write the parameters and buffers of a checkpoint as safetensors files into a folder.
-
-    `dtypes`: dtypes by name, for parameters that are written in another dtype than the checkpoint has. At most a few MB
-    of tensors are in memory. Raises DamageError or OSError."""
-    split = {key: key.partition("/") for key in reader.index.tensors}
-    stored = {name: key for key, (slot, _, name) in split.items() if slot in ("parameter", "buffer")}
-    specs = [
-        TensorSpec(name, dtypes.get(name, reader.index.tensors[key].dtype), reader.index.tensors[key].shape)
-        for name, key in stored.items()
-    ]
-    files = _divide(specs)
-    for file, group in files.items():
-        with (into / file).open("xb") as out:
-            out.write(header(group, metadata={}))
-            for spec in group:
-                for piece in reader.pieces(stored[spec.name]):
-                    out.write(piece.to(spec.dtype).view(torch.uint8).numpy().data)
-            out.flush()
-            os.fsync(out.fileno())
-    if len(files) > 1:
+def _write(tensors: Mapping[str, Tensor], *, into: Path) -> None:
+    """Write tensors as safetensors files into a folder; a file has at most `_PART_BYTES`. Raises OSError."""
+    groups: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if groups[-1] and sum(each.nbytes for each in (*groups[-1].values(), tensor)) > _PART_BYTES:
+            groups.append({})
+        groups[-1][name] = tensor.contiguous()
+    count = len(groups)
+    names = [WHOLE] if count == 1 else [f"model-{one:05}-of-{count:05}.safetensors" for one in range(1, count + 1)]
+    for file, group in zip(names, groups, strict=True):
+        try:
+            write_whole(into / file, write=partial(save_file, group, metadata={"format": "pt"}))
+        except SafetensorError as error:
+            raise OSError(f"{into / file} was not written: {error}") from error
+    if count > 1:
         table = {
-            "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
-            "weight_map": {spec.name: file for file, group in files.items() for spec in group},
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {name: file for file, group in zip(names, groups, strict=True) for name in group},
         }
         (into / PARTS).write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
-def _divide(specs: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
-    """Return the tensors of each file by the file's name, in the given order. Files have at most `_PART_BYTES`."""
-    groups: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if groups[-1] and size + spec.nbytes > _PART_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(spec)
-        size += spec.nbytes
-    if len(groups) == 1:
-        return {WHOLE: groups[0]}
-    names = (f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1))
-    return dict(zip(names, groups, strict=True))
-
-
-def _fill(module: nn.Module, reader: CheckpointReader) -> None:
-    """Load a checkpoint into an unsplit module. Raises ValueError if the checkpoint is of another model."""
+def _fill(module: nn.Module, reader: CheckpointReader) -> dict[str, Tensor]:
+    """Load a checkpoint into an unsplit module; return the loaded tensors. Raises ValueError for another model."""
     parameters = [
         StoredSlice.of_full(parameter.detach(), name=name, slot="parameter")
         for name, parameter in module.named_parameters()
     ]
     known = {name for key in reader.index.tensors for _, _, name in [key.rpartition("/")]}
-    reader.fill([*parameters, *(buffer for buffer in buffers([module]) if buffer.name in known)])
+    wanted = [*parameters, *(buffer for buffer in buffers([module]) if buffer.name in known)]
+    reader.fill(wanted)
+    return {held.name: held.tensor for held in wanted}
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module], reader: CheckpointReader) -> nn.Module:

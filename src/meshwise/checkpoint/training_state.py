@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,9 +45,6 @@ class RestoredState:
     path: Path
     extra: Mapping[str, Any]
     damaged: tuple[Damage, ...]
-
-
-_Refill: TypeAlias = tuple[CheckpointRefill, list[StoredSlice]]
 
 
 class TrainingState:
@@ -162,7 +159,7 @@ class TrainingState:
 
     def _refill(
         self, index: CheckpointIndex, generators: list[StoredSlice], *, others: Set[str], pretrained: bool
-    ) -> _Refill:
+    ) -> tuple[CheckpointRefill, list[StoredSlice]]:
         """Return the refill of the engine and the slices that it needs. Raises ValueError for another model."""
         engine, own, saved = self._engine, optimizer_name(self._optimizer), index.extra.get("optimizer")
         if saved not in (own, None):

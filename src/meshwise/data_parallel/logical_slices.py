@@ -32,7 +32,15 @@ from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.reduction import ZERO, Reduction, compressed
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import optimizer_slices, slice_pieces
-from meshwise.model.full_parameter_access import Groups, OwnedTensor, SlicePart, SliceTensors, WholeFunction, key_of
+from meshwise.model.full_parameter_access import (
+    Groups,
+    LogicalTensors,
+    OwnedTensor,
+    SlicePart,
+    SliceTensors,
+    WholeFunction,
+    key_of,
+)
 from meshwise.model.parameter_table import ParameterRow
 from meshwise.plan.plan_keys import Wire
 
@@ -183,7 +191,7 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
     return OwnedParameter(piece.row, owner, tuple(parts), tuple((p, here) for p, _, here, _ in own), key)
 
 
-class LogicalSlices:
+class LogicalSlices(LogicalTensors):
     """`LogicalTensors` that an optimizer receives as `logical` under a plan.
 
     `squared_norms` is one all-reduce of one fp64 number for each trainable parameter, over all axes but `sync_axes`.

@@ -1,10 +1,9 @@
 """Cut a model into pipeline stages: rank 0 runs it on an example batch, and sends the whole cut to all ranks."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,10 +36,6 @@ def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
     return schedule
 
 
-Cutter: TypeAlias = Callable[..., ModelCut]
-"""Function `make(call=…)` that returns the cut of a model; `call(model)` runs the model on an example."""
-
-
 def cutter(
     model: nn.Module,
     *,
@@ -48,8 +43,10 @@ def cutter(
     schedule: Schedule,
     where: CutOptions,
     parts: Mapping[str, Part] = MappingProxyType({}),
-) -> Cutter:
-    """Return the function that cuts a model for a plan and its schedule. `parts`: the role of each module under tp."""
+) -> Callable[..., ModelCut]:
+    """Return `make(call=…)`, which cuts a model for a plan and its schedule; `call(model)` runs it on an example.
+
+    `parts`: the role of each module under tp."""
     roles = {name: part.role for name, part in parts.items()}
     request = CutRequest(by=plan.partition, where=where, schedule=schedule, roles=roles)  # type: ignore[arg-type]
     return partial(cut_model, model, stages=schedule.stages, request=request)
@@ -59,7 +56,7 @@ def cut_source(
     source: ParameterSource,
     *,
     plan: Plan,
-    make: Cutter,
+    make: Callable[..., ModelCut],
     example: Any,
     forward: Forward,
     loss: Loss | None = None,
@@ -86,7 +83,7 @@ def cut_source(
         return call_loss(model, given, forward=forward, loss=loss)[0]
 
     try:
-        return cut_and_note_writes(make, micro=micro, run=run)
+        return cut_on(micro, make=make, run=run)
     except CutError as error:
         raise PlanError(f"the plan '{plan}' cannot work for this model: {error}") from None
     except Exception as error:
@@ -94,21 +91,6 @@ def cut_source(
         raise
 
 
-def cut_and_note_writes(make: Cutter, *, micro: Any, run: Callable[[nn.Module, Any], Any]) -> ModelCut:
-    """Return the cut that `make` makes; the field `writes` of the cut is true if the model changes its batch in place.
-
-    `run(model, micro)` returns the output or the loss; the model gets a copy of the micro-batch `micro`."""
-    written = False
-
-    def call(model: nn.Module) -> Any:
-        nonlocal written
-        given = tree.map_tensors(torch.clone, micro)
-        before = [tensor._version for tensor in tree.tensors(given)]
-        try:
-            return run(model, given)
-        finally:
-            written |= [tensor._version for tensor in tree.tensors(given)] != before
-
-    cut = make(call=call)
-    # With CutOptions.made the model does not run, and `writes` of that cut stays.
-    return dataclasses.replace(cut, writes=written or cut.writes)
+def cut_on(micro: Any, *, make: Callable[..., ModelCut], run: Callable[[nn.Module, Any], Any]) -> ModelCut:
+    """Return the cut that `make` makes; `run(model, batch)` returns the output or the loss for a copy of `micro`."""
+    return make(call=lambda model: run(model, tree.map_tensors(torch.clone, micro)))

@@ -175,6 +175,24 @@ class MicrobatchTask:
     call: Forward
 
 
+@dataclass(eq=False)
+class LiveModel:
+    """The model of a rank, or one of its stages: its parameters, random draws and statistics of batch norms."""
+
+    engine: DataParallel
+    draws: RandomDraws
+    statistics: BatchStatistics
+
+    @contextlib.contextmanager
+    def prepared(self, micro_batch: MicroBatch, *, again: bool) -> Iterator[None]:
+        """Prepare draws and batch statistics inside the block for a micro-batch's forward, or with `again` backward."""
+        norms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.statistics.active:
+            norms = self.statistics.running(counts=micro_batch.counts, again=again)
+        with self.draws.running(micro_batch.samples, again=again), norms:
+            yield
+
+
 class WholeModelRunner:
     """Runner for a rank that holds the whole model: runs micro-batch after micro-batch.
 
@@ -191,26 +209,16 @@ class WholeModelRunner:
     lines: AbstractSet[tuple[int, int]] = frozenset()
     evaluation_micro_batches = 1
 
-    def __init__(
-        self,
-        engine: DataParallel,
-        *,
-        task: MicrobatchTask,
-        draws: RandomDraws,
-        statistics: BatchStatistics,
-        schedule: Schedule,
-        shares_rows: bool,
-    ) -> None:
+    def __init__(self, live: LiveModel, *, task: MicrobatchTask, schedule: Schedule, shares_rows: bool) -> None:
         """`schedule`: one row of actions, for one stage. `shares_rows`: several ranks split the rows of one matmul."""
         self.schedule = schedule
         self.counts = True
         self.task = self._task = task
-        self.engine = self._engine = engine
-        self._draws = draws
-        self._statistics = statistics
+        self.engine = self._engine = live.engine
+        self._live = live
         self._shares_rows = shares_rows
-        self.runs_empty = shares_rows or statistics.joined or any(unit.is_sharded for unit in engine.units)
-        self.begin, self.finish, self.close = draws.begin, draws.finish, draws.close
+        self.runs_empty = shares_rows or live.statistics.joined or any(unit.is_sharded for unit in live.engine.units)
+        self.begin, self.finish, self.close = live.draws.begin, live.draws.finish, live.draws.close
 
     def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
         """Run forward, backward of the loss times `scale`, and reduction; return the unscaled loss and count."""
@@ -299,9 +307,9 @@ class WholeModelRunner:
 
     @contextlib.contextmanager
     def _running(self, micro_batch: MicroBatch, *, again: bool = False) -> Iterator[None]:
-        """Run a micro-batch's forward inside the block, or with `again` its backward; see `prepared`."""
+        """Run a micro-batch's forward inside the block, or with `again` its backward; see `LiveModel.prepared`."""
         self.counts = micro_batch.counts
-        with prepared(micro_batch, draws=self._draws, statistics=self._statistics, again=again):
+        with self._live.prepared(micro_batch, again=again):
             yield
 
     def _run(self, rows: Any) -> Sums:
@@ -319,18 +327,6 @@ class WholeModelRunner:
 def whole_output(output: Any) -> Any:
     """Return an output whose split logits are gathered, so that one rank alone may read it (a collective under tp)."""
     return tree.map_tensors(lambda x: x.whole() if isinstance(x, SplitLogits) else x, output)
-
-
-@contextlib.contextmanager
-def prepared(
-    micro_batch: MicroBatch, *, draws: RandomDraws, statistics: BatchStatistics, again: bool
-) -> Iterator[None]:
-    """Prepare draws and batch statistics inside the block for a micro-batch's forward, or with `again` backward."""
-    norms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if statistics.active:
-        norms = statistics.running(counts=micro_batch.counts, again=again)
-    with draws.running(micro_batch.samples, again=again), norms:
-        yield
 
 
 def scaled(loss: Tensor, *, by: float) -> Tensor:

@@ -34,7 +34,7 @@ from meshwise.data_parallel.reduction import ZERO, compressed
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.cut_agreement import agreed_schedule, cut_source, cutter
 from meshwise.engine.first_rank import on_first_rank
-from meshwise.engine.microbatch_runner import MicrobatchTask, WholeModelRunner
+from meshwise.engine.microbatch_runner import LiveModel, MicrobatchTask, WholeModelRunner
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
@@ -46,7 +46,7 @@ from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
-from meshwise.model.deferred_init import ParameterSource, build_with_values, set_quantized_aside
+from meshwise.model.deferred_init import ParameterSource, build_with_values, set_quantized_aside, shapes_of
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
 from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call_with, default_forward, no_loss
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
@@ -54,7 +54,7 @@ from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.run.pipeline_stage import FeatureWidth, PieceForward, make_stage, model_without_values
+from meshwise.pipeline.run.pipeline_stage import PieceForward, make_stage
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
@@ -70,14 +70,7 @@ from meshwise.precision.dtype_policy import (
     widen_for_loss,
 )
 from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
-from meshwise.tensor.core.activation_slices import (
-    activation_regions,
-    feature_dims,
-    local_and_total_tokens,
-    local_and_total_width,
-    parts_of_stage,
-)
-from meshwise.tensor.core.matmul import Streaming
+from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.detect.assign_tp_roles import Rules, assign_roles
@@ -139,8 +132,8 @@ class Options:
     sync: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """With a `sync` across steps in the plan, changed fields of its row: `{"outer_lr": 0.5}`; see
     `meshwise.sync.sync_scheme.SyncScheme`."""
-    streaming: Streaming = dataclasses.field(default_factory=Streaming)
-    """With tp, how the operands of matmuls are gathered. `Streaming(keep=True)` keeps them for the backward."""
+    keep_gathered: bool = False
+    """With tp, keep gathered operands of matmuls for the backward, in place of a second gather; it takes memory."""
 
 
 def parallelize(
@@ -436,7 +429,7 @@ def _as_plan_error() -> Iterator[None]:
 
 def _build_engine(
     source: ParameterSource, setting: ParallelSetting, *, recall: ForwardReplay, earlier: frozenset[str] | None = None
-) -> tuple[DataParallel, RandomDraws, BatchStatistics]:
+) -> LiveModel:
     """Build the engine, random draws and batch statistics of the model or of a stage on this rank.
 
     earlier: names of a stage's parameters that an earlier stage also holds; None for the whole model."""
@@ -447,7 +440,7 @@ def _build_engine(
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)
-    outside = SplitContext(world, scheme, setting.extents, streaming=options.streaming, recall=recall)
+    outside = SplitContext(world, scheme, setting.extents, keeps=options.keep_gathered, recall=recall)
     if setting.parts:
         with _as_plan_error():
             split = tensor_parallel(module, plan=plan, parts=setting.parts, outside=outside)
@@ -461,23 +454,23 @@ def _build_engine(
     draws = _draws(module, setting, outside)
     recall.remember(draws)
     setting.compile(module, draws=draws)
-    return engine, draws, BatchStatistics(module, world=world, axes=plan.loss_axes, joined=setting.joined)
+    statistics = BatchStatistics(module, world=world, axes=plan.loss_axes, joined=setting.joined)
+    return LiveModel(engine, draws, statistics)
 
 
 def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
     """Build the engine and runner of a plan without pp, under which every rank runs all layers."""
     recall, blocks = ForwardReplay(), setting.policy.blocks.names(source.module)
     _place_buffers(source, setting.world, setting.storage.precision)
-    engine, draws, statistics = _build_engine(source, setting, recall=recall)
+    live = _build_engine(source, setting, recall=recall)
     setting.policy.blocks.install(source.module, names=blocks, recall=recall)
     if not source.deferred:
         rank, mesh = setting.world.rank, setting.world.mesh
-        absent = [row.name for row in engine.table.rows if not row.is_on(mesh, rank=rank)]
+        absent = [row.name for row in live.engine.table.rows if not row.is_on(mesh, rank=rank)]
         _release(source.module.get_parameter(name) for name in absent)
     task, schedule = setting.token_task, naive(1, microbatches=setting.plan.microbatches)
-    return Engine({0: engine}, ranks=[0], world=setting.world), WholeModelRunner(
-        engine, task=task, draws=draws, statistics=statistics, schedule=schedule, shares_rows=setting.shares_rows
-    )
+    runner = WholeModelRunner(live, task=task, schedule=schedule, shares_rows=setting.shares_rows)
+    return Engine({0: live.engine}, ranks=[0], world=setting.world), runner
 
 
 def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
@@ -492,26 +485,20 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     run = partial(run, example=options.example, device=world.device)
     cut = on_first_rank(run, world=world, shared=(PlanError, LossError))
     blocks = setting.policy.blocks.names(source.module)
-    like = model_without_values(source.module)
+    like = shapes_of(source.module, seed=options.seed).module
     convert(like, precision=setting.storage.precision)
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index, like=like), ForwardReplay()
         recall.remember(stage.state)
-        extents = ShardSizes()
-        stage.state.width = FeatureWidth(
-            *local_and_total_width(parts, plan=plan, world=world),
-            made=feature_dims(parts, module=source.module),
-            tokens=local_and_total_tokens(extents, plan=plan, world=world),
-            blocks=[name for name, part in parts.items() if part.role == "block"],
-        )
         earlier = frozenset(name for name, holders in cut.holders.items() if holders[0] < index)
         here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
         contents = cut.contents(index)
         absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
-        own = dataclasses.replace(setting, parts=here, absent=absent, extents=extents)
+        own = dataclasses.replace(setting, parts=here, absent=absent, extents=ShardSizes())
         own_source = source.for_module(stage.module)
-        stages[index] = LiveStage(stage, *_build_engine(own_source, own, recall=recall, earlier=earlier))
+        live = _build_engine(own_source, own, recall=recall, earlier=earlier)
+        stages[index] = LiveStage(**vars(live), stage=stage)
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in contents.split_blocks}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)

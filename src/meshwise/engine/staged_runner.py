@@ -17,25 +17,21 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.flight_recorder import StepPhase
-from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
-from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.microbatch_runner import (
+    LiveModel,
     MicroBatch,
     MicrobatchTask,
     OnCount,
     OnGradient,
     Sums,
     WholeModelRunner,
-    placed,
-    prepared,
     scaled,
     whole_output,
     zeros,
 )
 from meshwise.model.forward import call_loss
 from meshwise.model.parameter_table import ParameterRow
-from meshwise.model.random_draws import RandomDraws
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.pipeline_stage import Stage, signature
 from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter, pack, tensor_specs, unpack
@@ -52,15 +48,10 @@ from meshwise.plan import PlanError
 
 
 @dataclass(eq=False)
-class LiveStage:
-    """A stage of this rank, with its random draws and the statistics of its batch norms.
-
-    As a `StageStorage` it is the storage of the stage's parameters for the schedule's interpreter."""
+class LiveStage(LiveModel):
+    """A stage of this rank. As a `StageStorage` it is the storage of its parameters for the schedule's interpreter."""
 
     stage: Stage
-    engine: DataParallel
-    draws: RandomDraws
-    statistics: BatchStatistics
     tied: bool = False
     """True if another stage holds a parameter of this stage too."""
     _on_gradient: OnGradient | None = None
@@ -81,7 +72,7 @@ class LiveStage:
         if batch is None:
             yield
             return
-        with prepared(batch, draws=self.draws, statistics=self.statistics, again=again):
+        with self.prepared(batch, again=again):
             yield
         if again:
             self.engine.collect()
@@ -134,7 +125,6 @@ class StagedRunner:
         self.runs_empty = shares_rows or any(live.statistics.joined for live in stages.values())
         self.cut = cut
         self.counts = True
-        self._copies = cut.writes
         self._engine, self._stages, self._task = engine, stages, task
         self._world = engine.world
         self._gathers = any(stage.engine.reduction.shards_parameters for stage in stages.values())
@@ -236,9 +226,8 @@ class StagedRunner:
         }
 
     def _given(self, batch: Any) -> Any:
-        """Return the batch on the device, copied if the model changes its batch in place."""
-        rows = placed(batch, world=self._world)
-        return map_tensors(torch.clone, rows) if self._copies else rows
+        """Return a copy of the batch on the device, because the model may change its batch in place."""
+        return map_tensors(lambda x: x.to(self._world.device, non_blocking=True, copy=True), batch)
 
     def _run(self, micro_batch: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
         """Run this stage's forward of a micro-batch. The last stage adds loss and count to `sums`; returns the loss."""

@@ -24,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TypeAlias
 
 import torch
@@ -177,6 +177,9 @@ class StagedRound:
 Round: TypeAlias = Sequence[StoredChunk]
 """Chunks that one step of the optimizer updates together."""
 
+_Submissions: TypeAlias = SimpleQueue[tuple[Sequence[Round], Callable[[], object]] | None]
+"""Queue of the rounds of a bucket and the function that waits for its gradients; None: no more follow."""
+
 
 class ChunkedUpdate:
     """Optimizer step over all chunks that this rank updates, with their tensors on any tier."""
@@ -198,7 +201,7 @@ class ChunkedUpdate:
         together = chunks if early else [list(itertools.chain(*chunks))]
         self._rounds = {own[0]: list(self._in_rounds(map(self._stored_chunk, own))) for own in together if own}
         self._broken = False
-        self._queue = _RoundQueue()
+        self._queue: _Submissions = SimpleQueue()
         self._under_way: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="update") if early else None
         tiers.reserve(max((_bytes(round_) for rounds in self._rounds.values() for round_ in rounds), default=0))
@@ -210,12 +213,8 @@ class ChunkedUpdate:
         """
         self.check()
         self._tiers.settle()
-        queue = _RoundQueue()
-        for rounds in self._rounds.values():
-            queue.put(rounds)
-        queue.end()
         self._broken = True
-        self._update_all(queue, done)
+        self._update_all(itertools.chain(*self._rounds.values()), done)
         self._broken = False
 
     # ---- early -------------------------------------------------------------------------------------------------
@@ -224,17 +223,17 @@ class ChunkedUpdate:
         """Start the thread's updates for one step. Raises TierError if an earlier update ended half way."""
         self.check()
         assert self._thread is not None
-        self._queue = _RoundQueue()
+        self._queue = SimpleQueue()
         self._under_way = self._thread.submit(self._update_early, self._queue)
 
     def submit(self, chunks: Sequence[UpdateChunk], *, ready: Callable[[], object]) -> None:
         """Let the thread call `ready`, which waits for one bucket's gradients, and update the bucket's `chunks`."""
-        self._queue.put(self._rounds[chunks[0]], ready=ready)
+        self._queue.put((self._rounds[chunks[0]], ready))
 
     def finish(self) -> None:
         """Wait until every submitted chunk is updated, and accept the updates. Raises TierError as `step` does."""
         assert self._under_way is not None
-        self._queue.end()
+        self._queue.put(None)
         running, self._under_way = self._under_way, None
         running.result()
         self._tiers.settle()
@@ -243,15 +242,15 @@ class ChunkedUpdate:
     def abandon(self) -> bool:
         """Wait for the submitted updates of a step that is given up; return whether parameters have changed."""
         if self._under_way is not None:
-            self._queue.end()
+            self._queue.put(None)
             running, self._under_way = self._under_way, None
             running.exception()
         return self._broken
 
-    def _update_early(self, queue: "_RoundQueue") -> None:
+    def _update_early(self, queue: _Submissions) -> None:
         try:
             with self._tiers.on_copy_stream():
-                self._update_all(queue, lambda _: None)
+                self._update_all(_submitted(queue), lambda _: None)
         except BaseException:
             self._broken = True
             raise
@@ -289,7 +288,7 @@ class ChunkedUpdate:
 
     # ---- rounds ------------------------------------------------------------------------------------------------
 
-    def _update_all(self, queue: "_RoundQueue", done: Callable[[UpdateChunk], None]) -> None:
+    def _update_all(self, rounds: Iterable[Round], done: Callable[[UpdateChunk], None]) -> None:
         """Update round by round, read the next round meanwhile, and wait for all writes.
 
         An early update stops at the first gradient that is not finite: that round and all later ones stay unchanged."""
@@ -300,11 +299,11 @@ class ChunkedUpdate:
         sound = True
         staged_rounds: deque[StagedRound] = deque()
         try:
-            while True:
-                while len(staged_rounds) < 2 and (round_ := queue.next(wait=not staged_rounds)) is not None:
+            for round_ in itertools.chain(rounds, (None,)):
+                if round_ is not None:
                     staged_rounds.append(StagedRound(round_, optimizer=self.optimizer, tiers=self._tiers))
-                if not staged_rounds:
-                    break
+                if len(staged_rounds) < (1 if round_ is None else 2):
+                    continue
                 staged = staged_rounds[0]
                 staged.bind_values()
                 sound = sound and (self._thread is None or staged.finite)
@@ -376,36 +375,12 @@ class ChunkedUpdate:
         yield round_
 
 
-class _RoundQueue:
-    """Queue of the rounds of one step, in the order of their update; another thread may fill it."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Sequence[Round], Callable[[], object]] | None] = SimpleQueue()
-        self._ready: deque[Round] = deque()
-        self._is_over = False
-
-    def put(self, rounds: Sequence[Round], *, ready: Callable[[], object] = lambda: None) -> None:
-        """Append `rounds`. Before the first of them is taken, `ready` is called, which waits for their gradients."""
-        self._queue.put((rounds, ready))
-
-    def end(self) -> None:
-        """Announce that no more rounds follow."""
-        self._queue.put(None)
-
-    def next(self, *, wait: bool) -> Round | None:
-        """Return the next round, or None after the last one. Without `wait`, also None if the queue is empty now."""
-        while not self._ready and not self._is_over:
-            try:
-                entry = self._queue.get(block=wait)
-            except Empty:
-                return None
-            if entry is None:
-                self._is_over = True
-                break
-            rounds, ready = entry
-            ready()
-            self._ready.extend(rounds)
-        return self._ready.popleft() if self._ready else None
+def _submitted(queue: _Submissions) -> Iterator[Round]:
+    """Yield the rounds of each bucket when its gradients are ready; None in the queue ends them."""
+    while (entry := queue.get()) is not None:
+        rounds, ready = entry
+        ready()
+        yield from rounds
 
 
 def _bytes(round_: Round) -> int:

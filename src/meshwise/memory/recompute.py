@@ -18,14 +18,13 @@ A block that writes to another buffer is refused, because its repeated forward m
 A block may receive an object (a list, a dict, an instance of a class) and change it in its forward. For example, a
 decoder of the transformers library writes its keys and values into the cache that it receives. A repeated forward
 would find them there, and append them again. So during the repetition the object has its earlier content
-(`BlockInputs`); afterwards its present content is restored. A tensor that is written to in place is not restored. The
-block then saves different tensors, which raises `RecomputeError`."""
+(`BlockInputs`); afterwards its present content is restored. A tensor that is written to in place is not restored."""
 
 import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -38,16 +37,11 @@ from meshwise.base.tensor_tree import map_tensors, reachable, storage_bytes
 from meshwise.comm.api.streams import cuda_in_use, generator_states, restore_generators
 from meshwise.memory.recompute_modes import DeviceTimer, RecomputeCost, SavedOperations, saved_bytes_hook
 from meshwise.model.forward import ForwardReplay, ReplayTape
-from meshwise.model.torch_private import without_modes
 from meshwise.precision.dtype_policy import active_product_casts
 
 
 class RecomputeError(RuntimeError):
     """The repeated forward of a block differs from its first forward, or cannot run."""
-
-
-Statistics: TypeAlias = Mapping[str, Tensor]
-"""Buffers of one norm that keeps running statistics over batches (as BatchNorm does), by buffer name."""
 
 
 class RecomputedBlock:
@@ -56,8 +50,7 @@ class RecomputedBlock:
     | mode         what is kept: all saved tensors (`none`), inputs (`full`), or inputs and slow results (`selective`)
     | recall       the state to restore and the kept results to replay when the forward is repeated
     | cost         measured cost of every mode; None before the first measurement
-    | measures     measure `cost` in every forward with gradients, and recompute everything meanwhile
-    | is_trusted   True once a repeated forward has saved the same tensors; values are not compared any more"""
+    | measures     measure `cost` in every forward with gradients, and recompute everything meanwhile"""
 
     def __init__(self, module: nn.Module, *, name: str, mode: str, recall: ForwardReplay) -> None:
         self.name = name
@@ -65,7 +58,6 @@ class RecomputedBlock:
         self.recall = recall
         self.cost: RecomputeCost | None = None
         self.measures = False
-        self.is_trusted = False
         self.run = module.forward
         self._module = module
         self._own = "forward" in vars(module)
@@ -86,23 +78,16 @@ class RecomputedBlock:
             return self.run(*args, **kwargs)
 
     @contextlib.contextmanager
-    def repeated(self, statistics: Sequence[Statistics]) -> Iterator[None]:
-        """Inside, norms use copies of `statistics`, one entry per norm; empty: of their present running statistics."""
-        norms = self._norms
-        own = [dict(norm.named_buffers(recurse=False)) for norm in norms]
+    def repeated(self) -> Iterator[None]:
+        """Inside, norms use copies of their running statistics."""
+        own = [(norm, name, buffer) for norm in self._norms for name, buffer in norm.named_buffers(recurse=False)]
         try:
-            for norm, buffers in zip(norms, statistics or own, strict=True):
-                for name, buffer in buffers.items():
-                    setattr(norm, name, buffer.clone())
+            for norm, name, buffer in own:
+                setattr(norm, name, buffer.clone())
             yield
         finally:
-            for norm, buffers in zip(norms, own, strict=True):
-                for name, buffer in buffers.items():
-                    setattr(norm, name, buffer)
-
-    def statistics(self) -> list[Statistics]:
-        """Return copies of each norm's running statistics, as the repeated forward must find them."""
-        return [{name: one.clone() for name, one in norm.named_buffers(recurse=False)} for norm in self._norms]
+            for norm, name, buffer in own:
+                setattr(norm, name, buffer)
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
@@ -158,11 +143,10 @@ class RecomputedBlock:
 
 @dataclass
 class _Slot:
-    """Saved tensor: its kind, a sample of its values to compare (or None), and its recomputed value (or None)."""
+    """Saved tensor: its kind, and its recomputed value (or None)."""
 
     call: "_Call"
     kind: tuple[torch.Size, torch.dtype, torch.device]
-    sample: Tensor | None = None
     value: Tensor | None = None
 
 
@@ -171,7 +155,6 @@ class _Call:
 
     def __init__(self, block: RecomputedBlock, args: Any, kwargs: Any) -> None:
         self._block = block
-        self._statistics = [] if block.is_trusted else block.statistics()
         self._selective = block.mode == "selective"
         self._tape = ReplayTape()
         self._needed = 0
@@ -210,8 +193,7 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> _Slot:
         """Return the empty slot that autograd keeps in place of a saved tensor."""
-        sample = None if self._block.is_trusted else sample_of(tensor)
-        slot = _Slot(self, (tensor.shape, tensor.dtype, tensor.device), sample)
+        slot = _Slot(self, (tensor.shape, tensor.dtype, tensor.device))
         self._slots.append(weakref.ref(slot))
         self._needed = len(self._tape.results)
         return slot
@@ -231,7 +213,7 @@ class _Call:
         recall = self._block.recall
         fill = functools.partial(self._fill, deque(self._slots))
         play = recall.using(self._tape if self._selective else None, repeated=True)
-        restored = (self._block.repeated(self._statistics), self._containers.as_before())
+        restored = (self._block.repeated(), self._containers.as_before())
         with contextlib.ExitStack() as stack:
             for context in (torch.enable_grad(), self._torch_state(), recall.restored(self._state), play, *restored):
                 stack.enter_context(context)
@@ -241,7 +223,6 @@ class _Call:
             stack.enter_context(contextlib.suppress(_Enough))
             self._block.run(*args, **kwargs)
         self._tape = ReplayTape()
-        self._block.is_trusted = True
 
     def _fill(self, left: deque[weakref.ref[_Slot]], tensor: Tensor) -> Tensor:
         """Put a saved tensor into the first slot in `left`. Raises `_Enough` after the last slot.
@@ -255,8 +236,6 @@ class _Call:
                 raise RecomputeError(
                     self._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.kind[0])}")
                 )
-            if slot.sample is not None and not _is_close(kept, before=slot.sample):
-                raise RecomputeError(self._differs("other values"))
             slot.value = kept
         if not left:
             raise _Enough
@@ -265,8 +244,8 @@ class _Call:
     def _differs(self, what: str) -> str:
         return (
             f"{self._block.name} saved {what} when its forward was repeated. It must compute the same twice: with no "
-            "numbers from numpy, no cache (set use_cache=False in the model's config), no uninitialized memory and no "
-            "branch that may change. Change it, or name other modules to recompute: Options(recomputed=(…))"
+            "cache (set use_cache=False in the model's config) and no branch that may change. Change it, or name other "
+            "modules to recompute: Options(recomputed=(…))"
         )
 
 
@@ -345,43 +324,6 @@ def _torch_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
             yield
 
     return restored
-
-
-_ELEMENTS = 64
-"""Number of elements of a sample."""
-_FEW = 1 / 16
-"""Fraction of a sample's elements that may differ."""
-_LITTLE = 0.05
-"""Difference up to which two elements count as equal, as a fraction of the sample's largest finite element."""
-
-
-def sample_of(tensor: Tensor) -> Tensor | None:
-    """Return up to 64 elements of a tensor, evenly spread, as a tensor with one dim.
-
-    Return None for a meta, sparse or subclassed tensor. Return None for integers too: kernels save some
-    that they never write. On a CPU an LSTM does so, on a GPU an attention without dropout."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-        return None
-    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
-        return None
-    with without_modes():
-        values, count = tensor.detach(), tensor.numel()
-        if count <= _ELEMENTS:
-            return values.flatten().clone()
-        places = torch.arange(_ELEMENTS, device=tensor.device) * (count - 1) // (_ELEMENTS - 1)
-        return values[torch.unravel_index(places, tensor.shape)]
-
-
-def _is_close(tensor: Tensor, *, before: Tensor) -> bool:
-    """Return whether a tensor's sample equals the sample `before` up to rounding, in nearly all elements."""
-    now = sample_of(tensor)
-    assert now is not None
-    kind = torch.complex128 if before.is_complex() else torch.float64
-    one, other = before.to(kind), now.to(kind)
-    finite = one.abs()[one.isfinite()]
-    most = float(finite.max()) if finite.numel() else 0.0
-    differ = ~torch.isclose(one, other, rtol=0.0, atol=_LITTLE * most, equal_nan=True)
-    return int(differ.sum()) <= _FEW * before.numel()
 
 
 Container: TypeAlias = dict[Any, Any] | list[Any]

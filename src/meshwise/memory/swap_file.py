@@ -96,20 +96,16 @@ class SwapTransfer:
 
     def then(self, call: Callable[[], None]) -> None:
         """Call `call` once when all pieces have ended, even if some failed: on a thread of the file, or at once."""
-        left = [len(self._futures)]
-        lock = threading.Lock()
+        left = iter(self._futures)
 
-        def done(_: object) -> None:
-            with lock:
-                left[0] -= 1
-                last = left[0] == 0
-            if last:
-                call()
-
-        for future in self._futures:
-            future.add_done_callback(done)
-        if not self._futures:
+        def go_on(_: object = None) -> None:
+            for future in left:
+                if not future.done():
+                    future.add_done_callback(go_on)
+                    return
             call()
+
+        go_on()
 
 
 class SwapFile:

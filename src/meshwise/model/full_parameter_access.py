@@ -24,12 +24,12 @@ A class that needs matrices computes each of them on one rank, by a function of 
 
     self.logical.map_whole(gradients, groups=self.param_groups, function=lambda key, full: orthogonal(full))
 
-`logical` is a `LogicalTensors`: a `WholeParameters` on one process, a `LogicalSlices` under a plan. Every rank must
-call its methods in the same order. Every slice has a gradient."""
+`logical` is a `LogicalTensors`; under a plan it is a `LogicalSlices`. Every rank must call its methods in the same
+order. Every slice has a gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -69,32 +69,46 @@ NEEDS = ("norms", "matrices", "replicas")
 `exchange_momenta`, and in a step that begins with `keeps_gradients` True their own gradients."""
 
 
-class LogicalTensors(Protocol):
-    """Access of an optimizer to whole parameters. `values`: a tensor for each slice, for example its gradient."""
+class LogicalTensors:
+    """Access of an optimizer to whole parameters. `values`: a tensor for each slice, for example its gradient.
+
+    This class is for one process, where a slice is a parameter itself; `LogicalSlices` is for a plan."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._name_of = {parameter: name for name, parameter in parameters.items()}
+        self._key_of = {p: key_of(p.shape, dtype=p.dtype, device=p.device) for p in parameters.values()}
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
         """Return the parts of a slice in order, each of one parameter; padding belongs to no part."""
+        return (SlicePart(self._name_of[parameter], 0, parameter.numel(), tuple(parameter.shape)),)
 
     def squared_norms(self, values: SliceTensors, *, order: float = 2) -> Mapping[str, Tensor]:
         """Return the squared norm of `values` over each whole parameter, by name: fp64 scalars (a collective).
 
         order: 2, or math.inf for the largest magnitude."""
+        return {
+            self._name_of[p]: torch.linalg.vector_norm(value, ord=order).double() ** 2 for p, value in values.items()
+        }
 
-    def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:
+    def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:  # noqa: ARG002
         """Replace momenta by beta · momentum + (1 - beta) · mean gradient of the replicas (collectives).
 
         | momenta   by slice; equal on all replicas, and they stay equal
         | betas     by name of the parameter
         | codec     a value of `wire` through which the sum travels; what it loses travels with the next exchange"""
+        for parameter, momentum in momenta.items():
+            assert parameter.grad is not None
+            momentum.lerp_(parameter.grad, 1 - betas[self._name_of[parameter]])
 
     def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
         """Return the whole parameters of `groups` that `map_whole` computes on this rank."""
+        return [(self._name_of[p], self._key_of[p], group) for group in groups for p in group["params"]]
 
     def map_whole(
         self,
         values: SliceTensors,
         *more: SliceTensors,
-        groups: Groups,
+        groups: Groups,  # noqa: ARG002 - they say which parameters other ranks have
         function: WholeFunction,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -107,42 +121,6 @@ class LogicalTensors(Protocol):
 
         `function` runs on one rank for each parameter, and gets tensors that it may change. It must depend on its
         arguments alone, and on state that only this rank needs."""
-
-
-class WholeParameters:
-    """`LogicalTensors` of one process, where a slice is a parameter itself."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._names = {parameter: name for name, parameter in parameters.items()}
-        self._keys = {p: key_of(p.shape, dtype=p.dtype, device=p.device) for p in parameters.values()}
-
-    def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
-        """Return one part, the whole parameter."""
-        return (SlicePart(self._names[parameter], 0, parameter.numel(), tuple(parameter.shape)),)
-
-    def squared_norms(self, values: SliceTensors, *, order: float = 2) -> Mapping[str, Tensor]:
-        """Return the squared norms of the tensors: fp64 scalars by parameter name."""
-        return {self._names[p]: torch.linalg.vector_norm(value, ord=order).double() ** 2 for p, value in values.items()}
-
-    def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:  # noqa: ARG002
-        """Move each momentum towards the gradient of its parameter: one process sends nothing."""
-        for parameter, momentum in momenta.items():
-            assert parameter.grad is not None
-            momentum.lerp_(parameter.grad, 1 - betas[self._names[parameter]])
-
-    def owned(self, groups: Groups) -> Sequence[OwnedTensor]:
-        """Return all parameters of `groups`."""
-        return [(self._names[p], self._keys[p], group) for group in groups for p in group["params"]]
-
-    def map_whole(
-        self,
-        values: SliceTensors,
-        *more: SliceTensors,
-        groups: Groups,  # noqa: ARG002 - they say which parameters other ranks have
-        function: WholeFunction,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Replace each tensor of `values` by `function` of it and of `more`."""
         for parameter, value in values.items():
             full = (each[parameter].to(dtype or value.dtype, copy=True) for each in (values, *more))
-            value.copy_(function(self._keys[parameter], *full))
+            value.copy_(function(self._key_of[parameter], *full))

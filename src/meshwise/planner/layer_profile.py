@@ -24,7 +24,7 @@ from torch import nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import StepPhase
-from meshwise.engine.cut_agreement import cut_and_note_writes
+from meshwise.engine.cut_agreement import cut_on
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
 from meshwise.model.parameter_units import partition
@@ -216,7 +216,7 @@ def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
     with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
         run = wrap_for_rehearsal(subject.options.forward or default_forward, constants=constants)
         make = partial(cut_pieces, model, pieces=subject.options.cut.pieces)
-        cut = cut_and_note_writes(make, micro=micro.batch, run=run)
+        cut = cut_on(micro.batch, make=make, run=run)
         return cut if cut.stages > 1 else None
     return None
 

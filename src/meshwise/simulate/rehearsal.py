@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import Activity, FlightRecorder, StepPhase
-from meshwise.engine.cut_agreement import cut_and_note_writes, cutter, plan_schedule
+from meshwise.engine.cut_agreement import cut_on, cutter, plan_schedule
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.activation_offload import RehearsedMover
@@ -474,7 +474,7 @@ def _kinds(
         parts = assign_roles(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
         options = dataclasses.replace(options, parts=parts)
         make = cutter(source.module, plan=plan, schedule=schedule, where=options.cut, parts=parts)
-        cut = cut_and_note_writes(make, micro=micro, run=forward)
+        cut = cut_on(micro, make=make, run=forward)
     except ValueError:
         return tuple(range(plan.pp)), options  # parallelize refuses it
     at = tuple(cut.keys[bound] for bound in cut.bounds[1:-1])

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.module_copy import set_sharded_class
 from meshwise.model.parameter_table import Placement
@@ -23,13 +22,11 @@ from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_layers import (
     MultiheadSharding,
     Projection,
-    ShardedBatchNorm,
     ShardedEmbedding,
     ShardedHead,
     ShardedLinear,
     ShardedNorm,
     SplitNorm,
-    SplitStatistics,
     SplitTable,
 )
 from meshwise.tensor.core.split_context import SplitContext
@@ -176,9 +173,6 @@ class _Split:
         elif part.role == "patches" and module is not None and context.degree(axes) > 1:
             summed = functools.partial(reshard.with_summed_gradient, context=context, axes=axes)
             reshard.change_input(module, change=summed)
-        if inner and isinstance(module, BatchNorm):
-            sizes = context.sizes(module.num_features, axes=axes, cut=part.cut)
-            set_sharded_class(module, front=ShardedBatchNorm, sharding=SplitStatistics(context.world, axes, sizes))
         parameters = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
         for key, parameter in parameters.items():
             dim = _dim_of_features(part, parameter)

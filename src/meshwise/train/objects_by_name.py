@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import meshwise.optim
 from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
-from meshwise.model.full_parameter_access import WholeParameters
+from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.model.parameter_table import ParameterOptions
 from meshwise.optim.flat_optimizer import build_optimizer, needs_of
 from meshwise.optim.large_batch_optimizers import Muon
@@ -173,7 +173,7 @@ def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> Optim
 def _trial(kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return an optimizer over one small matrix."""
     small = nn.Parameter(torch.zeros(1, 1))
-    return build_optimizer(kind, groups=[{"params": [small]}], logical=WholeParameters({"weight": small}), **arguments)
+    return build_optimizer(kind, groups=[{"params": [small]}], logical=LogicalTensors({"weight": small}), **arguments)
 
 
 def locate(name: str, *, key: str) -> Callable[..., Any]:

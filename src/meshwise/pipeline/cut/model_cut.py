@@ -109,8 +109,6 @@ class ModelCut:
     """Name of the balanced quantity: time, operations, params or memory."""
     split_blocks: tuple[str, ...] = ()
     """Blocks with a stage boundary inside."""
-    writes: bool = False
-    """True if the model changes its batch in place; then each stage receives a copy of the batch."""
 
     @property
     def stages(self) -> int:

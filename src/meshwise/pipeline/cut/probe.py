@@ -28,7 +28,7 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.streams import streams_of
 from meshwise.memory.allocator import keep_freed_memory
 from meshwise.memory.recompute_modes import saved_bytes_hook
-from meshwise.model.deferred_init import without_values
+from meshwise.model.deferred_init import shapes_of
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.parameter_units import GatheredModule, Patterns, partition
 from meshwise.model.shape_constants import MetaKernels, ShapeConstants
@@ -117,8 +117,7 @@ def _run(
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
     bare = has_no_values(model)
     watched = copy_modules(model, tensors={parameter: parameter for parameter in model.parameters()})
-    values = [*model.parameters(), *model.buffers()]
-    shadow = copy_modules(model, tensors={t: without_values(t) for t in values}) if bare else watched
+    shadow = shapes_of(model, seed=0).module if bare else watched
     if bare:
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}

@@ -12,17 +12,14 @@ gains enough. Its cost includes the values that are sent there, and the code tha
 import difflib
 import itertools
 import math
-from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-import torch
 from torch import nn
 
 from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult, has_no_values
-from meshwise.pipeline.cut.probe import ROUNDS, read_clock
 from meshwise.pipeline.schedules.schedule_clock import StepClock
 from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 
@@ -32,14 +29,11 @@ STATE_COPIES = 4
 MIN_GAIN = 0.02
 """Least gain (a fraction) for which a boundary inside a block is used; also the `slack` of `divide` in its search."""
 
-MIN_DISTANCE = 0.02
-"""Least load between two boundaries inside blocks that are both tried, as a fraction of a mean stage's load."""
-
 MAX_EVENTS = 4_000_000
 """Most events that `StepClock` computes in the search for the best bounds; this takes some seconds."""
 
-COPIED_BYTES = 2**22
-"""Size of the copy that measures how long it takes to send a byte."""
+SECONDS_PER_BYTE = 2e-10
+"""Cost of a sent byte, if costs are measured in seconds: a copy of 5 GB/s."""
 
 OPERATIONS_PER_BYTE = 10.0
 """Cost of a sent byte, if costs are counted in operations: a CPU computes as many while it copies a byte."""
@@ -84,34 +78,6 @@ class PartitionItems:
     def alone(self, stage: int, *, start: int, end: int) -> float:
         """Return the load without the added loads of `before` and `after`; it never falls as the range grows."""
         return self._sums[stage][end] - self._sums[stage][start]
-
-    def merged(self, places: Sequence[int]) -> "PartitionItems":
-        """Merge all items between two neighbouring `places` into one item each; the first place is 0."""
-        parts = list(pairwise((*places, len(self.solid))))
-        return PartitionItems(
-            loads=[[sum(row[start:stop]) for start, stop in parts] for row in self.loads],
-            solid=[any(self.solid[start:stop]) for start, stop in parts],
-            **{
-                name: [each[place] for place in places] if each else ()
-                for name, each in (("sent_bytes", self.sent_bytes), ("before", self.before), ("after", self.after))
-            },
-        )
-
-
-def places_to_try(items: PartitionItems, *, apart: float, always: Collection[int], never: Collection[int]) -> list[int]:
-    """Return the items at which it is worth a try to begin a stage: all of `always`, none of `never`, and others.
-
-    The others are at least `apart` in load from each other and from `always`; items with few sent bytes come first."""
-    sums = [0.0, *accumulate(max(items.loads, key=sum))]
-    kept = sorted(always)
-    taken = sorted(sums[place] for place in kept)
-    others = [place for place in range(len(items.solid)) if place not in never and place not in always]
-    for place in sorted(others, key=lambda place: items.sent_bytes[place]):
-        at = bisect_left(taken, sums[place])
-        if all(abs(near - sums[place]) >= apart for near in taken[max(0, at - 1) : at + 1]):
-            kept.append(place)
-            insort(taken, sums[place])
-    return sorted(kept)
 
 
 def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
@@ -248,24 +214,21 @@ def balance(
     their schedule. Raises CutError when fewer than `stages` stages fit."""
     clock = None
     if by == "time" and schedule is not None:
-        device = next(model.parameters()).device
-        byte = OPERATIONS_PER_BYTE if has_no_values(model) else _seconds_to_copy_byte(device)
+        byte = OPERATIONS_PER_BYTE if has_no_values(model) else SECONDS_PER_BYTE
         clock = StepClock(schedule, seconds_per_byte=byte)
     split = seen.with_split_blocks(splittable)
     whole, fine = (
-        _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule)) for row in (seen, split)
+        _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule), never=never)
+        for row, never in ((seen, ()), (split, splittable))
     )
     fits = sum(whole.solid) >= stages
     bounds, price = _best(whole, clock) if fits or not splittable else ((), math.inf)
     if splittable:
-        begins, count = seen.begins(splittable), len(fine.solid)
-        pieces = [begins[called.key] for called in seen.calls]
-        rests = {place for place, called in enumerate(split.calls) if called.key in splittable}  # of blocks' own code
-        places = (*_places(fine, stages, always=pieces, never=rests), count)
-        also = tuple(places.index((*pieces, count)[bound]) for bound in bounds)
-        found, finer = _best(fine.merged(places[:-1]), clock, also=also, slack=MIN_GAIN)
+        begins = seen.begins(splittable)
+        pieces = [*(begins[called.key] for called in seen.calls), len(split.calls)]
+        found, finer = _best(fine, clock, also=tuple(pieces[bound] for bound in bounds), slack=MIN_GAIN)
         if finer < price * (1 - MIN_GAIN):
-            return _with_needed_splits(seen, splittable, [places[bound] for bound in found])
+            return _with_needed_splits(seen, splittable, found)
     return StageBounds(seen, bounds)
 
 
@@ -276,15 +239,6 @@ def _with_needed_splits(seen: ProbeResult, splittable: Collection[str], bounds: 
     needed = [called.key for called in seen.calls if {part.key for part in called.inside[:-1]}.intersection(names)]
     row, begins = seen.with_split_blocks(needed), seen.begins(needed)
     return StageBounds(row, (*(begins[name] for name in names), len(row.calls)), tuple(needed))
-
-
-def _places(items: PartitionItems, stages: int, *, always: Collection[int], never: Collection[int]) -> list[int]:
-    """Return the items at which it is worth a try to begin a stage or, if these are too few, all except `never`."""
-    apart = MIN_DISTANCE * sum(items.loads[0]) / stages
-    places = places_to_try(items, apart=apart, always=always, never=never)
-    if sum(items.merged(places).solid) >= stages:
-        return places
-    return [place for place in range(len(items.solid)) if place not in never]
 
 
 def _best(
@@ -302,10 +256,13 @@ def _best(
     return min(found, key=lambda one: one[1])
 
 
-def _items(seen: ProbeResult, loads: Sequence[Sequence[float]]) -> PartitionItems:
-    """Return the load of each call, and the cost of a stage boundary before it (0 if no time was measured)."""
+def _items(seen: ProbeResult, loads: Sequence[Sequence[float]], *, never: Collection[str]) -> PartitionItems:
+    """Return the load of each call, and the cost of a stage boundary before it (0 if no time was measured).
+
+    No stage begins at a call with a key of `never`: the rest of the code of a split block."""
     solid, cost = [bool(called.parameters) for called in seen.calls], [called.cost for called in seen.calls]
-    return PartitionItems(loads, solid, seen.sent_bytes, [one.between for one in cost], [one.earlier for one in cost])
+    after = [math.inf if called.key in never else called.cost.earlier for called in seen.calls]
+    return PartitionItems(loads, solid, seen.sent_bytes, [one.between for one in cost], after)
 
 
 def loads_of(
@@ -322,14 +279,3 @@ def loads_of(
     activations = [called.cost.activations for called in seen.calls]
     counts = (1.0,) * stages if schedule is None else in_flight(schedule)
     return [[state + times * kept for state, kept in zip(states, activations, strict=True)] for times in counts]
-
-
-def _seconds_to_copy_byte(device: torch.device) -> float:
-    """Return the seconds that copying one byte takes."""
-    some = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
-    least = math.inf
-    for _ in range(ROUNDS):
-        begin = read_clock(cuda=some.is_cuda)
-        some.clone()
-        least = min(least, read_clock(cuda=some.is_cuda) - begin)
-    return least / COPIED_BYTES

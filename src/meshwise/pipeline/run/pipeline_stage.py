@@ -6,7 +6,8 @@ norm, head) of other stages have no parameters and do not compute (docs/pipeline
 
 - code between pieces (masks, rotary tables, residual sums) runs on every stage, from the same batch;
 - a piece of an earlier stage returns its output as this stage received it, if a later piece needs the output. Otherwise
-  it returns NaN in the output's shape and dtype, so that the use of a missing value is noticed;
+  it returns NaN in the output's shape and dtype, so that the use of a missing value is noticed. The stage before sends
+  the shapes;
 - the first piece of a later stage ends the forward by an exception.
 
 A stage may begin inside a block (`piece_calls.inner_modules`). On the two stages that share this split block, its
@@ -17,19 +18,19 @@ makes a stage from a model and its cut."""
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.deferred_init import without_values
+from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import StageForwardLeft
 from meshwise.model.module_copy import copy_modules
-from meshwise.model.shape_constants import MetaKernels, ShapeConstants
 from meshwise.model.torch_private import without_modes
 from meshwise.pipeline.cut.model_cut import REMEDY, ModelCut
 from meshwise.pipeline.run.stage_backward import enter
@@ -39,69 +40,8 @@ class StageError(RuntimeError):
     """Error for a stage that runs differently than on the example from which the model was cut."""
 
 
-Place: TypeAlias = tuple[bool, int, dict[str, Any]]
-"""Point in a forward: (True inside a forward, number of the next call of a piece, received values)."""
-
-
-@dataclass(frozen=True)
-class FeatureWidth:
-    """Sizes of the hidden states under tensor parallelism, on this rank and in total."""
-
-    own: int = 0
-    """Features on this rank."""
-    whole: int = 0
-    """Features in total; equal to `own` if tensor parallelism does not split them."""
-    made: Mapping[str, int] = field(default_factory=dict)
-    """Pieces that make hidden states from other inputs, such as embeddings; with the negative dim of the features."""
-    tokens: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    """Returns the number of tokens (on this rank, in total) in the current forward."""
-    blocks: Collection[str] = ()
-    """Names of the blocks; inside a block, tokens are split."""
-
-    def ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
-        """Run `shadow` on meta tensors, and return meta tensors in the shapes of this rank's output of piece `name`.
-
-        `shadow` is the piece without tensor parallelism, so its inputs are widened to all features and tokens."""
-        own, whole = self.tokens()
-        if own == whole or not any(name == block or name.startswith(f"{block}.") for block in self.blocks):
-            return self._ask(shadow, name=name, args=args, kwargs=kwargs)
-        # Masks and rotary tables have all tokens; hidden states have the part of this rank.
-        hidden = _first((args, kwargs.get("hidden_states")))
-        if hidden is None or hidden.dim() < 2 or hidden.size(-2) != own or not hidden.is_floating_point():
-            return self._ask(shadow, name=name, args=args, kwargs=kwargs)
-        wide = hidden.new_empty(*hidden.shape[:-2], whole, hidden.size(-1))
-        args, kwargs = map_tensors(lambda x: wide if x is hidden else x, (args, kwargs))
-        returned = self._ask(shadow, name=name, args=args, kwargs=kwargs)
-        out = _first(returned)
-        if out is None or out.dim() < 2 or out.size(-2) != whole:
-            return returned
-        return map_tensors(lambda x: x.narrow(-2, 0, own) if x is out else x, returned)
-
-    def _ask(self, shadow: nn.Module, *, name: str, args: Any, kwargs: Any) -> Any:
-        if name in self.made and self.own != self.whole:
-            dim = self.made[name]
-            return map_tensors(lambda x: self._part(x, dim=dim), shadow(*args, **kwargs))
-        first = _first((args, kwargs))
-        if first is None or not first.is_floating_point() or self.own == self.whole:
-            return shadow(*args, **kwargs)
-
-        def change(x: Tensor, size: int, to: int) -> Tensor:
-            matches = x.dtype == first.dtype and x.dim() == first.dim() and x.size(-1) == size
-            return x.new_empty(*x.shape[:-1], to) if matches else x
-
-        args, kwargs = map_tensors(lambda x: change(x, self.own, self.whole), (args, kwargs))
-        returned = shadow(*args, **kwargs)
-        if first.size(-1) != self.own:
-            return returned
-        return map_tensors(lambda x: change(x, self.whole, self.own), returned)
-
-    def _part(self, x: Tensor, *, dim: int) -> Tensor:
-        split = x.dim() >= -dim and x.size(dim) == self.whole and x.is_floating_point()
-        return x.narrow(dim, 0, self.own) if split else x
-
-
-def _first(tree: Any) -> Tensor | None:
-    return next(tensors(tree), None)
+Place: TypeAlias = tuple[bool, int, dict[str, Any], dict[str, Any]]
+"""Point in a forward: (True inside a forward, number of the next call of a piece, received values, `shapes`)."""
 
 
 class StageForwardState:
@@ -112,16 +52,17 @@ class StageForwardState:
         self.sends = cut.sends[index] if index + 1 < cut.stages else ()
         self.changed, self.same_shape = cut.changed, cut.same_shape
         self._contents, self._modules = cut.contents(index), modules
-        self.nan = NanPlaceholder()
-        self.width = FeatureWidth()
-        self.open = self.repeats = False
+        self.open = self.repeats = self.notes = False
         self.received: dict[str, Any] = {}
+        self.shapes: dict[str, Any] = {}
+        """Outputs of pieces so far as meta tensors, by key; without those of `same_shape`."""
         self.sent: dict[str, Any] = {}
         self.position = 0
 
-    def start(self, received: Mapping[str, Any]) -> None:
-        """Begin a forward with the values received from the stage before, by key."""
-        self.open, self.position = True, 0
+    def start(self, received: Mapping[str, Any], *, shapes: Mapping[str, Any], notes: bool) -> None:
+        """Begin a forward with the values and shapes from the stage before, by key. `notes`: add to `shapes`."""
+        self.open, self.position, self.notes = True, 0, notes
+        self.shapes = dict(shapes)
         self.received = enter(received)
         self.sent = {}
         for key, value in self.received.items():
@@ -146,22 +87,35 @@ class StageForwardState:
 
     def keep(self, key: str, *, value: Any) -> None:
         """Store a value that is sent at the end, if it is in `sends`. If the model will change it, store a copy."""
-        if key in self.sends and not self.repeats:
+        if self.repeats:
+            return
+        if key in self.sends:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
+        if self.notes and key not in self.same_shape:
+            with without_modes():  # a rehearsal counts no memory for it
+                self.shapes[key] = map_tensors(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), value)
+
+    def shapes_of(self, key: str, *, module: nn.Module, first: Tensor) -> Any:
+        """Return the output of a piece of an earlier stage as meta tensors. `first`: its first input.
+
+        A rehearsal leaves out stages that equal another one. Their pieces return what others of their class do."""
+        modules = zip(self._contents.keys, self._modules, strict=True)
+        alike = (other for other, one in modules if type(one) is type(module))
+        return next((self.shapes[other] for other in (key, *alike) if other in self.shapes), first)
 
     def snapshot(self) -> Place:
         """Return the point that the forward has reached, for `restored` (`model.forward_replay.RememberedState`)."""
-        return self.open, self.position, self.received
+        return self.open, self.position, self.received, self.shapes
 
     @contextlib.contextmanager
     def restored(self, place: Place) -> Iterator[None]:
         """Inside it, run a block of the model again from this point on."""
         left, repeated = self.snapshot(), self.repeats
-        (self.open, self.position, self.received), self.repeats = place, True
+        (self.open, self.position, self.received, self.shapes), self.repeats = place, True
         try:
             yield
         finally:
-            (self.open, self.position, self.received), self.repeats = left, repeated
+            (self.open, self.position, self.received, self.shapes), self.repeats = left, repeated
 
     def stop(self) -> dict[str, Any]:
         """End the forward, drop its values, and return the values to send, by key."""
@@ -175,27 +129,32 @@ class Stage:
     """Stage `index` of the `count` stages of a model.
 
     `module` holds this stage's parameters under their names in the whole model. A tied parameter is a parameter of each
-    of its stages, whose gradients for it must be summed. `receives`: keys of the values from the stage before."""
+    of its stages, whose gradients for it must be summed. `receives`, `sends`: keys of the values from the stage before,
+    and of those for the next stage."""
 
     module: nn.Module
     index: int
     count: int
     state: StageForwardState
     receives: tuple[str, ...]
+    sends: tuple[str, ...]
 
-    @property
-    def sends(self) -> tuple[str, ...]:
-        """Keys of the values that `run` returns for the next stage; empty on the last stage."""
-        return tuple(self.state.sends)
-
-    def run(self, call: Callable[[nn.Module], Any], *, received: Mapping[str, Any]) -> Any:
+    def run(
+        self,
+        call: Callable[[nn.Module], Any],
+        *,
+        received: Mapping[str, Any],
+        shapes: Mapping[str, Any] = MappingProxyType({}),
+        notes: bool = True,
+    ) -> Any:
         """Run one forward of the stage, and return its result.
 
         `call(model)` runs the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`. `received` is
         the result of the stage before; its tensors that require gradients are leaves and get `.grad` in the backward.
+        `shapes`: `state.shapes` of that stage; with `notes`, the outputs of this stage's pieces are added to a copy.
         The last stage returns the result of `call`; any other stage returns a tree of tensors for every key in `sends`.
         Raises StageError when pieces run in another order than on the example of the cut."""
-        self.state.start(received)
+        self.state.start(received, shapes=shapes, notes=notes)
         try:
             returned = call(self.module)
         except StageForwardLeft:
@@ -211,11 +170,10 @@ class Stage:
 class PieceForward:
     """Replacement for the forward of a piece in a stage: it computes, returns the received output, or returns NaN."""
 
-    def __init__(self, module: nn.Module, *, shadow: nn.Module, state: StageForwardState) -> None:
+    def __init__(self, module: nn.Module, *, state: StageForwardState) -> None:
         self.compiled: Callable[..., Any] | None = None
         """Compiled forward of the piece under `compile=blocks`."""
-        self._module, self._shadow, self._state = module, shadow, state
-        self._shapes: dict[Any, Any] = {}
+        self._module, self._state = module, state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replace the `forward` of the module."""
@@ -241,34 +199,11 @@ class PieceForward:
         """Return NaN in the shapes and dtypes of the piece's output."""
         state = self._state
         first = next(tensors((args, kwargs)), torch.empty(()))
-        shapes = first if key in state.same_shape else self._shapes_for(key, args, kwargs)
+        shapes = first if key in state.same_shape else state.shapes_of(key, module=self._module, first=first)
         fresh, device = key in state.changed, first.device
         if first.is_meta:  # the model moved the input to the device of a remote parameter
             device = next((tensor.device for tensor in tensors(state.received)), device)
-        return map_tensors(lambda like: state.nan.like(like, device=device, fresh=fresh), shapes)
-
-    def _shapes_for(self, key: str, args: Any, kwargs: Any) -> Any:
-        """Return the output of the piece as meta tensors, computed once per input shapes."""
-        asked = (self._module.training, self._state.width.tokens(), signature((args, kwargs)))
-        if asked not in self._shapes:
-            self._shadow.train(self._module.training)
-            args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
-            try:
-                # A norm over the batch of all ranks would otherwise communicate with other ranks.
-                with (
-                    torch.no_grad(),
-                    torch._C.DisableTorchFunction(),
-                    without_modes(),
-                    MetaKernels(),
-                    ShapeConstants() as constants,  # values that follow from sizes alone, as positions, are known
-                    constants.forward(),
-                ):
-                    self._shapes[asked] = self._state.width.ask(
-                        self._shadow, name=key.partition(":")[0], args=args, kwargs=kwargs
-                    )
-            except Exception as error:
-                raise StageError(f"the shape of the output of {key} depends on values: {error}") from error
-        return self._shapes[asked]
+        return map_tensors(lambda like: nan_like(like, device=device, fresh=fresh), shapes)
 
 
 class SplitBlockForward:
@@ -285,24 +220,19 @@ class SplitBlockForward:
         return output
 
 
-class NanPlaceholder:
-    """Maker of NaN tensors (integers: 0). They share one memory per dtype, because a deep model's stage needs many."""
+def nan_like(tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
+    """Return NaN (integers: 0) in the shape and dtype of a tensor. If `fresh`, it has memory, and may be written to."""
+    if _nan(tensor.dtype, device)._version:  # a model has written to it
+        _nan.cache_clear()
+    nan = _nan(tensor.dtype, device).expand(tensor.shape)
+    return nan.clone(memory_format=torch.contiguous_format) if fresh else nan
 
-    def __init__(self) -> None:
-        self._flat: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def like(self, tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
-        """Return NaN in the shape and dtype of a tensor; if `fresh`, in new memory, which may be written to."""
-        place = (tensor.dtype, device)
-        flat = self._flat.get(place)
-        if fresh or flat is None or flat.numel() < tensor.numel() or flat._version:
-            value = math.nan if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
-            with torch.inference_mode(mode=False):  # a tensor of inference mode has no version
-                flat = torch.full((tensor.numel(),), value, dtype=tensor.dtype, device=device)
-            if fresh:
-                return flat.view(tensor.shape)
-            self._flat[place] = flat
-        return flat[: tensor.numel()].view(tensor.shape)
+@cache
+def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    with torch.inference_mode(mode=False):  # a tensor of inference mode has no version
+        return torch.full((), value, dtype=dtype, device=device)
 
 
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
@@ -383,18 +313,12 @@ class RemoteParameter(Tensor):
         return self
 
 
-def model_without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device."""
-    own = (*model.parameters(), *model.buffers())
-    return copy_modules(model, tensors={tensor: without_values(tensor) for tensor in own})
-
-
 def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module | None = None) -> Stage:
     """Return stage `index` of a model. `like`: the model on meta, in the run's dtypes; None: it is made from `model`.
 
     The stage's parameters and buffers are the model's own tensors, not copies, so that the stage trains the model. The
     parameters of other stages become `RemoteParameter`s in the stage; `model` itself stays as it is."""
-    like, contents = like or model_without_values(model), cut.contents(index)
+    like, contents = like or shapes_of(model, seed=0).module, cut.contents(index)
     kept = {id(model.get_parameter(name)) for name, stages in cut.holders.items() if index in stages}
     module = copy_modules(model, tensors={tensor: tensor for tensor in (*model.parameters(), *model.buffers())})
     pieces = {name: module.get_submodule(name) for name in contents.modules}
@@ -404,12 +328,11 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
         if name in contents.split_blocks:
             piece.forward = SplitBlockForward(piece, state=state)
             continue
-        shadow = like.get_submodule(name)
         if name not in contents.modules[contents.start : contents.stop]:
-            _release(piece, "_buffers", kept, like=shadow, prefix=name)
-        piece.forward = PieceForward(piece, shadow=shadow, state=state)
+            _release(piece, "_buffers", kept, like=like.get_submodule(name), prefix=name)
+        piece.forward = PieceForward(piece, state=state)
     receives = cut.sends[index - 1] if index else ()
-    return Stage(module, index=index, count=cut.stages, state=state, receives=receives)
+    return Stage(module, index=index, count=cut.stages, state=state, receives=receives, sends=state.sends)
 
 
 def _release(module: nn.Module, table: str, kept: set[int], *, like: nn.Module, prefix: str = "") -> None:

@@ -77,6 +77,8 @@ class _Flight:
 
     received: dict[str, Any] = field(default_factory=dict)
     """Values from the stage before, by key."""
+    shapes: Mapping[str, Any] = field(default_factory=dict)
+    """Outputs of pieces of earlier stages, as meta tensors by key."""
     leaves: list[Tensor] = field(default_factory=list)
     """Received tensors whose gradients are sent back."""
     outputs: list[Tensor] | None = None
@@ -90,8 +92,10 @@ class _Flight:
 Place = tuple[int, int]
 """(stage, micro-batch)."""
 
-Header = Sequence[tuple[int, Any]]
-"""Start of a first message: (number, skeleton) for each sent value; the number is its index in `Stage.sends`."""
+Header = tuple[Sequence[tuple[int, Any]], Mapping[str, Any]]
+"""Start of a first message: (number, skeleton) for each sent value, and the shapes of pieces (`Stage.run`).
+
+The number is the index of the value in `Stage.sends`."""
 
 
 class ScheduleInterpreter:
@@ -100,7 +104,7 @@ class ScheduleInterpreter:
     def __init__(self, stages: Mapping[int, Stage], *, storages: Mapping[int, StageStorage], world: World) -> None:
         self._stages, self._storages, self._world = stages, storages, world
         self._rank = world.group("pp").index
-        self._agreed: dict[tuple[int, Hashable], Mapping[str, Any]] = {}
+        self._agreed: dict[tuple[int, Hashable], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self._broken_off = ""
 
     def run(self, schedule: Schedule, *, jobs: Mapping[int, MicrobatchJob]) -> dict[int, Any]:
@@ -188,9 +192,11 @@ class _Walk:
 
     def _forward(self, place: Place) -> None:
         index, flight, stage = place[1], self._flights[place], self._stages[place[0]]
-        result = stage.run(self._jobs[index].call, received=flight.received)
+        last = stage.index + 1 == stage.count
+        notes = not last and (stage.index, self._jobs[index].shapes) not in self._agreed
+        result = stage.run(self._jobs[index].call, received=flight.received, shapes=flight.shapes, notes=notes)
         flight.received = {}
-        if stage.index + 1 == stage.count:
+        if last:
             training = torch.is_grad_enabled()
             self._returned[index] = result.detach() if training else result  # the loss itself holds on to its graph
             flight.outputs = [result] if training and result.requires_grad else []
@@ -200,9 +206,10 @@ class _Walk:
         flight.outputs = [tensor for tensor in parts if tensor.requires_grad]
         detached = [tensor.detach() for tensor in parts]
         if self._ranks[stage.index + 1] == self._rank:
+            self._agreed.setdefault((stage.index, self._jobs[index].shapes), (skeleton, stage.state.shapes))
             self._deliver((stage.index + 1, index), skeleton, detached)
         else:
-            self._leaving[ActionKind.SEND_F, place] = self._header(stage.index, index, skeleton), detached
+            self._leaving[ActionKind.SEND_F, place] = self._header(stage, index, skeleton), detached
 
     def _backward(self, place: Place, *, whole: bool) -> None:
         stage, index = place
@@ -230,6 +237,7 @@ class _Walk:
     def _deliver(self, place: Place, skeleton: Mapping[str, Any], arrived: Sequence[Tensor]) -> None:
         """Make the arrived tensors the received values of a stage, as leaves that may require gradients."""
         flight = self._flights[place]
+        _, flight.shapes = self._agreed[place[0] - 1, self._jobs[place[1]].shapes]
         for tensor, spec in zip(arrived, tensor_specs(skeleton), strict=True):
             tensor.requires_grad_(spec.requires_grad)
         flight.received = unpack(skeleton, arrived=arrived)
@@ -237,19 +245,19 @@ class _Walk:
 
     # ---- sending -----------------------------------------------------------------------------------------------
 
-    def _header(self, stage: int, index: int, skeleton: Mapping[str, Any]) -> Header | None:
+    def _header(self, stage: Stage, index: int, skeleton: Mapping[str, Any]) -> Header | None:
         """Return the header of a message with new shapes, or None if the next stage knows the shapes."""
-        key = (stage, self._jobs[index].shapes)
+        key = (stage.index, self._jobs[index].shapes)
         if key not in self._agreed:
-            self._agreed[key] = skeleton
-            return [(self._stages[stage].sends.index(name), value) for name, value in skeleton.items()]
-        agreed = self._agreed[key]
+            self._agreed[key] = skeleton, stage.state.shapes
+            return [(stage.sends.index(name), value) for name, value in skeleton.items()], stage.state.shapes
+        agreed, _ = self._agreed[key]
         now, before = _description(skeleton), _description(agreed)
         for name in agreed:
             if now[name] != before[name]:
                 raise StageError(
-                    f"stage {stage} sends as {name}, for micro-batch {index}, {_as_text(skeleton[name])}, and for "
-                    f"another micro-batch of the same shapes {_as_text(agreed[name])}. Only values of tensors may "
+                    f"stage {stage.index} sends as {name}, for micro-batch {index}, {_as_text(skeleton[name])}, and "
+                    f"for another micro-batch of the same shapes {_as_text(agreed[name])}. Only values of tensors may "
                     "differ, not shapes, dtypes, gradients or numbers. Return a number that differs as a tensor"
                 )
         return None
@@ -303,14 +311,15 @@ class _Walk:
             flight = self._flights.get((stage, index))
             return None if flight is None else flight.outputs
         agreed = self._agreed.get((stage - 1, self._jobs[index].shapes))
-        return None if agreed is None else tensor_specs(agreed)
+        return None if agreed is None else tensor_specs(agreed[0])
 
     def _receive(self, action: Action) -> None:
         stage, index = place = _place(action)
         if self._posted is None:
-            header = self._world.recv_value(axis="pp", source=self._other_end(action))
+            values, shapes = self._world.recv_value(axis="pp", source=self._other_end(action))
             names = self._stages[stage].receives
-            self._agreed[stage - 1, self._jobs[index].shapes] = {names[number]: value for number, value in header}
+            skeleton = {names[number]: value for number, value in values}
+            self._agreed[stage - 1, self._jobs[index].shapes] = skeleton, shapes
             self._post()
         assert self._posted is not None
         (arrived, works), self._posted = self._posted, None
@@ -320,7 +329,7 @@ class _Walk:
         if action.kind is ActionKind.RECV_B:
             self._flights[place].gradients = list(arrived)
         else:
-            self._deliver(place, self._agreed[stage - 1, self._jobs[index].shapes], arrived)
+            self._deliver(place, self._agreed[stage - 1, self._jobs[index].shapes][0], arrived)
 
 
 def _place(action: Action) -> Place:

@@ -1,4 +1,4 @@
-"""Slices of activations that a rank has at every point of the forward, and sizes and parts of a pipeline stage.
+"""Slices of activations that a rank has at every point of the forward, and the parts of a pipeline stage.
 
 `activation_regions`: dropout draws the same masks under every plan, so it must know which slice of a mask a rank's
 tensor needs. The slice follows from the layouts of the parameters. It does not change between two split modules:
@@ -12,9 +12,8 @@ tensor needs. The slice follows from the layouts of the parameters. It does not 
 
 "Hidden" is this rank's part of the hidden states, "inner" its part inside a pair. Their rows differ only under 3D.
 
-A pipeline stage runs the whole model's forward. There, a module of another stage returns the tensors received from that
-stage, or NaN. The hidden states have the same layout on every stage, so their sizes follow from the whole model's
-parts: `local_and_total_width`, `local_and_total_tokens`, `feature_dims`. `parts_of_stage` returns the stage's parts."""
+`parts_of_stage` returns the parts of a pipeline stage, which runs the whole model's forward. There, a module of another
+stage returns the tensors received from that stage, or NaN."""
 
 import dataclasses
 import functools
@@ -22,15 +21,12 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
-from meshwise.comm.api.world import World
-from meshwise.layout.layout import Layout
 from meshwise.model.random_draws import ActivationRegion, DimSlice, RegionStarts
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_layers import Projection, ShardedLinear, ShardedMultiheadAttention
-from meshwise.tensor.core.split_context import ShardSizes, SplitContext
+from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.known_names import enclosing
-from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
 from meshwise.tensor.schemes import scheme_on
 
 _TO_STREAM = ("rowwise", "single", "embedding", "positions", "patches")
@@ -121,37 +117,6 @@ def _stream(context: SplitContext, width: int) -> ActivationRegion:
             index = context.world.group(axes).index
             cuts.append(DimSlice(dim, sum(sizes[:index]), sizes[index]))
     return ActivationRegion(hidden=tuple(cuts))
-
-
-def local_and_total_width(parts: Mapping[str, Part], *, plan: Plan, world: World) -> tuple[int, int]:
-    """Return the features of the hidden states between blocks: on this rank and in total; (0, 0) without blocks."""
-    whole = max((part.stream for part in parts.values()), default=0)
-    if not whole:
-        return 0, 0
-    layout = Layout((scheme_on(world.mesh, plan=plan, blocks=True).stream,))
-    return layout.local_shape((whole,), mesh=world.mesh, rank=world.rank)[0], whole
-
-
-def local_and_total_tokens(shard_sizes: ShardSizes, *, plan: Plan, world: World) -> Callable[[], tuple[int, int]]:
-    """Return a function that returns the tokens between blocks: on this rank and in total; (0, 0) if not split."""
-    axes = scheme_on(world.mesh, plan=plan, blocks=True).tokens
-
-    def counts() -> tuple[int, int]:
-        sizes = shard_sizes.tokens
-        return (0, 0) if sizes is None else (sizes[world.group(axes).index], sum(sizes))
-
-    return counts
-
-
-def feature_dims(parts: Mapping[str, Part], *, module: nn.Module) -> Mapping[str, int]:
-    """Return the feature dim of the outputs of embeddings and patches, and of modules around them, by name."""
-    found: dict[str, int] = {}
-    for name, part in parts.items():
-        if part.role in ("embedding", "positions", "patches") and not part.whole_features:
-            maker = module.get_submodule(name)
-            found |= dict.fromkeys(enclosing(name)[:-1], -1)
-            found[name] = -1 - len(maker.kernel_size) if isinstance(maker, PATCH_CONVOLUTIONS) else -1
-    return found
 
 
 def parts_of_stage(parts: Mapping[str, Part], *, module: nn.Module, model: nn.Module, last: bool) -> dict[str, Part]:

@@ -38,15 +38,6 @@ Finish: TypeAlias = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class Streaming:
-    """Option of the gathers of a product.
-
-    | keep     keep gathered operands for the backward: saves the second gather, needs memory for whole operands"""
-
-    keep: bool = False
-
-
-@dataclass(frozen=True)
 class OperandMove:
     """Collective on one operand over `axes`; () means no collective.
 
@@ -64,6 +55,7 @@ class MatmulCollectives:
 
     | x, w, y    the gather of X, the gather of W, the reduction of Y
     | within     the dim of K in the stored weight: -1 as in nn.Linear, or -2
+    | keeps      keep gathered operands for the backward: saves the second gather, needs memory for whole operands
     | recall     keeps the result for a forward that is repeated"""
 
     world: World
@@ -71,7 +63,7 @@ class MatmulCollectives:
     w: OperandMove
     y: OperandMove
     within: int = -1
-    streaming: Streaming = dataclasses.field(default_factory=Streaming)
+    keeps: bool = False
     recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
 
 
@@ -147,12 +139,12 @@ class _Multiply(torch.autograd.Function):
         def multiply() -> Tensor:
             x_coming, w_coming = _operands(_there(x), _there(weight), operation)
             x_whole, w_whole = x_coming(), w_coming()
-            kept.extend([x_whole, w_whole] if operation.streaming.keep else [])
+            kept.extend([x_whole, w_whole] if operation.keeps else [])
             y = _product(x_whole, w_whole, bias=added, summed=operation.y, world=operation.world)
             return _reduce(y, operation.y, world=operation.world)()
 
         # The result is no view, so that the model may write to it in place.
-        y = same_memory(multiply() if operation.streaming.keep else operation.recall.once(multiply))
+        y = same_memory(multiply() if operation.keeps else operation.recall.once(multiply))
         ctx.operation = operation
         ctx.gathering = operand.gathering if ctx.needs_input_grad[1] else None
         if ctx.gathering is not None:

@@ -19,7 +19,7 @@ features that must stay on one rank, such as the features of a head.
     | patches     a convolution whose output channels become features           input    hidden
     | norm        a LayerNorm or RMSNorm over the hidden or inner features      as input
     | vector      parameters whose last dim is the hidden features, used element by element
-    | inner       parameters, an embedding or a batch norm that have a dim of heads or inner features
+    | inner       parameters or an embedding that have a dim of heads or inner features
     | each_head   a module that treats every head alike (a norm of queries and keys), and is kept whole
     | attention   the module around the pair of an attention; it may have attributes that count heads
     | pair        a TransformerEncoder around its blocks

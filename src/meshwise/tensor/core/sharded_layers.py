@@ -1,4 +1,4 @@
-"""Torch's layers on one rank's shards: linear, head, embedding, LayerNorm, RMSNorm, batch norm, multi-head attention.
+"""Torch's layers on one rank's shards: linear, head, embedding, LayerNorm, RMSNorm, multi-head attention.
 
 Each `Sharded…` class becomes the first base class of a module's class. Its attribute `sharding` knows the split. Its
 forward calls collectives, so under compile=blocks it runs as it is, between the compiled parts of its block.
@@ -21,10 +21,9 @@ the arguments, masks and results of torch's forward:
 
 L, S: numbers of query and key tokens; N: rows; E, H: this rank's features and heads; D: a head's width."""
 
-import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +104,7 @@ class Projection(BoundToRank):
             w=self.weight_move,
             y=context.moved(product.y),
             within=self._within,
-            streaming=context.streaming,
+            keeps=context.keeps,
             recall=context.recall,
         )
         y = matmul(self._operand(x), weight=weight, bias=bias, operation=operation)
@@ -325,36 +324,6 @@ def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm)
         return dx * scale
 
     return finish
-
-
-class SplitStatistics(BoundToRank, DimShards):
-    """Split of a batch norm's features. The running statistics stay whole."""
-
-    @contextlib.contextmanager
-    def narrowed(self, norm: nn.Module) -> Iterator[None]:
-        """Inside the block, the running statistics are this rank's part; in training, gather them afterwards."""
-        whole = {name: kept for name, kept in norm._buffers.items() if kept is not None and kept.dim()}
-        parts = {name: kept.split(self.sizes)[self.world.group(self.axes).index] for name, kept in whole.items()}
-        norm._buffers.update(parts)
-        try:
-            yield
-        finally:
-            norm._buffers.update(whole)
-        for name, kept in whole.items() if norm.training else ():
-            self.world.all_gather(parts[name].clone(), into=list(kept.split(self.sizes)), axes=self.axes).wait()
-
-
-class ShardedBatchNorm(nn.Module):
-    """Batch norm over this rank's features; becomes the first base class of the module's class."""
-
-    sharding: SplitStatistics
-
-    @gradient.uncompiled
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """Return the batch norm of this rank's features, and update the running statistics in training."""
-        with self.sharding.narrowed(self):
-            output: Tensor = super().forward(input)
-        return output
 
 
 @dataclass(frozen=True)

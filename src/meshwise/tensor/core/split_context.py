@@ -31,7 +31,6 @@ from meshwise.tensor.core.matmul import (
     MatmulCollectives,
     MatmulInput,
     OperandMove,
-    Streaming,
     to_product_dtype,
 )
 from meshwise.tensor.schemes import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
@@ -153,14 +152,14 @@ class SharedGather:
 class SplitContext:
     """World and scheme of a split model, inside or outside of its blocks, and state of the current forward.
 
-    `shard_sizes`: sizes of the ranks' parts. `streaming`: options of the gathers. `recall`: results kept for a repeated
+    `shard_sizes`: sizes of the ranks' parts. `keeps`: as in `MatmulCollectives`. `recall`: results kept for a repeated
     forward. `origins`: finds gradients that the step sums."""
 
     world: World
     scheme: Scheme
     shard_sizes: ShardSizes = dataclasses.field(default_factory=ShardSizes)
     shared_gather: SharedGather = dataclasses.field(default_factory=SharedGather)
-    streaming: Streaming = dataclasses.field(default_factory=Streaming)
+    keeps: bool = False
     recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
     origins: TensorOrigins = dataclasses.field(default_factory=TensorOrigins)
 
@@ -237,7 +236,7 @@ class SplitContext:
             whole = gradient.all_gather(
                 sent, world=self.world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes
             ).wait()
-            gathering = None if self.streaming.keep else InputGather(self.world, moved=moved)
+            gathering = None if self.keeps else InputGather(self.world, moved=moved)
         operand = MatmulInput(whole, None if gathering is None else sent.detach(), gathering)
         self.shared_gather.put(x, operand=operand, readers=readers)
         return operand

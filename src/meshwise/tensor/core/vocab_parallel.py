@@ -15,13 +15,13 @@ Such a forward calls no linear module that could be split. So while the model ru
 as a `TableWeight`. Its product with the hidden states is split logits, as a head returns. Other functions of its values
 raise ValueError, because a rank has only a part of the table.
 
-`cross_entropy`: a rank has some of the classes of every token. From them it computes two numbers per token (three with
+Cross-entropy: a rank has some of the classes of every token. From them it computes two numbers per token (three with
 label smoothing). One all-gather exchanges these numbers; the logits are not sent:
 
-    each rank:  log Σ exp(its logits),  the target's logit or 0,  Σ w · its logits
+    each rank:  log Σ exp(its logits),  the target's logit or 0,  Σ its logits
 
-    loss = w[target] · (log Σ exp(all logits) - target's logit), and with label smoothing ε over V classes
-           (1 - ε) · loss + ε/V · Σ_v w_v (log Σ exp(all logits) - logit_v)
+    loss = log Σ exp(all logits) - target's logit, and with label smoothing ε over V classes
+           (1 - ε) · loss + ε · (log Σ exp(all logits) - Σ all logits / V)
 
 The gradient of a rank's logits needs no communication. It is the softmax, minus one at a target that the rank has."""
 
@@ -65,60 +65,6 @@ class DimShards:
         return sum(self.sizes[: self.world.group(self.axes).index])
 
 
-@dataclass(frozen=True)
-class _How:
-    """Inputs of the loss that need no gradient. `counts`: 0 for ignored targets, else 1. `weights`: weights of this
-    rank's classes. `total`: sum of the weights of all classes."""
-
-    vocabulary: DimShards
-    smoothing: float
-    counts: Tensor
-    weights: Tensor
-    total: Tensor
-
-
-def cross_entropy(
-    local: Tensor,
-    *,
-    target: Tensor,
-    vocabulary: DimShards,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """Return the cross-entropy in nats of (N, …, local classes) logits for (N, …) integer targets.
-
-    The options are as in `torch.nn.functional.cross_entropy`; `weight` is for all classes.
-    The result is equal on all ranks of the vocabulary. Its shape is (N, …) for reduction `none`, else it is a scalar.
-    Raises ValueError for wrong shapes or an unknown reduction. Raises IndexError for a target that is no class; on CUDA
-    a device-side assertion fails instead."""
-    if local.shape[:-1] != target.shape:
-        raise ValueError(
-            f"logits of shape {(*local.shape[:-1], vocabulary.size)}, classes last, need targets of shape "
-            f"{tuple(local.shape[:-1])}, not {tuple(target.shape)}"
-        )
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"reduction={reduction!r}; there are none, mean, sum")
-    if weight is not None and weight.shape != (vocabulary.size,):
-        raise ValueError(f"weight of shape {tuple(weight.shape)} for {vocabulary.size} classes")
-    counted = target != ignore_index
-    if not target.is_meta:  # a rehearsal does not count the check
-        valid = ((target >= 0) & (target < vocabulary.size)) | ~counted
-        require_valid(target, valid=valid, problem=f"target {{}} is out of bounds for {vocabulary.size} classes")
-    classes = target.masked_fill(~counted, 0)
-    weights = local.new_ones(vocabulary.size, dtype=_wide(local.dtype)) if weight is None else weight
-    counts = counted.to(weights.dtype)
-    scale = counts if weight is None else weights[classes] * counts
-    own = slice(vocabulary.first, vocabulary.first + local.size(-1))
-    how = _How(vocabulary, label_smoothing, counts, weights[own], weights.sum())
-    losses: Tensor = _CrossEntropy.apply(local, classes, scale, how)
-    if reduction == "none":
-        return losses.to(local.dtype)
-    total = losses.sum()
-    return (total if reduction == "sum" else total / scale.sum()).to(local.dtype)
-
-
 def require_valid(numbers: Tensor, *, valid: Tensor, problem: str) -> None:
     """Raise IndexError with the text `problem`, in which {} is the first number that is not `valid`.
 
@@ -130,41 +76,39 @@ def require_valid(numbers: Tensor, *, valid: Tensor, problem: str) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Autograd function of the losses (…), from logits (…, local classes), target classes and factors (0: ignored)."""
+    """Autograd function of the losses (…), from logits (…, local classes), target classes and counts (0: ignored)."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, classes: Tensor, scale: Tensor, how: _How) -> Tensor:
-        vocabulary, smoothing = how.vocabulary, how.smoothing
+    def forward(
+        ctx: Any, local: Tensor, classes: Tensor, counts: Tensor, vocabulary: DimShards, smoothing: float
+    ) -> Tensor:
         own = classes - vocabulary.first
         here = (own >= 0) & (own < local.size(-1))
         own = own.masked_fill(~here, 0)
         at_target = local.gather(-1, own[..., None])[..., 0]
-        numbers = [_log_sum(local), at_target.to(scale.dtype).masked_fill(~here, 0)]
+        numbers = [_log_sum(local), at_target.to(counts.dtype).masked_fill(~here, 0)]
         if smoothing:
-            numbers.append((local.to(scale.dtype) * how.weights).sum(-1))
-        parts = scale.new_empty(len(vocabulary.sizes), len(numbers), *classes.shape)
+            numbers.append(local.to(counts.dtype).sum(-1))
+        parts = counts.new_empty(len(vocabulary.sizes), len(numbers), *classes.shape)
         vocabulary.world.all_gather(torch.stack(numbers), into=parts, axes=vocabulary.axes).wait()
         log_sum = parts[:, 0].logsumexp(0)
-        losses = (1 - smoothing) * scale * (log_sum - parts[:, 1].sum(0))
+        losses = (1 - smoothing) * counts * (log_sum - parts[:, 1].sum(0))
         if smoothing:
-            even = how.counts * (how.total * log_sum - parts[:, 2].sum(0))
-            losses += smoothing / vocabulary.size * even
-        ctx.how = how
-        ctx.save_for_backward(local, own, here, scale, log_sum)
+            losses += smoothing * counts * (log_sum - parts[:, 2].sum(0) / vocabulary.size)
+        ctx.hit, ctx.even = 1 - smoothing, smoothing / vocabulary.size
+        ctx.save_for_backward(local, own, here, counts, log_sum)
         return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        local, own, here, scale, log_sum = ctx.saved_tensors
-        how: _How = ctx.how
-        hit = gradient * scale * (1 - how.smoothing)
-        even = gradient * how.counts * (how.smoothing / how.vocabulary.size)
-        result = _softmax_times(local, log_sum, factor=hit + how.total * even)
-        result.scatter_add_(-1, own[..., None], -(hit * here)[..., None].to(result.dtype))
-        if how.smoothing:
-            result -= (even[..., None] * how.weights).to(result.dtype)
-        return result, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        local, own, here, counts, log_sum = ctx.saved_tensors
+        each = gradient * counts
+        result = _softmax_times(local, log_sum, factor=each)
+        result.scatter_add_(-1, own[..., None], -(ctx.hit * each * here)[..., None].to(result.dtype))
+        if ctx.even:
+            result -= (ctx.even * each)[..., None].to(result.dtype)
+        return result, None, None, None, None
 
 
 def _log_sum(local: Tensor) -> Tensor:
@@ -395,14 +339,27 @@ def _largest(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str,
 
 
 def _cross_entropy(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
+    """Return the cross-entropy in nats; None for class weights, probabilities as targets, and what torch refuses.
+
+    Raises IndexError for a target that is no class; on CUDA a device-side assertion fails instead."""
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = {**dict(zip(names, args, strict=False)), **given}
-    target = given.pop("target")
-    legacy = [given.pop(name, None) for name in ("size_average", "reduce")]
-    if x.dim_of_vocabulary != min(1, x.dim() - 1) or target.is_floating_point() or legacy != [None, None]:
-        return None
+    given = {"reduction": "mean", **dict(zip(names, args, strict=False)), **given}
+    target, reduction, vocabulary = given["target"], given["reduction"], x.vocabulary
     local = x.local.movedim(x.dim_of_vocabulary, -1)
-    return cross_entropy(local, target=target, vocabulary=x.vocabulary, **given)
+    whole = target.is_floating_point() or reduction not in ("none", "mean", "sum") or local.shape[:-1] != target.shape
+    unusual = any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
+    if whole or unusual or x.dim_of_vocabulary != min(1, x.dim() - 1):
+        return None
+    counted = target != given.get("ignore_index", -100)
+    if not target.is_meta:  # a rehearsal does not count the check
+        valid = ((target >= 0) & (target < vocabulary.size)) | ~counted
+        require_valid(target, valid=valid, problem=f"target {{}} is out of bounds for {vocabulary.size} classes")
+    classes, counts = target.masked_fill(~counted, 0), counted.to(_wide(local.dtype))
+    losses: Tensor = _CrossEntropy.apply(local, classes, counts, vocabulary, given.get("label_smoothing", 0.0))
+    if reduction == "none":
+        return losses.to(local.dtype)
+    total = losses.sum()
+    return (total if reduction == "sum" else total / counts.sum()).to(local.dtype)
 
 
 _IN_PLACE = tuple(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))

@@ -36,7 +36,7 @@ from inspect import signature
 from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_layers import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
@@ -51,7 +51,7 @@ from meshwise.tensor.detect.attention_heads import (
     sections_of,
 )
 from meshwise.tensor.detect.forward_source import only_read_by, reads_no_sizes, splits_by_width
-from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing
+from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
 
 _SQUARES_OF_ATTENTION = 4
@@ -361,9 +361,13 @@ class ColumnRowPairs:
         hidden = branch.rowwise.inputs
         found = {branch.rowwise.name: Part("rowwise", transposed=branch.rowwise.weight_is_transposed)}
         if hidden != branch.rowwise.outputs:
-            inside = self.modules[branch.rowwise.parent_name].named_modules(prefix=branch.rowwise.parent_name)
-            norms = [name for name, inner in inside if isinstance(inner, BatchNorm) and inner.num_features == hidden]
-            found |= dict.fromkeys(norms, Part("inner"))
+            home = branch.rowwise.parent_name
+            for name, inner in self.modules[home].named_modules(prefix=home):
+                if isinstance(inner, BatchNorm) and inner.num_features == hidden:
+                    raise PlanError(
+                        f"{name} is a batch norm between two matrices, whose features '{self.plan}' splits. Keep them "
+                        f"on every rank, by the rule {{'{of_all_blocks(home)}': 'whole'}}, or take tp=1"
+                    )
         for matrix in branch.colwise:
             if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
                 self.reasons[matrix.name] = f"{matrix} does not fit {branch.rowwise}"

@@ -92,7 +92,7 @@ class ModelStructure:
         return matrix is not None and matrix.outputs == self.width and self._in_block(name)
 
     def _read_block(self, block: nn.Module, name: str) -> None:
-        if self.width is None:
+        if self.width is None or self._is_kept_whole(name):
             return
         branches, left = BranchFinder(self.width, self._stated, self.modules.keys()).branches(block, name=name)
         if name:
