@@ -5,8 +5,8 @@
     python benchmarks/host.py --docs docs/benchmarks.md
 
 The model has 24 blocks of width 64 and 2 x 16 tokens a rank, so nearly all time goes into starting operations. Every
-loop computes the norm of the gradient, tests it for being finite and reads the loss, as meshwise does; the loops of
-DTensor and of torch's pipelining read the loss alone. All contestants of a row are resident together and take turns of
+loop computes the norm of the gradient, tests it for being finite and reads the loss, as meshwise does; the loop of
+DTensor reads the loss alone. All contestants of a row are resident together and take turns of
 a few steps. One more step of each is counted: Python calls, and torch operations of forward, backward and update."""
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ ROWS = (
     ),
     Row(
         "pipeline",
-        pipeline_contestants.contestant("torch 1F1B"),
+        pipeline_contestants.CHECKED,
         (pipeline_contestants.contestant("meshwise 1f1b"),),
         (0.9,),
         2,
