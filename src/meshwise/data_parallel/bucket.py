@@ -243,7 +243,7 @@ class Bucket:
         if len(first) < len(given):
             again = [(index, gradient) for index, gradient in given if index in self._filled]
             torch._foreach_add_([views[index] for index, _ in again], [_dense(gradient) for _, gradient in again])
-        self._filled.update(index for index, _ in first)
+        self._filled.update(dict(first))
 
     def accumulated(self, index: int) -> Tensor:
         """Return the accumulated gradient of piece number `index` as a writable view; zeros if there is none."""

@@ -234,7 +234,7 @@ class DataParallel:
             gradients = self._order[self._started]
             if not all_of_them and not gradients.complete:
                 return
-            updated_early = any(bucket.on_reduced is not None for bucket in self.buckets)
+            updated_early = any(bucket.on_reduced is not None for bucket in gradients.unit.buckets)
             # One unit is reduced while the next one accumulates.
             if self.reduction.shards_gradients or updated_early or self.storage.outer:
                 self._settle()

@@ -239,8 +239,8 @@ class UnitGradients:
         self._in_place: dict[int, nn.Parameter] = {}
         self._handles: dict[int, RemovableHandle] = {}
         self._last = self._parameters[0]
-        self._stay = (self._parameters[0], self._parameters[-1])
-        for parameter in self._stay:
+        self._stay = (self._parameters[0], self._parameters[-1]) if unit.buckets[0].world.size > 1 else ()
+        for parameter in (self._last, *self._stay):
             self._watch(parameter)
 
     def begin_step(self) -> None:
