@@ -286,7 +286,6 @@ class RandomInterception(ForwardAndBackwardMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002 (F.dropout's own)
         if not training or not 0.0 < p < 1.0 or not input.numel():
             return functional.dropout(input, p, training, inplace)
-        # Factors take fewer operations than a mask of booleans, and more memory.
         factors = input.dtype in (torch.float32, torch.float64) and input.numel() <= _BLOCK and not inplace
         kind = keep_mask(1.0 - p, dtype=input.dtype, scaled=True) if factors else keep_mask(1.0 - p)
         with torch._C.DisableTorchFunction():

@@ -212,16 +212,13 @@ class _Walk:
         flight = self._flights[place]
         assert flight.outputs is not None
         flight.weights = WeightBackward()
-        module = self._stages[stage].module
-        whole = whole or (place in self._adjacent and not split_pays(flight.leaves, module.parameters()))
+        trained = self._stages[stage].module.parameters
+        whole = whole or (place in self._adjacent and not split_pays(flight.leaves, trained()))
         if flight.outputs and whole:
             torch.autograd.backward(flight.outputs, flight.gradients)
         elif flight.outputs:
             flight.weights = backward_input(
-                flight.outputs,
-                gradients=flight.gradients,
-                received=flight.leaves,
-                parameters=module.parameters(),
+                flight.outputs, gradients=flight.gradients, received=flight.leaves, parameters=trained()
             )
         flight.outputs, flight.gradients = [], []
         if stage > 0:
