@@ -124,7 +124,7 @@ def test_i_runs_the_whole_backward_if_w_is_next_and_small(
     backward = torch.autograd.backward
     monkeypatch.setattr(torch.autograd, "backward", lambda *a, **k: (calls.append(1), backward(*a, **k))[0])
     if pays:
-        monkeypatch.setattr(schedule_interpreter, "split_pays", lambda *_: True)
+        monkeypatch.setattr(schedule_interpreter, "split_pays", lambda *_, **__: True)
     call = functools.partial(losses_and_gradients, name=name, model=gpt(), present=range(8), table=planned_schedule)
     run(2, call)
     assert (len(calls) == 2 * 2 * MICROBATCHES) == (name == "1f1b" and not pays)
@@ -132,8 +132,8 @@ def test_i_runs_the_whole_backward_if_w_is_next_and_small(
 
 def test_w_pays_from_a_number_of_products_on() -> None:
     stage, leaf = nn.Linear(1024, 1023), torch.empty(2, 2, 1024)
-    assert split_pays([leaf], stage.parameters()) is False
-    assert split_pays([leaf, torch.empty(8, 1)], stage.parameters()) is True
+    assert split_pays([leaf], parameters=stage.parameters()) is False
+    assert split_pays([leaf, torch.empty(8, 1)], parameters=stage.parameters()) is True
 
 
 def total(model: nn.Module, x: Tensor) -> Tensor:

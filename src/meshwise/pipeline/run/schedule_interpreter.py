@@ -213,7 +213,7 @@ class _Walk:
         assert flight.outputs is not None
         flight.weights = WeightBackward()
         trained = self._stages[stage].module.parameters
-        whole = whole or (place in self._adjacent and not split_pays(flight.leaves, trained()))
+        whole = whole or (place in self._adjacent and not split_pays(flight.leaves, parameters=trained()))
         if flight.outputs and whole:
             torch.autograd.backward(flight.outputs, flight.gradients)
         elif flight.outputs:
