@@ -285,7 +285,7 @@ def test_sizes_that_do_not_fit_are_named(call: Callable[..., object], sizes: Seq
 def test_parts_along_any_dim_lie_one_after_the_other(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL has one collective for such parts, and would exchange and add single tensors else."""
     seen: list[Sequence[Tensor]] = []
-    collective = getattr(ThreadWorld, name)
+    collective: Callable[..., Work] = getattr(ThreadWorld, name)
 
     def noted(world: World, x: Any, *, into: Any, axes: str) -> Work:
         seen.append(into if name == "all_gather" else x)
