@@ -7,6 +7,7 @@ inside their builders, because each lives in an interpreter of its own."""
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -86,7 +87,9 @@ def _cost(costs: Sequence[int], start: int, stop: int) -> int:
     return sum(costs[start:stop])
 
 
-def _torch(name: str, *, per_rank: int = 1) -> Builder:
+def _torch(name: str, *, per_rank: int = 1, checked: bool = False) -> Builder:
+    """`checked`: every rank learns the loss and the norm of the whole gradient, and tests the norm for being finite."""
+
     def build(shape: gpt.Shape, rank: int, size: int) -> Step:
         from torch.distributed import pipelining
 
@@ -102,7 +105,18 @@ def _torch(name: str, *, per_rank: int = 1) -> Builder:
         schedule: Any = getattr(pipelining, name)(
             stages if per_rank > 1 else stages[0], MICROBATCHES, loss_fn=gpt.mean_loss
         )
-        optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], **gpt.ADAMW)
+        parameters = [p for module in modules for p in module.parameters()]
+        optimizer = torch.optim.AdamW(parameters, **gpt.ADAMW)
+
+        def check(losses: list[Tensor]) -> float:
+            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            totals = torch.stack([torch.stack(losses).mean() if losses else torch.zeros(()), norm.square()]).double()
+            torch.distributed.all_reduce(totals)
+            loss, square = totals.tolist()
+            if math.isfinite(square):
+                optimizer.step()
+            optimizer.zero_grad()
+            return float(loss)
 
         def step(number: int) -> float | None:
             tokens, targets = gpt.global_batch(shape, step=number)
@@ -112,6 +126,8 @@ def _torch(name: str, *, per_rank: int = 1) -> Builder:
                 schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
             else:
                 schedule.step(*inputs, return_outputs=False)
+            if checked:
+                return check(losses)
             optimizer.step()
             optimizer.zero_grad()
             return torch.stack(losses).mean().item() if losses else None
@@ -188,9 +204,15 @@ PEERS = (
 )
 
 
+CHECKED = _row(
+    "torch 1F1B, checked", "torch", "Schedule1F1B, loss and norm on every rank", _torch("Schedule1F1B", checked=True)
+)
+"""Does what a step of meshwise does; for `host.py`."""
+
+
 def contestant(name: str) -> Contestant:
     """The row of that name. Raises ValueError, listing the names, when there is none."""
-    rows = {row.name: row for row in (*OURS, *PEERS)}
+    rows = {row.name: row for row in (*OURS, *PEERS, CHECKED)}
     if name not in rows:
         raise ValueError(f"no contestant {name!r}; there are {', '.join(rows)}")
     return rows[name]

@@ -16,7 +16,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm import World
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import Work
-from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld, run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld, TraceWorld, run_threads
 
 SIZE = 3
 SHAPE = (6, 4, 5)
@@ -278,3 +278,25 @@ def test_sizes_that_do_not_fit_are_named(call: Callable[..., object], sizes: Seq
     world = TraceWorld(rank=0, mesh=Mesh.of(tp=3))
     with pytest.raises(ValueError, match=words):
         call(torch.zeros(SHAPE), world=world, axes="tp", sizes=sizes)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_parts_along_any_dim_lie_one_after_the_other(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has one collective for such parts, and would exchange and add single tensors else."""
+    seen: list[Sequence[Tensor]] = []
+    collective: Callable[..., Work] = getattr(ThreadWorld, name)
+
+    def noted(world: World, x: Any, *, into: Any, axes: str) -> Work:
+        seen.append(into if name == "all_gather" else x)
+        return collective(world, x, into=into, axes=axes)
+
+    monkeypatch.setattr(ThreadWorld, name, noted)
+    run_threads(
+        2, lambda world: getattr(gradient, name)(tensor(SHAPE, seed=1), world=world, axes="rank", dim=dim).wait()
+    )
+    assert len(seen) == 2
+    for first, second in seen:
+        assert first.is_contiguous()
+        assert second.is_contiguous()
+        assert second.data_ptr() == first.data_ptr() + first.nbytes

@@ -243,7 +243,7 @@ class Bucket:
         if len(first) < len(given):
             again = [(index, gradient) for index, gradient in given if index in self._filled]
             torch._foreach_add_([views[index] for index, _ in again], [_dense(gradient) for _, gradient in again])
-        self._filled.update(index for index, _ in first)
+        self._filled.update(dict(first))
 
     def accumulated(self, index: int) -> Tensor:
         """Return the accumulated gradient of piece number `index` as a writable view; zeros if there is none."""
@@ -252,6 +252,12 @@ class Bucket:
             view.zero_()
             self._filled.add(index)
         return view
+
+    def views_in_use(self) -> Sequence[Tensor | None]:
+        """Return the accumulated gradients in piece order; None where there is none yet, or in another dtype."""
+        if self.gradient is None or self.gradient.dtype != self.dtype:
+            return [None] * len(self.place.pieces)
+        return [view if index in self._filled else None for index, view in enumerate(self._gradient_views())]
 
     def _gradient_views(self) -> list[Tensor]:
         buffer = self._buffer()

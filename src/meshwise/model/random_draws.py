@@ -57,30 +57,30 @@ class MaskRequest(NamedTuple):
 
 
 class MasksAhead:
-    """Masks of one step by request (`masks`, read-only, empty when a step begins), and the draws of the step so far."""
+    """Masks of one step, each with its part, by request (`masks`, read-only, empty when a step begins)."""
 
     def __init__(self) -> None:
-        self.masks: dict[MaskRequest, Tensor] = {}
-        self._parts: dict[MaskRequest, IndexBlock] = {}
+        self.masks: dict[MaskRequest, tuple[Tensor, IndexBlock]] = {}
         self._seen: dict[MaskRequest, IndexBlock] = {}
 
     def draw(self, key: Callable[[DrawPlace], int]) -> None:
         """Draw the masks of the present step; `key` returns the key of a draw in it."""
-        self._parts, self._seen, left = self._seen, {}, _MOST
+        parts, self._seen, left = self._seen, {}, _MOST
         groups: dict[Any, list[MaskRequest]] = {}
-        for request, part in self._parts.items():
+        for request, part in parts.items():
             groups.setdefault((part, request.kind, request.device), []).append(request)
         for (part, kind, device), requests in groups.items():
             left -= len(requests) * part.numel
             if left >= 0:
                 drawn = draw_many(part, keys=[key(each.place) for each in requests], kind=kind, device=device)
-                self.masks |= {each: mask.view(each.shape) for each, mask in zip(requests, drawn.unbind(), strict=True)}
+                masks = zip(requests, drawn.unbind(), strict=True)
+                self.masks |= {each: (mask.view(each.shape), part) for each, mask in masks}
 
     def take(self, request: MaskRequest) -> Tensor | None:
         """Return the mask of a draw, or None if the draw was not foreseen."""
-        mask = self.masks.get(request)
-        if mask is not None:
-            self._seen[request] = self._parts[request]
+        if (found := self.masks.get(request)) is None:
+            return None
+        mask, self._seen[request] = found
         return mask
 
     def remember(self, request: MaskRequest, *, part: IndexBlock) -> None:

@@ -6,7 +6,7 @@ So the first mode runs only the functions that may draw inside the second mode, 
 replacement of `bernoulli_` then serves dropout of any kind, attention, and a model's own stochastic depth.
 
 Two functions are rewritten. Attention with dropout uses torch's plain implementation, because the fused kernels draw
-inside. `F.dropout`, the most frequent function, keeps its mask as booleans.
+inside. `F.dropout`, the most frequent function, keeps the mask of a large tensor as booleans.
 
 A draw with an explicit generator (`generator=`) and a draw of complex numbers are not replaced.
 
@@ -74,7 +74,7 @@ class IndexBlock:
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Distribution:
     """Distribution of random values: `write(words, out)` fills `out` (of `dtype`) from uniform random int32 `words`."""
 
@@ -137,11 +137,13 @@ def _hashed(part: IndexBlock, keys: Sequence[int], device: torch.device) -> tupl
 
 
 @lru_cache(maxsize=256)
-def keep_mask(probability: float, *, dtype: torch.dtype = torch.bool) -> Distribution:
-    """Return the distribution of a dropout mask: True (or 1) with `probability`, rounded to a multiple of 2^-32."""
+def keep_mask(probability: float, *, dtype: torch.dtype = torch.bool, scaled: bool = False) -> Distribution:
+    """Return the distribution of a dropout mask: True (`scaled`: 1 / probability) with about this probability."""
     most = round(probability * 2**32) - 2**31 - 1
     if most < -(2**31):
         return Distribution(dtype, lambda _word, out: out.zero_())
+    if scaled:
+        return Distribution(dtype, lambda word, out: torch.le(word, most, out=out).mul_(1.0 / probability))
     return Distribution(dtype, lambda word, out: torch.le(word, most, out=out))
 
 
@@ -284,8 +286,12 @@ class RandomInterception(ForwardAndBackwardMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002 (F.dropout's own)
         if not training or not 0.0 < p < 1.0 or not input.numel():
             return functional.dropout(input, p, training, inplace)
+        factors = input.dtype in (torch.float32, torch.float64) and input.numel() <= _BLOCK and not inplace
+        kind = keep_mask(1.0 - p, dtype=input.dtype, scaled=True) if factors else keep_mask(1.0 - p)
         with torch._C.DisableTorchFunction():
-            keep = self._source.mask(input.shape, kind=keep_mask(1.0 - p), device=input.device, scores=False)
+            keep = self._source.mask(input.shape, kind=kind, device=input.device, scores=False)
+        if factors:
+            return input * keep
         kept_input = input.masked_fill_(keep.logical_not(), 0.0) if inplace else torch.where(keep, input, 0.0)
         return kept_input.mul_(1.0 / (1.0 - p))
 
@@ -311,8 +317,9 @@ class RandomInterception(ForwardAndBackwardMode):
             _, weights = torch.ops.aten._scaled_dot_product_attention_math(
                 given["query"], given["key"], value[..., :0], seen, 0.0, causal, scale=scale
             )
-            keep = self._source.mask(weights.shape, kind=keep_mask(1.0 - dropping), device=weights.device, scores=True)
-            attended: Tensor = (weights * keep.to(weights.dtype).div_(1.0 - dropping)) @ value
+            kind = keep_mask(1.0 - dropping, dtype=weights.dtype, scaled=True)
+            factor = self._source.mask(weights.shape, kind=kind, device=weights.device, scores=True)
+            attended: Tensor = (weights * factor) @ value
             return attended
 
     def _multi_head_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ A call starts the collective, and `.wait()` returns the resulting tensor. Comput
 overlaps with the collective. The backward of this computation overlaps with the conjugate collective, because autograd
 runs the backward of `.wait()` first and the backward of the call last."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -185,11 +186,18 @@ def _resized(x: Tensor | Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _copied(x: Tensor, world: World) -> Tensor:
-    """Return a contiguous copy; on the world's device, in memory that other ranks read fast."""
+def _memory(x: Tensor, world: World) -> Tensor:
+    """Return memory for a contiguous copy of `x`; on the world's device, other ranks read it fast."""
     if x.device != world.device:
-        return x.clone(memory_format=torch.contiguous_format)
-    return world.empty_for_reduce(x.shape, dtype=x.dtype).copy_(x)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return world.empty_for_reduce(x.shape, dtype=x.dtype)
+
+
+def _parts_in(memory: Tensor, along: _Along) -> list[Tensor]:
+    """Return the parts of a contiguous tensor along a dim, as views that lie one after the other in its memory."""
+    shapes = [_resized(memory, along.dim, size) for size in along.sizes]
+    flat = memory.view(-1).split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
 
 def _after(work: Work, result: Finish) -> Finish:
@@ -203,19 +211,16 @@ def _after(work: Work, result: Finish) -> Finish:
 
 
 def _start_gather(x: Tensor, along: _Along, _: _Along) -> Finish:
-    dim = along.dim
-    if dim == 0:
-        whole = x.new_empty(_resized(x, 0, sum(along.sizes)))
-        parts = list(whole.split(along.sizes))
-    else:
-        parts = [x.new_empty(_resized(x, dim, size)) for size in along.sizes]
+    whole = x.new_empty(_resized(x, along.dim, sum(along.sizes)))
+    parts = _parts_in(whole, along)
     work = along.world.all_gather(x.contiguous(), into=parts, axes=along.axes)
-    return _after(work, lambda: whole if dim == 0 else torch.cat(parts, dim))
+    return _after(work, lambda: torch.cat(parts, along.dim) if along.dim else whole)
 
 
 def _start_reduce_scatter(x: Tensor, along: _Along, _: _Along) -> Finish:
-    cut = x.split(along.sizes, along.dim)
-    parts = [part if part.is_contiguous() else _copied(part, along.world) for part in cut]
+    parts = list(x.split(along.sizes, along.dim))
+    if not all(part.is_contiguous() for part in parts):  # joined parts need one native collective
+        parts = [to.copy_(part) for to, part in zip(_parts_in(_memory(x, along.world), along), parts, strict=True)]
     into = x.new_empty(parts[along.index].shape)
     return _after(along.world.reduce_scatter(parts, into=into, axes=along.axes), lambda: into)
 
@@ -226,7 +231,7 @@ def _start_take(x: Tensor, along: _Along, _: _Along) -> Finish:
 
 
 def _start_all_reduce(x: Tensor, along: _Along, _: _Along) -> Finish:
-    total = _copied(x, along.world)
+    total = _memory(x, along.world).copy_(x)
     # `.data` is no view to autograd, which forbids writing to a view that one of its functions returned.
     return _after(along.world.all_reduce(total, axes=along.axes), lambda: total.data)
 

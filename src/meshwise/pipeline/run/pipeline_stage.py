@@ -198,7 +198,7 @@ class PieceForward:
     def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
         """Return NaN in the shapes and dtypes of the piece's output."""
         state = self._state
-        first = next(tensors((args, kwargs)), torch.empty(()))
+        first = args[0] if args and isinstance(args[0], Tensor) else next(tensors((args, kwargs)), torch.empty(()))
         shapes = first if key in state.same_shape else state.shapes_of(key, module=self._module, first=first)
         fresh, device = key in state.changed, first.device
         if first.is_meta:  # the model moved the input to the device of a remote parameter
