@@ -167,6 +167,8 @@ class ReferenceRun:
         self._loss = loss
         self._device = torch.device("cpu") if device is None else device
         self.model = whole(model, seed=self._options.seed).to(self._device)
+        self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
+        self._routers.prepare(self.model)
         own = default_options(optimizer, module=self.model)
         rule = self._options.parameter_options or own or matrices_decay
         self._precision = self._options.precision or Precision()
@@ -193,7 +195,6 @@ class ReferenceRun:
             tokens.install(self.model)
         else:  # torch's FlexAttention has no backward on CPUs, and meets modes that see each operation on none
             use_attend(self.model, flex_only=True)
-        self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
         self._routers.follow(self.model)
         self._steps = 0
 

@@ -209,7 +209,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
     precision, scheme = options.precision or precision_of(plan), _scheme(plan, options=options, module=module)
     routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device)
-    routers.check(module)
+    routers.prepare(module)
     tiers = Tiers(plan.tiers, streams=world.streams, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
