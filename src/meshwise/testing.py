@@ -84,6 +84,7 @@ from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld, run_threads
 from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
+from meshwise.expert.expert_capacity import limit_experts
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
@@ -196,6 +197,7 @@ class ReferenceRun:
         else:  # torch's FlexAttention has no backward on CPUs, and meets modes that see each operation on none
             use_attend(self.model, flex_only=True)
         self._routers.follow(self.model)
+        limit_experts(self.model, capacity=self._options.expert_capacity)
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:
