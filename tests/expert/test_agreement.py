@@ -74,6 +74,7 @@ def check(plan: str, kind: str, *, tied: bool = False) -> None:
 
 
 RANKS = (
+    "dp=2",
     "dp=2 ep=2",
     "dp=4 ep=2",
     "dp=4 ep=4",
