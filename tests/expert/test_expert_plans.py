@@ -86,3 +86,9 @@ def test_an_imbalance_takes_memory_and_time_until_all_tokens_come_to_one_rank() 
     assert seconds[:4] == sorted(set(seconds))
     assert (memory[4], seconds[4]) == (memory[3], seconds[3])
     assert rehearsed("dp=4", cut=CutOptions(), expert_imbalance=2.0) == rehearsed("dp=4", cut=CutOptions())
+
+
+def test_a_chunk_takes_less_memory_and_more_time_in_a_rehearsal() -> None:
+    whole, chunked = (rehearsed(f"dp=4 ep=4{more}", cut=CutOptions()) for more in ("", " chunk=512"))
+    assert chunked.memory < whole.memory
+    assert chunked.seconds > whole.seconds
