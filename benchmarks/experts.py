@@ -1,6 +1,7 @@
 """Steps of a mixture of experts on four processes: its experts divided, beside other plans and beside transformers.
 
     python benchmarks/experts.py --rounds 15
+    python benchmarks/experts.py --memory     # activations that a rank keeps, with and without chunk=
 
 Two models with 4 blocks of 16 experts, top-2, in fp32: the reference GPT, and Mixtral of transformers. Mixtral also
 runs by transformers' own expert parallelism (`DistributedConfig(fsdp_size=4, ep_size=4)`, all-to-all over gloo) and its
@@ -28,9 +29,13 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import meshwise as mw
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
+from meshwise.testing import SavedForBackward, run
 from peer_table import machine
 
-PLANS = ("dp=4 ep=4", "dp=4 ep=2", "dp=4", "dp=4 zero=1 ep=4", "dp=4 zero=3", "dp=4 zero=3 ep=4")
+PLANS = (
+    "dp=4 ep=4", "dp=4 ep=2", "dp=4", "dp=4 zero=1 ep=4", "dp=4 zero=3", "dp=4 zero=3 ep=4",
+    "dp=4 ep=4 dispatch=all-gather", "dp=4 ep=4 chunk=128",
+)  # fmt: skip
 SHAPE = MixtureConfig(layers=4, width=128, heads=4, vocabulary=256, context=128, experts=16, choices=2)
 MIXTRAL: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -50,12 +55,41 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--memory", action="store_true", help="measure activations in place of times")
     arguments = parser.parse_args()
+    if arguments.memory:
+        print(activations())
+        return
     with tempfile.TemporaryDirectory() as folder:
         transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL)).save_pretrained(f"{folder}/model")
         for model, kind in (("reference GPT", reference), ("Mixtral", mixtral)):
             found = mw.run(RANKS, measure, args=(kind, folder, arguments.rounds))[0]
             print(markdown(model, found), flush=True)
+
+
+def activations() -> str:
+    """Return a table of the activations that the fullest rank keeps for the backward of the reference model."""
+    tokens = torch.randint(0, 256, (RANKS * ROWS, SHAPE.context + 1), generator=torch.Generator().manual_seed(1))
+
+    def kept(world: mw.World, plan: str) -> tuple[int, int]:
+        trainer = mw.parallelize(lambda: MixtureGPT(SHAPE), plan, loss=next_token_loss, world=world, lr=1e-3)
+        rows: list[int] = []
+        for name, module in trainer.model.named_modules():
+            if name.endswith("experts"):
+                module.register_forward_hook(lambda each, *_: rows.append(each.sharding.exchange.received))
+        with SavedForBackward(trainer.model) as saved:
+            trainer.step((tokens[:, :-1], tokens[:, 1:]))
+        return saved.bytes, max(rows)
+
+    lines = [
+        f"| reference model, {ROWS} x {SHAPE.context} tokens of a rank | kept, MB | rows at once |",
+        "|---|--:|--:|",
+    ]
+    for plan in ("dp=4 ep=4", "dp=4 ep=4 chunk=512", "dp=4 ep=4 chunk=128"):
+        found = run(RANKS, kept, args=(plan,))
+        size, rows = (max(values) for values in zip(*found, strict=True))
+        lines.append(f"| `{plan}` | {size / 1e6:.1f} | {rows:,} |")
+    return "\n".join(lines)
 
 
 def measure(world: mw.World, kind: Callable[..., dict[str, Contestant]], folder: str, rounds: int) -> Found:

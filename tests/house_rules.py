@@ -248,7 +248,8 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.engine.microbatch_runner": "the number of rows of each rank",
     "meshwise.engine.open_step": "the loss of each backward is compared between ranks",
     "meshwise.data_parallel.batch_norm_statistics": "for a batch of one value, which is refused",
-    "meshwise.expert.expert_parallel": "tokens for each expert; which experts have tokens; figures between steps",
+    "meshwise.expert.expert_parallel": "which experts have tokens; figures between steps",
+    "meshwise.expert.token_exchange": "tokens for each expert",
     "meshwise.attention.token_attention": "whether a batch is packed; a mask on the CPU",
     "meshwise.attention.mask_pattern": "which tiles of documents and padding are empty",
     # On the CPU; on CUDA the same check is one of the device (torch._assert_async).

@@ -178,7 +178,7 @@ REFUSED_TEXT = [
     ),
     ("zeros=1", "unknown plan key 'zeros'; did you mean zero?"),
     ("micro_batches=1", "unknown plan key 'micro_batches'; did you mean microbatches?"),
-    ("hub=1", "unknown plan key 'hub'; the keys are dp tp pp cp context cp_heads ep etp zero shards"),
+    ("fast=1", "unknown plan key 'fast'; the keys are dp tp pp cp context cp_heads ep etp dispatch chunk zero shards"),
     ("dp", "'dp' in the plan 'dp' is not key=value; write it as in 'dp=2 zero=1'"),
     ("dp=2 dp=4", "dp is given twice in the plan 'dp=2 dp=4'"),
     ("dp=0", "dp=0: dp is 1 and up, or `auto` (None in Python). Nearest that works: 'dp=1'"),
@@ -218,6 +218,7 @@ MET_BY |= {"offload.params!=device": "offload=params:disk", "schedule!=1f1b": "s
 MET_BY |= {"wire.codec!=none": "wire=int8", "precision=fp16": "precision=fp16"}
 MET_BY |= {"sync!=step": "sync=local", "wire!=auto": "wire=bf16", "offload.optimizer!=device": "offload=optimizer:cpu"}
 MET_BY |= {"context!=auto": "context=ring", "context!=usp": "context=ring", "ep>1": "ep=2 dp=2"}
+MET_BY |= {"dispatch!=auto": "dispatch=all-gather"}
 
 
 def meeting(condition: str) -> str:

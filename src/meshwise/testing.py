@@ -84,6 +84,7 @@ from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld, run_threads
 from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
+from meshwise.expert.expert_capacity import limit_experts
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
@@ -167,6 +168,8 @@ class ReferenceRun:
         self._loss = loss
         self._device = torch.device("cpu") if device is None else device
         self.model = whole(model, seed=self._options.seed).to(self._device)
+        self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
+        self._routers.prepare(self.model)
         own = default_options(optimizer, module=self.model)
         rule = self._options.parameter_options or own or matrices_decay
         self._precision = self._options.precision or Precision()
@@ -193,8 +196,8 @@ class ReferenceRun:
             tokens.install(self.model)
         else:  # torch's FlexAttention has no backward on CPUs, and meets modes that see each operation on none
             use_attend(self.model, flex_only=True)
-        self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
         self._routers.follow(self.model)
+        limit_experts(self.model, capacity=self._options.expert_capacity)
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:

@@ -80,6 +80,11 @@ FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 24, "head_dim": 8}
         | {"interleave_moe_layer_step": 1},
     ),
+    "Ernie": (
+        "Ernie4_5_MoeConfig",
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1},
+    ),
     "Switch": ("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration", SWITCH),
 }
 """Configuration class, model class and settings of each family."""

@@ -74,12 +74,14 @@ def check(plan: str, kind: str, *, tied: bool = False) -> None:
 
 
 RANKS = (
+    "dp=2",
     "dp=2 ep=2",
     "dp=4 ep=2",
     "dp=4 ep=4",
     "pp=2 dp=2 ep=2",
     "tp=2",
     "tp=2 etp=2",
+    "dp=2 tp=2 etp=2",
     "dp=2 tp=2 ep=4",
     "dp=2 tp=2 ep=2 etp=2",
     "pp=2 tp=2 ep=2",
@@ -119,6 +121,32 @@ KIND = Grid(
 @pytest.mark.grid(KIND)
 def test_every_kind_of_routing_is_that_of_one_process(kind: str, ranks: str, tied: bool) -> None:
     check(ranks, kind, tied=tied)
+
+
+DISPATCH = Grid(
+    {
+        "ranks": (
+            "dp=4 ep=2",
+            "dp=2 tp=2 ep=4",
+            "dp=2 tp=2 ep=2 etp=2 sequence_parallel=1",
+            "pp=2 dp=2 ep=2",
+            "cp=2 ep=2",
+        ),
+        "zero": (0, 3),
+        "dispatch": ("auto", "all-gather"),
+        "chunk": (0, 3),
+        "kind": ("top-2", "noisy", "expert-choice", "5 experts"),
+        "rest": ("", "microbatches=3", "recompute=full", "recompute=selective"),
+    },
+    exists=lambda cell: cell["dispatch"] != "auto" or cell["chunk"] > 0,
+    cost=lambda cell: Plan.parse(cell["ranks"]).mesh().size,
+    strength=1,
+)
+
+
+@pytest.mark.grid(DISPATCH)
+def test_every_dispatch_is_one_process(ranks: str, zero: int, dispatch: str, chunk: int, kind: str, rest: str) -> None:
+    check(f"{ranks} zero={zero} dispatch={dispatch} chunk={chunk} {rest}", kind)
 
 
 @pytest.mark.parametrize("plan, kind", [("cp=2", "z-loss"), ("dp=2 cp=2 ep=4", "balance over the batch")])

@@ -49,7 +49,8 @@ def rehearsed(text: str, *, cut: CutOptions, **options: object) -> PlanFigures:
 
 
 @pytest.mark.parametrize(
-    "text", ["dp=4 ep=4 zero=3", "dp=4 ep=2 zero=1", "dp=2 tp=2 ep=4 zero=2", "pp=2 dp=2 ep=2 microbatches=2", "dp=4"]
+    "text",
+    ["dp=4 ep=4 zero=3", "dp=4 ep=2 zero=1", "dp=2 tp=2 ep=2 etp=2 zero=2", "pp=2 dp=2 ep=2 microbatches=2", "dp=4"],
 )
 def test_no_bound_of_a_mixture_is_above_the_rehearsal(text: str) -> None:
     plan, names = Plan.parse(text), pieces().names
@@ -65,13 +66,16 @@ def test_no_bound_of_a_mixture_is_above_the_rehearsal(text: str) -> None:
 
 def test_the_planner_tries_expert_parallelism_of_mixtures_alone() -> None:
     space = PlanSpace(Plan(dp=None), ranks=8, node=4, batch=8, pieces=4, experts=16)
-    tried = {(plan.dp, plan.tp, plan.ep) for plan in space.plans() if plan.pp == 1 and plan.tp_mode == "1d"}
-    assert tried == {
-        *((8, 1, ep) for ep in (1, 4, 8)),
-        *((4, 2, ep) for ep in (1, 4, 8)),
-        *((2, 4, ep) for ep in (1, 4, 8)),
+    flat = (plan for plan in space.plans() if plan.pp == 1 and plan.tp_mode == "1d")
+    assert {(plan.dp, plan.tp, plan.ep, plan.etp) for plan in flat} == {
+        *((8, 1, ep, 1) for ep in (1, 4, 8)),
+        *((4, 2, ep, 1) for ep in (1, 4, 8)),
+        *((2, 4, ep, 1) for ep in (1, 4, 8)),
+        *((4, 2, ep, 2) for ep in (1, 4)),
+        *((2, 4, ep, 4) for ep in (1, 2)),
     }
-    assert {plan.ep for plan in dataclasses.replace(space, experts=1).plans()} == {1}
+    assert {(plan.ep, plan.etp) for plan in dataclasses.replace(space, experts=1).plans()} == {(1, 1)}
+    assert {plan.etp for plan in dataclasses.replace(space, fixed=parse_fixed("tp=4 etp=2")).plans()} == {2}
     assert {plan.ep for plan in dataclasses.replace(space, fixed=parse_fixed("dp=8 ep=2")).plans()} == {2}
 
 
@@ -82,3 +86,9 @@ def test_an_imbalance_takes_memory_and_time_until_all_tokens_come_to_one_rank() 
     assert seconds[:4] == sorted(set(seconds))
     assert (memory[4], seconds[4]) == (memory[3], seconds[3])
     assert rehearsed("dp=4", cut=CutOptions(), expert_imbalance=2.0) == rehearsed("dp=4", cut=CutOptions())
+
+
+def test_a_chunk_takes_less_memory_and_more_time_in_a_rehearsal() -> None:
+    whole, chunked = (rehearsed(f"dp=4 ep=4{more}", cut=CutOptions()) for more in ("", " chunk=512"))
+    assert chunked.memory < whole.memory
+    assert chunked.seconds > whole.seconds

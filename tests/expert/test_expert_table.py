@@ -7,6 +7,11 @@ from meshwise.plan import Plan
 from meshwise.view.text_pictures import expert_table
 
 TABLES = {
+    "dp=2": """
+        rank  stage    rows  tokens  experts  inner  same on ranks
+        0       all  1 of 2     all      0-3    all            0 1
+        1       all  2 of 2     all      0-3    all            0 1
+    """,
     "dp=2 ep=2": """
         rank  stage    rows  tokens  experts  inner  same on ranks
         0       all  1 of 2     all      0-1    all              0
@@ -16,6 +21,13 @@ TABLES = {
         rank  stage  rows  tokens  experts   inner  same on ranks
         0       all   all     all      0-3  1 of 2              0
         1       all   all     all      0-3  2 of 2              1
+    """,
+    "dp=2 tp=2 etp=2": """
+        rank  stage    rows  tokens  experts   inner  same on ranks
+        0       all  1 of 2     all      0-3  1 of 2            0 2
+        1       all  1 of 2     all      0-3  2 of 2            1 3
+        2       all  2 of 2     all      0-3  1 of 2            0 2
+        3       all  2 of 2     all      0-3  2 of 2            1 3
     """,
     "dp=2 tp=2 ep=2": """
         rank  stage    rows  tokens  experts  inner  same on ranks

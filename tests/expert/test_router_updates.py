@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from expert.mixtures_of_transformers import batches as tokens_of_transformers
-from expert.mixtures_of_transformers import build as deepseek
+from expert.mixtures_of_transformers import build as hugging_face
 from expert.mixtures_of_transformers import check, settings
 from expert.test_agreement import build, loss
 from meshwise.comm.api.world import World
@@ -84,13 +84,14 @@ def test_buffers_follow_the_load_of_the_whole_batch(kind: str, plan: str, tmp_pa
                 agree(found[f"{name}.expert_shares"], second.double() / second.sum(), bound=1e-12)
 
 
-def test_biases_of_a_model_of_transformers_move_and_a_skipped_step_leaves_them() -> None:
+@pytest.mark.parametrize("family", ["DeepseekV3", "Ernie"])  # a buffer, and a parameter without gradient
+def test_biases_of_a_model_of_transformers_move_and_a_skipped_step_leaves_them(family: str) -> None:
     pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
     given = {**settings(), "options": replace(settings()["options"], expert_bias_rate=RATE, nonfinite="skip:1")}
-    check(deepseek("DeepseekV3"), "dp=4 ep=2 microbatches=2", given=lambda: given)
+    check(hugging_face(family), "dp=4 ep=2 microbatches=2", given=lambda: given)
 
     def main(world: World) -> None:
-        own = deepseek("DeepseekV3")
+        own = hugging_face(family)
         trainer = parallelize(own, "dp=2 ep=2", world=world, **given)
         trainer.step(tokens_of_transformers()[0])
         biases = {name: buffer.clone() for name, buffer in own.named_buffers() if name.endswith("bias")}

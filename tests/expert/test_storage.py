@@ -10,8 +10,9 @@ from expert.test_agreement import batches, build, training
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
+from meshwise.expert.token_exchange import gathers
 from meshwise.plan import Plan
-from meshwise.testing import agree, alone, count, run, whole
+from meshwise.testing import SavedForBackward, agree, alone, count, run, whole
 
 
 def trainer_of(world: World, plan: str) -> Trainer:
@@ -79,6 +80,94 @@ def test_tokens_move_as_often_and_as_far_as_the_formula_says(microbatches: int) 
     assert {calls for calls, _ in found} == {5 * layers * microbatches}
     counts = 8 * experts * ranks * layers * microbatches
     assert sum(size for _, size in found) == 4 * layers * tokens * choices * features * 8 + counts
+
+
+def test_an_all_gather_moves_as_much_as_the_formula_says() -> None:
+    layers, features, choices, tokens = 2, 8, 2, 7 * 4
+
+    def moved(world: World) -> dict[str, tuple[int, int]]:
+        trainer = trainer_of(world, "dp=2 ep=2 dispatch=all-gather")
+        with trainer.world.record() as records:
+            trainer.step(batches()[0])
+        trainer.close()
+        return dict(count(records))
+
+    for rank in run(2, moved):
+        assert not any(name.startswith("all_to_all") for name in rank)
+        # in each layer tokens and weights are gathered and results reduced; the backward does the opposite
+        values = layers * tokens * (2 * features + choices) * 8
+        assert rank["reduce_scatter[dp]"] == (3 * layers, values)
+        calls, size = rank["all_gather[dp]"]
+        assert calls == (3 + 1 + 2) * layers  # also of the choices, and of the number of tokens as a small object
+        assert 0 < size - values - layers * tokens * choices * 8 < 100 * layers
+
+
+def test_auto_takes_the_dispatch_that_moves_less() -> None:
+    assert not gathers(Plan.parse("dp=2 ep=2"), choices=2, experts=8)  # equal: both move each token once
+    assert gathers(Plan.parse("dp=2 ep=2"), choices=3, experts=8)
+    assert not gathers(Plan.parse("dp=4 ep=4"), choices=3, experts=8)
+    assert not gathers(Plan.parse("dp=2 ep=2"), choices=8, experts=8)  # expert choice: a mask of all experts
+    assert not gathers(Plan.parse("dp=2 ep=2 dispatch=all-to-all"), choices=3, experts=8)
+    assert gathers(Plan.parse("dp=4 ep=4 dispatch=all-gather"), choices=1, experts=8)
+
+
+@pytest.mark.parametrize("chunk", [4, 7])
+def test_a_chunk_bounds_the_rows_that_a_rank_holds(chunk: int) -> None:
+    layers, features, inner, choices, ranks = 2, 8, 16, 2, 2
+
+    def kept(world: World, plan: str) -> tuple[int, int]:
+        trainer = trainer_of(world, plan)
+        received: list[int] = []
+        for name, module in trainer.model.named_modules():
+            if name.endswith("experts"):
+                module.register_forward_hook(lambda each, *_: received.append(each.sharding.exchange.received))
+        with SavedForBackward(trainer.model) as saved:
+            trainer.step(batches()[0])
+        trainer.close()
+        return saved.bytes, sum(received)
+
+    chunked = run(ranks, kept, args=(f"dp=2 ep=2 chunk={chunk}",))
+    for (whole_bytes, rows), (bytes_kept, last) in zip(run(ranks, kept, args=("dp=2 ep=2",)), chunked, strict=True):
+        # without chunks a rank keeps for each row its token, its result, and the inner sizes before and after GELU
+        assert whole_bytes - bytes_kept > rows * (2 * features + 2 * inner) * 8
+        assert last <= layers * chunk * choices * ranks
+
+
+def test_an_error_of_memory_names_the_mixture_with_the_most_rows() -> None:
+    def notes(world: World) -> tuple[str, int]:
+        trainer = trainer_of(world, "dp=2 ep=2")
+        experts: Any = trainer.model.get_submodule("blocks.0.mlp.experts")
+
+        def fail(*_: object) -> None:
+            raise MemoryError
+
+        trainer.model.get_submodule("blocks.1.mlp_norm").register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError) as caught:
+            trainer.step(batches()[0])
+        trainer.close()
+        return "\n".join(caught.value.__notes__), experts.sharding.exchange.received
+
+    for note, rows in run(2, notes):
+        share = 7 * 4 * 2 / 2  # tokens of all ranks, choices; half of the experts
+        assert f"in blocks.0.mlp.experts got {rows} rows at once, " in note
+        assert abs(float(note.partition("at once, ")[2].split()[0]) - rows / share) < 0.2  # 4 and 3 of the 7 samples
+        assert "chunk=1024" in note
+
+
+def test_copies_of_experts_halve_the_rows_of_the_busiest_rank() -> None:
+    """Every token chooses the first expert: under ep=4 one rank gets all rows, under ep=2 each copy half of them."""
+
+    def busiest(world: World, plan: str) -> int:
+        trainer = trainer_of(world, plan)
+        router = trainer.model.get_submodule("blocks.0.mlp.router")
+        router.register_forward_hook(lambda _module, _given, output: (torch.zeros_like(output[0]), *output[1:]))
+        trainer.step((batches()[0][0][:4], batches()[0][1][:4]))
+        experts: Any = trainer.model.get_submodule("blocks.0.mlp.experts")
+        trainer.close()
+        return int(experts.sharding.exchange.received)
+
+    assert run(4, busiest, args=("dp=4 ep=4",)) == [32, 0, 0, 0]
+    assert run(4, busiest, args=("dp=4 ep=2",)) == [16, 0, 16, 0]
 
 
 @pytest.mark.parametrize("plan", ["dp=2 ep=2", "tp=2 ep=2", "tp=2 etp=2", "pp=2 dp=2 ep=2 microbatches=2"])

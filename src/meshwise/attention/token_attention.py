@@ -197,7 +197,7 @@ def context_world(world: World, *, plan: Plan) -> World:
         nearest = max(number for number in range(1, heads + 1) if plan.cp % number == 0)
         raise PlanError(f"cp_heads={heads} does not divide cp={plan.cp}. Nearest that works: 'cp_heads={nearest}'")
     axes = []
-    for axis, degree in dataclasses.replace(plan, ep=1, etp=1).mesh().axes:  # experts may divide the ranks of cp
+    for axis, degree in plan.with_whole_experts.mesh().axes:  # experts may divide the ranks of cp
         axes += [(RING, plan.cp // heads), (HEADS, heads)] if axis == "cp" else [(axis, degree)]
     return world.over(Mesh(tuple(axes)))
 

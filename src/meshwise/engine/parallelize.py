@@ -38,6 +38,7 @@ from meshwise.engine.microbatch_runner import LiveModel, MicrobatchTask, WholeMo
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
+from meshwise.expert.expert_capacity import check_capacity, limit_experts
 from meshwise.expert.expert_parallel import expert_parallel
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.memory.activation_offload import ActivationTransfers, activation_tier
@@ -94,6 +95,9 @@ class Options:
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers (buffers `e_score_correction_bias`) towards an even load, as
     in DeepSeek-V3, which took 0.001. 0: they keep their values."""
+    expert_capacity: float = 0.0
+    """Most tokens of a sample that an expert takes, as a multiple of the even share; the rest is dropped. **Another
+    number is another model.** 0: no token is dropped. See `meshwise.expert.expert_capacity`."""
     expert_imbalance: float = 1.0
     """In a rehearsal without values with `ep`, tokens of the busiest rank's experts as a multiple of the even share."""
     noise: bool = False
@@ -202,7 +206,8 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
     precision, scheme = options.precision or precision_of(plan), _scheme(plan, options=options, module=module)
     routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device)
-    routers.check(module)
+    routers.prepare(module)
+    check_capacity(module, capacity=options.expert_capacity, plan=plan, rules=options.tensor_rules)
     tiers = Tiers(plan.tiers, streams=world.streams, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
@@ -436,6 +441,7 @@ def _build_engine(
     plan, world, options, module = setting.plan, setting.world, setting.options, source.module
     convert(module, precision=setting.storage.precision)
     setting.routers.follow(module)
+    limit_experts(module, capacity=options.expert_capacity)
     table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes)
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)

@@ -1,13 +1,7 @@
 """Divide the experts of a plain model over ranks: each rank's mixtures hold and run their local experts alone.
 
-Each token goes to the ranks of its experts, and back. A mixture computes `y[t] = sum over k of weights[t, k] *
-expert[index[t, k]](x[t])`. Its router has already chosen `index` and `weights`, each (tokens, k). docs/experts.md has
-the steps and what a rank sends. A pair is a token and one of its choices; a pair with an index past the last expert is
-dropped. The ranks of tp have equal tokens: each takes a part of them before, and gathers all tokens after. Under `etp`,
-an all-reduce sums the results of the experts. No token is dropped, as in MegaBlocks (Gale et al., arXiv 2211.15841,
-section 4). GShard has the two all-to-alls (Lepikhin et al., arXiv 2006.16668, section 3).
-
-Under `etp` the matrices of stacked experts are split, the first by columns, the last by rows:
+Each token goes to the ranks of its experts, and back; `token_exchange.py` has the steps. Under `etp` the matrices of
+stacked experts are split, the first by columns, the last by rows:
 
     | first   (experts, n · inner, features)   split in each of its n sections (gate and value), or in groups of n
     | last    (experts, features, inner)       split in `inner`; the results are summed over the ranks
@@ -18,17 +12,17 @@ Both matrices may be stored the other way round, (experts, inputs, outputs)."""
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import all_tensors, map_tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
+from meshwise.expert.token_exchange import ExpertAxes, ExpertExchange
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.find_mixtures import Mixture
 from meshwise.model.forward import ForwardReplay
@@ -89,175 +83,6 @@ def inner_split(experts: nn.Module, *, mixture: Mixture, name: str) -> InnerSpli
     if len(rest) > 1 or len(own) != len(cuts) + len(rest):
         raise PlanError(f"{name} has parameters that etp cannot split: {', '.join(rest)}. Nearest that works: 'etp=1'")
     return InnerSplit(cuts, next(iter(rest), ""), inner)
-
-
-@dataclass(frozen=True)
-class ExpertAxes:
-    """Axes of one world over which a mixture is split.
-
-    | experts   different experts (`ep`)
-    | inner     different parts of each expert's matrices (`etp`)
-    | copies    equal tokens outside of the mixture, different tokens inside: the ranks of tp that are not in `inner`
-    | parts     different tokens outside of the mixture, equal tokens inside: `inner` under sequence parallelism
-    | summed    gradients of an expert are summed over them: all axes but pp, `experts` and `inner`"""
-
-    experts: tuple[str, ...]
-    inner: tuple[str, ...]
-    copies: tuple[str, ...]
-    parts: tuple[str, ...]
-    summed: tuple[str, ...]
-
-    @classmethod
-    def of(cls, world: World, *, plan: Plan) -> "ExpertAxes":
-        """Return the axes on a world that has the plan's mesh."""
-        mesh = world.mesh
-        experts, inner, tensor = (mesh.expand(axes) for axes in (["ep"], ["etp"], plan.tensor_axes))
-        split = plan.sequence_parallel == 1
-        copies = () if split else tuple(axis for axis in tensor if axis not in inner)
-        return cls(experts, inner, copies, inner if split else (), mesh.others(("pp", "ep", "etp")))
-
-
-class ExpertExchange:
-    """Exchange of one mixture on this rank; deep copies of its module share it."""
-
-    def __init__(
-        self, world: World, *, axes: ExpertAxes, experts: int, recall: ForwardReplay, imbalance: float = 1.0
-    ) -> None:
-        """`experts`: number of experts over all ranks. `recall`: results that a repeated forward takes again.
-
-        `imbalance`: without values, load of this rank's experts as a multiple of the even share."""
-        self._imbalance = imbalance
-        self._world = world
-        self._axes = axes
-        self._experts = experts
-        self._recall = recall
-        self.shares = [stop - start for start, stop in even_split(experts, world.group(axes.experts).size)]
-        """Number of experts of each rank along `ep`."""
-        index = world.group(axes.experts).index
-        self.span = sum(self.shares[:index]), sum(self.shares[: index + 1])
-        """Numbers [start, stop) of this rank's experts."""
-        self.load = torch.zeros(experts, dtype=torch.int64, device=world.device)
-        """Pairs that this rank has sent to each expert, since `imbalances` last read them."""
-        self.inner_ranks = world.group(axes.inner).size
-        """Number of ranks that split each expert's matrices (`etp`)."""
-
-    def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
-        return self
-
-    def run(self, hidden: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
-        """Return the output of the mixture, of the shape of `hidden` (…, features).
-
-        `index`, `weights`: expert and weight of each choice of each token, (tokens, k). `compute(rows, local)` returns
-        the results (n, features) of rows (n, features) for the local experts numbered by `local` (n,)."""
-        tokens = hidden.reshape(-1, hidden.size(-1))
-        index, weights = index.reshape(len(tokens), -1), weights.reshape(len(tokens), -1)
-        copies, sizes = self._world.group(self._axes.copies), None
-        if copies.size > 1:
-            bounds = even_split(len(tokens), copies.size)
-            sizes = [stop - start for start, stop in bounds]
-            index = index[slice(*bounds[copies.index])]
-            tokens, weights = (
-                gradient.take(x, world=self._world, axes=copies.axes, sizes=sizes).wait() for x in (tokens, weights)
-            )
-        elif self._world.group(self._axes.parts).size > 1:
-            return self._joined(tokens, index=index, weights=weights, compute=compute).reshape(hidden.shape)
-        mixed = self._mixed(tokens, index=index, weights=weights, compute=compute)
-        if sizes is not None:
-            mixed = gradient.replicate(mixed, world=self._world, axes=copies.axes, sizes=sizes).wait()
-        return mixed.reshape(hidden.shape)
-
-    def _joined(self, tokens: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
-        """Return the output for this rank's tokens, computed with the tokens of all ranks along `parts`."""
-        world, group = self._world, self._world.group(self._axes.parts)
-        sizes = world.exchange(len(tokens), axes=group.axes)
-        tokens, weights = (
-            gradient.replicate(x, world=world, axes=group.axes, sizes=sizes).wait() for x in (tokens, weights)
-        )
-        choices = index.new_empty(len(tokens), index.size(1))
-        world.all_gather(index.contiguous(), into=list(choices.split(sizes)), axes=group.axes).wait()
-        mixed = self._mixed(tokens, index=choices, weights=weights, compute=compute)
-        return gradient.take(mixed, world=world, axes=group.axes, sizes=sizes).wait()
-
-    def _mixed(self, tokens: Tensor, *, index: Tensor, weights: Tensor, compute: Callable[..., Tensor]) -> Tensor:
-        """Return the output for this rank's tokens: sort the pairs, send them, compute, return and sum the results."""
-        order, sent, received, local = self._routed(index)
-        source = order // index.size(1)
-        rows = self._moved(tokens[source], sent=sent, received=received)
-        if torch.is_grad_enabled() and not rows.requires_grad:
-            # Then every rank takes part in the backward of the return, also a rank whose experts get no row.
-            rows = rows.detach().requires_grad_()
-        results = self._computed(rows, local=local, compute=compute)
-        results = self._moved(results, sent=received, received=sent)
-        weighted: Tensor = results * weights.reshape(-1)[order].unsqueeze(-1)
-        if len(order) == index.numel():  # nothing is dropped: a sum in a fixed order, also on CUDA
-            mixed: Tensor = weighted[order.argsort()].unflatten(0, index.shape).sum(1)
-        else:
-            mixed = weighted.new_zeros(len(tokens), weighted.size(-1)).index_add(0, source, weighted)
-        return mixed.to(tokens.dtype)
-
-    def _computed(self, rows: Tensor, *, local: Tensor, compute: Callable[..., Tensor]) -> Tensor:
-        """Return the results of this rank's experts in the dtype of `rows`, summed over the ranks of `etp`."""
-        axes = self._axes.inner
-        if self.inner_ranks == 1:
-            results: Tensor = compute(rows, local)
-            return results.to(rows.dtype)
-        part = compute(gradient.copy(rows, world=self._world, axes=axes).wait(), local)
-        return gradient.all_reduce(part, world=self._world, axes=axes).wait().to(rows.dtype)
-
-    def _moved(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        if len(sent) == 1:
-            return rows
-        return gradient.all_to_all(
-            rows, world=self._world, axes=self._axes.experts, split_dim=0, cat_dim=0, sizes=(sent, received)
-        ).wait()
-
-    def _routed(self, index: Tensor) -> tuple[Tensor, list[int], list[int], Tensor]:
-        """Return the routing of this rank's pairs, after an exchange of counts; a repeated forward repeats it.
-
-        | order      numbers of the pairs that are kept, sorted by expert; pair p is choice p % k of token p // k
-        | sent       rows sent to each rank
-        | received   rows received from each rank
-        | local      number among this rank's experts of each received row's expert"""
-        if index.is_meta:
-            return self._balanced(index)
-        order, counts, arriving = self._recall.once(lambda: self._counted(index))
-        ranks, mine = len(self.shares), self.span[1] - self.span[0]
-        sent = [int(part.sum()) for part in counts.cpu().split(self.shares)]
-        numbers = torch.arange(mine, device=index.device).repeat(ranks)
-        local = numbers.repeat_interleave(arriving)
-        received = arriving.cpu().view(ranks, mine).sum(1).tolist()
-        return order, sent, received, local
-
-    def _counted(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the kept pairs sorted by expert, the pairs for each expert, and the rows from each rank to each expert
-        of this rank, rank by rank."""
-        chosen = index.reshape(-1)
-        counts = torch.bincount(chosen, minlength=self._experts)[: self._experts]
-        order = chosen.argsort(stable=True)[: int(counts.sum())]
-        self.load += counts
-        return order, counts, self._exchange_counts(counts)
-
-    def _balanced(self, index: Tensor) -> tuple[Tensor, list[int], list[int], Tensor]:
-        """Return a routing without values, as of a router that gives equally many pairs to the experts of each rank.
-
-        This rank receives `imbalance` times as many, at most all."""
-        group, pairs = self._world.group(self._axes.experts), index.numel()
-        share = (self.span[1] - self.span[0]) / self._experts if group.size > 1 else 1.0
-        mine = min(pairs, math.ceil(pairs * share * self._imbalance))
-        sent = [stop - start for start, stop in even_split(pairs - mine, max(1, group.size - 1))][: group.size - 1]
-        sent.insert(group.index, mine)
-        received = [mine] * group.size
-        self._exchange_counts(index.new_empty(self._experts))
-        order = torch.arange(index.numel(), device=index.device)
-        return order, sent, received, index.new_empty(sum(received))
-
-    def _exchange_counts(self, counts: Tensor) -> Tensor:
-        """Send each rank its part of `counts` (experts,); return the received counts (ranks · own experts,)."""
-        mine = self.span[1] - self.span[0]
-        arriving = counts.new_empty(len(self.shares) * mine)
-        parts = [part.contiguous() for part in counts.split(self.shares)]
-        self._world.all_to_all(parts, into=list(arriving.split(mine)), axes=self._axes.experts).wait()
-        return arriving
 
 
 @dataclass(frozen=True)
@@ -459,7 +284,9 @@ def expert_parallel(
         experts = modules[name]
         if not any(True for _ in experts.parameters()):
             continue
-        exchange = ExpertExchange(world, axes=axes, experts=mixture.experts, recall=recall, imbalance=imbalance)
+        exchange = ExpertExchange(
+            world, axes=axes, plan=plan, experts=mixture.experts, recall=recall, imbalance=imbalance
+        )
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
         if mixture.form == "called":
             each_expert = dict(experts.named_children())
@@ -525,15 +352,29 @@ def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, fl
 
     Every rank calls it. The loads are summed over all forwards since the last call, with spare rows. Mixtures that no
     rank has run are left out."""
-    found = {name: each for module in modules for name, each in module.named_modules()}
     factors = {}
-    for name, each in found.items():
-        if not isinstance(each, SplitExperts | CallingModule):
-            continue
-        exchange = each.sharding.exchange
+    for name, exchange in _exchanges(modules):
         total = exchange.load.clone()
         exchange.load.zero_()
         world.all_reduce(total, axes=world.mesh.others(["pp"])).wait()
         if mean := float(total.double().mean()):
             factors[name] = float(total.max()) / mean
     return {name: factor for stage in world.exchange(factors, axes="pp") for name, factor in stage.items()}
+
+
+def crowded(modules: Sequence[nn.Module]) -> str:
+    """Return a line on the mixture whose experts on this rank got the most rows in a dispatch; "" without rows."""
+    name, most = max(_exchanges(modules), key=lambda each: each[1].received, default=("", None))
+    if most is None or not most.received:
+        return ""
+    return (
+        f"The experts of this rank in {name} got {most.received} rows at once, {most.received / most.even_share:.2f} "
+        "times an even share. With chunk=1024 in the plan they get the rows of fewer tokens at once."
+    )
+
+
+def _exchanges(modules: Sequence[nn.Module]) -> Iterator[tuple[str, ExpertExchange]]:
+    """Yield the name and the exchange of each mixture."""
+    for name, each in (pair for module in modules for pair in module.named_modules()):
+        if isinstance(each, SplitExperts | CallingModule):
+            yield name, each.sharding.exchange

@@ -41,8 +41,16 @@ class RouterUpdates:
                 if keys:
                     yield name, router, keys
 
-    def check(self, module: nn.Module) -> None:
-        """Raise ValueError if the rate is below 0, or if there is a rate and no router of the model has a bias."""
+    def prepare(self, module: nn.Module) -> None:
+        """Turn biases that are parameters without gradient (ERNIE 4.5, Laguna) into buffers, if there is a rate.
+
+        Raises ValueError if the rate is below 0, or if there is a rate and no router of the model has a bias."""
+        for name in find_mixtures(module) if self._rate else ():
+            for router in module.get_submodule(name.rpartition(".")[0]).modules():
+                if BIAS in router._parameters and not router.get_parameter(BIAS).requires_grad:
+                    bias = router.get_parameter(BIAS)
+                    del router._parameters[BIAS]
+                    router.register_buffer(BIAS, bias.detach())
         if self._rate < 0:
             raise ValueError(f"expert_bias_rate={self._rate} would move tokens to the busiest experts; give 0 or more")
         if self._rate and not any(BIAS in keys for _, _, keys in self.routers(module)):

@@ -34,17 +34,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def memory_errors_explained(plan: Plan, *, memory: Callable[[], Mapping[str, int]] = dict) -> Iterator[None]:
-    """Add a note to an out-of-memory error inside the block: the bytes of `memory()`, and how to predict a plan."""
+def memory_errors_explained(
+    plan: Plan, *, memory: Callable[[], Mapping[str, int]] = dict, more: Callable[[], str] = str
+) -> Iterator[None]:
+    """Add a note to an out-of-memory error inside the block: bytes of `memory()`, `more()`, how to predict a plan."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            error.add_note(_note(plan, memory()))
+            error.add_note(_note(plan, memory(), more()))
         raise
 
 
-def _note(plan: Plan, sizes: Mapping[str, int]) -> str:
+def _note(plan: Plan, sizes: Mapping[str, int], more: str) -> str:
     width = max(map(len, sizes), default=0)
     rows = [f"  {kind:<{width}}  {size / 2**20:9.1f} MiB" for kind, size in sizes.items() if size]
     used = ["Besides activations, this rank held:", *rows] if rows else []
@@ -52,6 +54,7 @@ def _note(plan: Plan, sizes: Mapping[str, int]) -> str:
         [
             f"There was no memory left under the plan '{plan}'.",
             *used,
+            *filter(None, [more]),
             "To see what the plan needs by category, and the cheapest change that fits, run",
             f'  print(mw.needs(model, "{plan}", loss=loss, batch=batch))',
             "in a new process, with the model, loss, optimizer and options of parallelize. It allocates nothing.",

@@ -9,7 +9,6 @@ A list without a forward of its own is found by a rule alone: {"blocks.*.moe": "
 has the form `rows`, Switch Transformers and NLLB have `called`, all others `stacked`."""
 
 import copy
-import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ def planned_mixtures(module: nn.Module, *, plan: Plan, rules: Mapping[str, str] 
         raise PlanError(
             f"the plan '{plan}' divides experts, but no module of {type(module).__name__} was found that holds the "
             "parameters of all experts. If a block calls experts of a ModuleList, name it in Options(tensor_rules=…): "
-            f'{{"blocks.*.moe": "experts"}}. Nearest that works as it is: \'{dataclasses.replace(plan, ep=1, etp=1)}\''
+            f'{{"blocks.*.moe": "experts"}}. Nearest that works as it is: \'{plan.with_whole_experts}\''
         )
     for name, mixture in found.items():
         if plan.ep > mixture.experts:

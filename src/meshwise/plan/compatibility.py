@@ -66,6 +66,8 @@ COMPATIBILITY = (
     Refusal("cp>1 tp_mode!=1d", "tp_mode=1d", "2d, 2.5d and 3d split rows, and cp has 1d matrices only"),
     Refusal("tp_mode!=1d ep>1", "ep=1", "the grids of 2d, 2.5d and 3d split the hidden states that experts need whole"),
     Refusal("tp_mode!=1d etp>1", "etp=1", "only 1d splits the matrices of experts"),
+    Refusal("ep=1 dispatch!=auto", "dispatch=auto", "only ep moves tokens to experts"),
+    Refusal("ep=1 chunk>0", "chunk=0", "only ep moves tokens to experts"),
     Refusal("compile=blocks recompute=selective", "recompute=full", "a compiled block does not show single operations"),
     Refusal("compile=blocks budget>0", "budget=0", "a compiled block does not show single operations"),
     Refusal("compile=blocks cp>1", "compile=off", "the attention calls collectives that torch.compile cannot trace"),

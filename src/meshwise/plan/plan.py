@@ -53,6 +53,17 @@ class Plan:
     cp_heads: int = whole_number(1, means="with `context=usp`, how many of the cp ranks exchange tokens for heads")
     ep: int = whole_number(1, means="ranks of dp, cp and tp, innermost first, that split the experts of a mixture")
     etp: int = whole_number(1, means="ranks of tp that split each matrix of an expert")
+    dispatch: str = one_of(
+        "auto all-to-all all-gather",
+        means="with ep, how tokens get to experts: each to the ranks of its experts, all to all ranks, or the way that "
+        "moves fewer bytes",
+    )
+    chunk: int = whole_number(
+        0,
+        means="with ep, tokens of a rank that are in the experts of a mixture at once, and again in the backward; 0: "
+        "all tokens",
+        least=0,
+    )
     zero: int = whole_number(
         0,
         means="sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
@@ -237,6 +248,11 @@ class Plan:
     def tensor_axes(self) -> tuple[str, ...]:
         """Names of the axes of tp's grid."""
         return tuple(axis for axis, _ in self._grid())
+
+    @property
+    def with_whole_experts(self) -> "Plan":
+        """Plan with the same keys, but all experts on every rank."""
+        return dataclasses.replace(self, ep=1, etp=1, dispatch="auto", chunk=0)
 
     @property
     def row_axes(self) -> tuple[str, ...]:

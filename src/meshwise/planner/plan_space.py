@@ -7,6 +7,7 @@
 | `cp` | 1, or the least that leaves a row to each rank; more, in place of dp, if the plan without does not fit |
 | `dp` | the remaining ranks |
 | `ep` | for a mixture: 1, and the most ranks of `dp` and `tp` that divide its experts, within a node and at all |
+| `etp` | for a mixture: 1, and all ranks of `tp` |
 | `microbatches` | numbers that leave 1, 2, 4 or 8 rows to a micro-batch; for pp=1 also one micro-batch |
 | `schedule` | 1f1b, interleaved, and schedules that split the backward; if tables are equal, one of them |
 | `partition` (cut) | even in predicted time; if that does not fit, even in memory |
@@ -32,7 +33,7 @@ from meshwise.plan.plan_keys import is_path, keys_of, read_words
 
 SEARCHED = (
     "dp", "tp", "pp", "cp", "context", "cp_heads", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel",
-    "schedule", "virtual_stages", "partition", "recompute", "offload", "ep",
+    "schedule", "virtual_stages", "partition", "recompute", "offload", "ep", "etp",
 )  # fmt: skip
 """Keys of a plan that a search chooses; other keys keep the job's values."""
 
@@ -134,15 +135,16 @@ class PlanSpace:
         piped = chosen["pp"] > 1
         cuts = ("time",) if piped and self.stages is None else (self.base.partition,)
         zeros = (0, 1, 3) if chosen["dp"] * chosen["cp"] > 1 else (0,)
-        parts = math.gcd(chosen["dp"] * chosen["tp"], self.experts)
-        expert_ranks = sorted({1, math.gcd(parts, self.node), parts})
-        tried = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",), "ep": expert_ranks}
-        values = [(self.fixed[key],) if key in self.fixed else each for key, each in tried.items()]
-        for microbatches in self._microbatches(chosen):
+        tried: dict[str, Any] = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",)}
+        inner = [self.fixed["etp"]] if "etp" in self.fixed else sorted({1, chosen["tp"]} if self.experts > 1 else {1})
+        for microbatches, etp in itertools.product(self._microbatches(chosen), inner):
             if self._repeats(chosen, microbatches=microbatches):
                 continue
+            parts = math.gcd(chosen["dp"] * chosen["tp"] // etp, self.experts)
+            tried["ep"] = sorted({1, math.gcd(parts, self.node), parts})
+            values = [(self.fixed[key],) if key in self.fixed else each for key, each in tried.items()]
             for free in itertools.product(*values):
-                changes = {**chosen, "microbatches": microbatches, **dict(zip(tried, free, strict=True))}
+                changes = {**chosen, "microbatches": microbatches, "etp": etp, **dict(zip(tried, free, strict=True))}
                 yield from _made(self.base, changes)
 
     def _repeats(self, chosen: Mapping[str, Any], *, microbatches: int) -> bool:

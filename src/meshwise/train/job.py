@@ -255,6 +255,9 @@ class TrainJob:
     """Gradients with a larger norm over all parameters are scaled down to this norm. Default: no clipping."""
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers towards an even load of the experts (docs/experts.md)."""
+    expert_capacity: float = 0.0
+    """Most tokens of a sample that an expert takes, as a multiple of the even share; it drops the rest, which changes
+    the model (docs/experts.md). Default: no token is dropped."""
     nonfinite: str = "raise"
     """What a gradient that is not finite does. `raise`: it ends the run. `skip:N`: the step is skipped, at most N steps
     in a row. `end`: as `raise`, but a faster update of parameters on CPU or disk tiers is allowed, during the backward

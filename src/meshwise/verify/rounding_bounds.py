@@ -360,6 +360,8 @@ class VerificationInputs:
 
     def notes(self, trial: TrialForward) -> Iterator[str]:
         """Yield the notes of the report, such as the reason for eval mode."""
+        if self.options.expert_capacity:
+            yield f"note: expert_capacity={self.options.expert_capacity} drops tokens on both sides: another model"
         if trial.pooled:
             yield (
                 f"note: {trial.pooled} computes statistics of each micro-batch, and the plan cuts a batch into "

@@ -1,0 +1,112 @@
+"""Let each expert take at most a capacity of each sample's tokens, and drop the rest. This changes the model.
+
+    most tokens of a sample for one expert = ceil(capacity · tokens of the sample · choices / experts)
+
+It is the expert capacity of Switch Transformers (Fedus et al., arXiv 2101.03961, section 2.2), for one sample instead
+of a batch. The first tokens of a sample are kept, and a token's first choice before its second. So neither
+other samples nor later tokens decide which tokens are dropped, and every plan drops the same tokens. A dropped pair of
+a token and an expert adds nothing to the output. The weights of the token's other experts stay as they are.
+
+Hooks decide before a module of experts runs. On one process a dropped pair has the weight 0; where experts are
+divided it is not sent."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwise.expert.expert_parallel import SplitExperts
+from meshwise.model.find_mixtures import Mixture, find_mixtures, ruled_mixtures
+from meshwise.plan import Plan, PlanError
+
+
+class ExpertCapacity:
+    """Limit of one mixture's experts, as hooks of the module of experts and of the module around it."""
+
+    def __init__(self, capacity: float, *, mixture: Mixture) -> None:
+        """`capacity`: most tokens of a sample for one expert, as a multiple of the even share."""
+        self._capacity, self._mixture = capacity, mixture
+        self._tokens = 0
+
+    def limit(self, module: nn.Module, *, experts: nn.Module) -> None:
+        """Register the hooks; `module`: the module around the experts."""
+        module.register_forward_pre_hook(self._note_tokens, with_kwargs=True)
+        experts.register_forward_pre_hook(self._drop, with_kwargs=True)
+
+    def _note_tokens(self, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
+        """Note the tokens of a sample before the module around the experts runs.
+
+        Raises ValueError unless it gets hidden states (samples, tokens, features)."""
+        hidden = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
+        if hidden.dim() != 3:
+            raise ValueError(
+                f"expert_capacity={self._capacity}: {type(module).__name__} got {tuple(hidden.shape)}, which does not "
+                "show the samples. Give it hidden states (samples, tokens, features), or leave the capacity out"
+            )
+        self._tokens = hidden.size(1)
+
+    def _drop(self, experts: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Return the arguments of the experts without the dropped pairs."""
+        if given[0].is_meta:
+            return None
+        if self._mixture.form == "rows":
+            return (self._kept_rows(given[0]), *given[1:]), named
+        tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
+        index = next(each for each in tensors if not each.is_floating_point())
+        weights = next(each for each in tensors[1:] if each.is_floating_point())
+        most = math.ceil(self._tokens * index.size(-1) / self._mixture.experts * self._capacity)
+        dropped = (self._place(index.reshape(-1, self._tokens * index.size(-1))) >= most).view_as(index)
+        if isinstance(experts, SplitExperts):
+            old, new = index, index.masked_fill(dropped, self._mixture.experts)
+        else:
+            old, new = weights, weights.masked_fill(dropped, 0)
+        swap = lambda each: new if each is old else each  # noqa: E731
+        return tuple(map(swap, given)), {key: swap(each) for key, each in named.items()}
+
+    def _place(self, chosen: Tensor) -> Tensor:
+        """Return how many earlier pairs of its sample have the expert of a pair; `chosen`: experts (samples, pairs)."""
+        ordered, order = chosen.sort(dim=1, stable=True)
+        places = torch.arange(chosen.size(1), device=chosen.device) - torch.searchsorted(ordered, ordered)
+        return torch.empty_like(places).scatter_(1, order, places)
+
+    def _kept_rows(self, hidden: Tensor) -> Tensor:
+        """Return rows (experts · tokens, features) with zeros for dropped pairs; other rows of zeros are no choices."""
+        chosen = (hidden != 0).any(-1).view(self._mixture.experts, -1, self._tokens)
+        most = (self._tokens * chosen.sum(0).max().double() / self._mixture.experts * self._capacity).ceil()
+        dropped = chosen.cumsum(-1) > most
+        return hidden.masked_fill(dropped.view(-1, 1), 0)
+
+
+def limit_experts(module: nn.Module, *, capacity: float) -> None:
+    """Let the experts of a model's mixtures take at most `capacity` of each sample's tokens, by hooks; 0: no limit.
+
+    Call it before the experts are divided."""
+    for name, mixture in find_mixtures(module).items() if capacity else ():
+        around, experts = module.get_submodule(name.rpartition(".")[0]), module.get_submodule(name)
+        ExpertCapacity(capacity, mixture=mixture).limit(around, experts=experts)
+
+
+def check_capacity(module: nn.Module, *, capacity: float, plan: Plan, rules: Mapping[str, str] | None) -> None:
+    """Raise PlanError for a capacity with which the plan or the model cannot work; 0: no limit."""
+    if not capacity:
+        return
+    mixtures = {**find_mixtures(module), **ruled_mixtures(module, rules=rules)}
+    called = [name for name, mixture in mixtures.items() if mixture.form == "called"]
+    if capacity < 0 or not mixtures:
+        raise PlanError(
+            f"expert_capacity={capacity} needs a number above 0 and a model with experts; {type(module).__name__} has "
+            f"{len(mixtures)} mixtures. Leave it out"
+        )
+    if called:
+        raise PlanError(
+            f"expert_capacity={capacity}: {called[0]} calls its experts with rows that do not show their samples. "
+            "Leave it out; Switch Transformers and NLLB have expert_capacity in their own configuration"
+        )
+    if plan.cp > 1 or plan.sequence_parallel:
+        raise PlanError(
+            f"expert_capacity={capacity} counts all tokens of a sample, and the plan '{plan}' splits them. Nearest "
+            f"that works: '{dataclasses.replace(plan.with_whole_experts, cp=1, sequence_parallel=0, context='auto')}'"
+        )
