@@ -1,6 +1,6 @@
 """Balance of the ranks' work, and the command that draws it."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from meshwise.attention import Pattern, attend, causal, documents, full, window
 from meshwise.attention.context_parallel import ContextParallel
 from meshwise.attention.token_attention import work_table
 from meshwise.cli.main import main
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import TokenRanges, token_order
 from meshwise.model.random_draws import SampleRows
@@ -86,8 +87,8 @@ def test_a_layer_receives_the_elements_of_the_formula(
     length, heads, kv_heads, width = 32, 8, 4, 6
     k_elements, q_elements = 2 * kv_heads * length * width, heads * length * width
 
-    def received(records: Any) -> float:
-        return sum(record.bytes / 4 * {"send": 0, "recv": 1}.get(record.kind, part) for record in records)
+    def received(records: Sequence[CallRecord]) -> float:
+        return sum((record.bytes / 4 * {"send": 0, "recv": 1}.get(record.kind, part) for record in records), 0.0)
 
     def main_of(world: World) -> tuple[float, float]:
         plan = Plan.parse(f"cp=4 context={context}")
