@@ -208,10 +208,14 @@ class TiledAttention:
                 runs = self._runs(tile, coarse)
                 partial = [run.tile for run in runs if run.tile is not None] if self.rules.plain else []
                 found.append((tile, [run for run in runs if run.tile not in partial]))
-                parts = [(one, one.halves()) for one in partial]
-                found += [(half, self._runs(half, parts)) for half in tile.halves() if parts]
+                found += [(half, self._half_runs(half, partial)) for half in tile.halves() if partial]
             self._plans[keys] = [(tile, runs) for tile, runs in found if runs]
         return self._plans[keys]
+
+    def _half_runs(self, half: TokenTile, partial: list[TokenTile]) -> list[KeyRun]:
+        """Return the runs of half a tile of queries: each key tile as a whole if both of its halves are needed."""
+        found = [(one, self._runs(half, [(one, one.halves())])) for one in partial]
+        return [KeyRun(one.start, one.stop, one) if len(runs) > 1 else runs[0] for one, runs in found if runs]
 
     def _runs(self, tile: TokenTile, key_tiles: list[tuple[TokenTile, list[TokenTile]]]) -> list[KeyRun]:
         runs: list[KeyRun] = []
