@@ -251,6 +251,7 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.expert.expert_parallel": "which experts have tokens; figures between steps",
     "meshwise.expert.token_exchange": "tokens for each expert",
     "meshwise.attention.token_attention": "whether a batch is packed; a mask on the CPU",
+    "meshwise.attention.token_interception._row_of_all": "whether a row and a column are positions of tokens",
     "meshwise.attention.mask_pattern": "which tiles of documents and padding are empty",
     # On the CPU; on CUDA the same check is one of the device (torch._assert_async).
     "meshwise.tensor.core.vocab_parallel.require_valid": "classes and tokens are checked",

@@ -1,5 +1,6 @@
 """What cannot work with split tokens is refused, with a change that works."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,23 +57,33 @@ def test_images_have_no_tokens() -> None:
 
 
 class OwnMask(nn.Module):
-    """Makes a mask of its own tokens by comparing positions."""
+    """Makes a mask of its own tokens by comparing `what`, the tokens or their positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, what: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 12)
+        self.what = what
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        places = torch.arange(tokens.size(1))
-        return functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], places[:, None] >= places)[
-            :, 0
-        ]
+        x, what = self.embedding(tokens)[:, None], self.what(tokens)
+        return functional.scaled_dot_product_attention(x, x, x, what[..., :, None] >= what[..., None, :])[:, 0]
 
 
-def test_a_mask_of_own_tokens_in_both_dims_is_refused() -> None:
-    with pytest.raises(ValueError, match="Use is_causal=True, or a pattern"):
-        step("cp=2", model=OwnMask)
+@pytest.mark.parametrize(
+    "what, length, message",
+    [
+        (lambda tokens: tokens[:, None], 8, "Use is_causal=True, or a pattern"),
+        (
+            lambda tokens: torch.arange(tokens.size(1))[None],
+            2,
+            "one of 2 tokens: a row and a column",
+        ),
+    ],
+)
+def test_a_mask_of_own_tokens_in_both_dims_is_refused(what: Any, length: int, message: str) -> None:
+    tokens = torch.zeros(2, length, dtype=torch.long)
+    with pytest.raises(ValueError, match=message):
+        step("cp=2 context=ring", model=lambda: OwnMask(what), batch=(tokens, tokens))
 
 
 def test_prediction_and_evaluation_are_of_whole_sequences() -> None:

@@ -145,6 +145,26 @@ def test_torchs_multihead_attention_is_over_all_tokens(masked: bool, plan: str) 
     compare(lambda: Encoder(masked=masked).double(), plan, ranks=int(plan[3]))
 
 
+class Biased(nn.Module):
+    """Attends with a bias by distance (ALiBi, arXiv 2108.12409), and a mask; both are made of the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.linspace(0.1, 0.7, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.size(1))
+        distance = places[None, :] - places.unsqueeze(1)
+        bias = (self.slopes.view(-1, 1, 1) * distance).masked_fill(places[:, None] < places, -torch.inf)
+        q = x.unflatten(2, (4, -1)).transpose(1, 2)
+        return functional.scaled_dot_product_attention(q, q, q, bias[None]).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("plan", ["cp=2", "cp=3 context=ring", "cp=2 context=ulysses", "cp=4 context=usp cp_heads=2"])
+def test_a_bias_and_a_mask_made_of_positions_are_of_all_keys(plan: str) -> None:
+    compare(lambda: Tagger(Biased).double(), plan, ranks=int(plan[3]))
+
+
 class CrossAttention(nn.Module):
     """Attends to a fixed memory of another length."""
 

@@ -1,13 +1,16 @@
 """Balance of the ranks' work, and the command that draws it."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
-from meshwise.attention import Pattern, causal, documents, full, window
+from meshwise.attention import Pattern, attend, causal, documents, full, window
 from meshwise.attention.context_parallel import ContextParallel
 from meshwise.attention.token_attention import work_table
 from meshwise.cli.main import main
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import TokenRanges, token_order
 from meshwise.model.random_draws import SampleRows
@@ -66,6 +69,42 @@ def test_auto_balances_documents_in_every_way_in_which_they_are_given(way: str) 
     order = "zigzag" if way == "none" else "striped"
     assert run(4, main_of) == list(token_order(order, length=4096, parts=4))
     assert imbalance(order, causal() & documents(IDS)) <= 1.10 or way == "none"
+
+
+@pytest.mark.parametrize(
+    "context, part, forward, backward",
+    [
+        ("gather", 3 / 4, (0, 3 / 4), (0, 2 * 3 / 4)),
+        *((name, 0, (0, 3 / 4), (0, 7 / 4)) for name in ("ring", "zigzag", "striped", "auto")),
+        ("ulysses", 3 / 4, (3 / 16, 0), (3 / 16, 0)),
+        ("usp cp_heads=2", 1 / 2, (1 / 8, 1 / 4), (1 / 8, 3 / 4)),
+    ],
+)
+def test_a_layer_receives_the_elements_of_the_formula(
+    context: str, part: float, forward: tuple[float, float], backward: tuple[float, float]
+) -> None:
+    """N = 4. `part`: what a rank receives of a tensor of a record. `forward`, `backward`: factors of 2Q+K and of K."""
+    length, heads, kv_heads, width = 32, 8, 4, 6
+    k_elements, q_elements = 2 * kv_heads * length * width, heads * length * width
+
+    def received(records: Sequence[CallRecord]) -> float:
+        return sum((record.bytes / 4 * {"send": 0, "recv": 1}.get(record.kind, part) for record in records), 0.0)
+
+    def main_of(world: World) -> tuple[float, float]:
+        plan = Plan.parse(f"cp=4 context={context}")
+        world = world.over(plan.mesh())
+        split = ContextParallel(plan, world=world)
+        q, k, v = (torch.randn(1, n, length // 4, width, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+        with split.mode.running(SampleRows(0, 1)):
+            split.on_own_tokens(lambda *_: None)(torch.nn.Identity(), torch.zeros(1, length))
+            with world.record() as there:
+                out = attend(q, k, v, pattern=causal())
+            with world.record() as back:
+                out.sum().backward()
+        return received(there), received(back)
+
+    expected = tuple(a * (2 * q_elements + k_elements) + b * k_elements for a, b in (forward, backward))
+    assert run(4, main_of) == [expected] * 4
 
 
 def test_all_pairs_are_counted_once() -> None:

@@ -14,6 +14,7 @@ take the plain formulas. Accumulators are fp32 for narrower dtypes.
 Shapes: q (samples, heads, queries, features), k and v (samples, kv heads, keys, features). Several query heads share a
 kv head: these heads are folded into the queries, so every kernel sees equal numbers of heads."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -124,8 +125,8 @@ class ScoreRules:
 
 
 @dataclass(frozen=True)
-class KeyRun:
-    """Neighbouring local keys; `tile`: their positions; None if every pair counts as it is, without mask or dropout."""
+class TileRun:
+    """Neighbouring local keys or queries; `tile`: their positions; None if every pair counts as it is, without mask."""
 
     start: int
     stop: int
@@ -142,7 +143,7 @@ class TiledAttention:
         self._progress = progress
         self._masks: dict[tuple[int, ...], Tensor] = {}
         """Masks of a relative pattern, by the offset of the keys from the queries, the steps and the sizes."""
-        self._plans: dict[TokenRanges, list[tuple[TokenTile, list[KeyRun]]]] = {}
+        self._plans: dict[tuple[TokenRanges, bool], list[tuple[TokenTile, list[TileRun]]]] = {}
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -154,7 +155,9 @@ class TiledAttention:
             part = _fold(q[:, :, rows].to(k.dtype), k.size(1))
             o, lse = into[0][:, :, rows], into[1][:, :, rows]
             for run in runs:
-                new_o, new_lse = self._kernel(tile, run, part, k, v).forward()
+                pair = None if run.tile is None else TilePair(tile, run.tile)
+                block_of = (x[:, :, run.start : run.stop] for x in (k, v))
+                new_o, new_lse = self._kernel(pair, part, *block_of).forward()
                 _merge(o, lse, new_o.reshape(o.shape), new_lse.reshape(lse.shape))
                 self._progress()
 
@@ -175,76 +178,90 @@ class TiledAttention:
         dtype = into[0].dtype
         k, v = (x.to(dtype) for x in block)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-        for tile, runs in self._plan(keys, q):
-            rows = slice(tile.start, tile.stop)
-            part, out, do = (_fold(x[:, :, rows].to(dtype), k.size(1)) for x in (q, merged[0], merged[2]))
-            lse = merged[1][:, :, rows]
-            lse = lse.masked_fill(lse == -math.inf, 0.0).reshape(part.shape[:-1])
-            dlse = None if merged[3] is None else merged[3][:, :, rows].to(dtype).reshape(lse.shape)
-            dq = into[0][:, :, rows]
+        for tile, runs in self._plan(keys, q, by_keys=True):
+            here = slice(tile.start, tile.stop)
             for run in runs:
-                own_q, own_k, own_v, own_mask = self._kernel(tile, run, part, k, v).backward(do, out, lse, dlse)
+                rows = slice(run.start, run.stop)
+                part, out, do = (_fold(x[:, :, rows].to(dtype), k.size(1)) for x in (q, merged[0], merged[2]))
+                lse = merged[1][:, :, rows]
+                lse = lse.masked_fill(lse == -math.inf, 0.0).reshape(part.shape[:-1])
+                dlse = None if merged[3] is None else merged[3][:, :, rows].to(dtype).reshape(lse.shape)
+                pair = None if run.tile is None else TilePair(run.tile, tile)
+                kernel = self._kernel(pair, part, k[:, :, here], v[:, :, here])
+                own_q, own_k, own_v, own_mask = kernel.backward(do, out, lse, dlse)
+                dq = into[0][:, :, rows]
                 dq += own_q.reshape(dq.shape)
-                dk[:, :, run.start : run.stop] += own_k
-                dv[:, :, run.start : run.stop] += own_v
-                if into[1] is not None and run.tile is not None and own_mask is not None:
-                    target = _mask_part(into[1], tile, run.tile)
+                dk[:, :, here] += own_k
+                dv[:, :, here] += own_v
+                if into[1] is not None and pair is not None and own_mask is not None:
+                    target = _mask_part(into[1], *pair)
                     target += own_mask.reshape(*dq.shape[:3], -1).sum_to_size(target.shape)
                 self._progress()
         return dk, dv
 
     # ---- tiles -------------------------------------------------------------------------------------------------
 
-    def _plan(self, keys: TokenRanges, q: Tensor) -> list[tuple[TokenTile, list[KeyRun]]]:
-        """Return each tile of queries with the runs of keys that it needs; partial tiles are cut into quarters."""
-        if keys not in self._plans:
+    def _plan(self, keys: TokenRanges, q: Tensor, *, by_keys: bool = False) -> list[tuple[TokenTile, list[TileRun]]]:
+        """Return each tile of queries with the runs of keys that it needs; partial tiles are cut into halves.
+
+        `by_keys`: tiles of keys with runs of queries. The fused backward is faster for many queries and few keys."""
+        known = (keys, by_keys)
+        if known not in self._plans:
             size = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
-            fine = list(keys.tiles(size))
+            outer, inner = (keys, self._queries) if by_keys else (self._queries, keys)
+            runs_of = functools.partial(self._runs, by_keys=by_keys)
+            fine = list(inner.tiles(size))
             coarse = [
-                (wide, [one for one in fine if wide.start <= one.start < wide.stop]) for wide in keys.tiles(8 * size)
+                (wide, [one for one in fine if wide.start <= one.start < wide.stop]) for wide in inner.tiles(8 * size)
             ]
             found = []
-            for tile in self._queries.tiles(size):
-                runs = self._runs(tile, coarse)
+            for tile in outer.tiles(size):
+                runs = runs_of(tile, coarse)
                 partial = [run.tile for run in runs if run.tile is not None] if self.rules.plain else []
                 found.append((tile, [run for run in runs if run.tile not in partial]))
-                parts = [(one, one.halves()) for one in partial]
-                found += [(half, self._runs(half, parts)) for half in tile.halves() if parts]
-            self._plans[keys] = [(tile, runs) for tile, runs in found if runs]
-        return self._plans[keys]
+                for half in tile.halves() if partial else ():
+                    quarters = [(one, runs_of(half, [(one, one.halves())])) for one in partial]
+                    joined = [
+                        TileRun(one.start, one.stop, one) if len(own) > 1 else own[0] for one, own in quarters if own
+                    ]
+                    found.append((half, joined))
+            self._plans[known] = [(tile, runs) for tile, runs in found if runs]
+        return self._plans[known]
 
-    def _runs(self, tile: TokenTile, key_tiles: list[tuple[TokenTile, list[TokenTile]]]) -> list[KeyRun]:
-        runs: list[KeyRun] = []
+    def _runs(
+        self, tile: TokenTile, others: list[tuple[TokenTile, list[TokenTile]]], *, by_keys: bool
+    ) -> list[TileRun]:
+        runs: list[TileRun] = []
         pattern = self.rules.pattern
-        inside = (fine for wide, fine in key_tiles if pattern.fill(TilePair(tile, wide)) is not Fill.EMPTY)
+        pair = (lambda other: TilePair(other, tile)) if by_keys else (lambda other: TilePair(tile, other))
+        inside = (fine for wide, fine in others if pattern.fill(pair(wide)) is not Fill.EMPTY)
         for other in itertools.chain.from_iterable(inside):
-            fill = pattern.fill(TilePair(tile, other))
+            fill = pattern.fill(pair(other))
             if fill is Fill.EMPTY:
                 continue
             unmasked = fill is Fill.FULL and self.rules.plain
             if unmasked and runs and runs[-1].tile is None and runs[-1].stop == other.start:
-                runs[-1] = KeyRun(runs[-1].start, other.stop, None)
+                runs[-1] = TileRun(runs[-1].start, other.stop, None)
             else:
-                runs.append(KeyRun(other.start, other.stop, None if unmasked else other))
+                runs.append(TileRun(other.start, other.stop, None if unmasked else other))
         return runs
 
-    def _kernel(self, tile: TokenTile, run: KeyRun, part: Tensor, k: Tensor, v: Tensor) -> "_Kernel":
-        rules, groups = self.rules, part.size(2) // (tile.stop - tile.start)
-        mask = None if run.tile is None else self._mask(tile, run.tile, groups, part, k.size(1))
-        keep = None
-        if rules.dropout is not None and run.tile is not None:
-            kept = rules.dropout.keep(TilePair(tile, run.tile), device=part.device)
-            keep = _grouped(kept, groups, k.size(1)).to(part.dtype) / (1.0 - rules.dropout.probability)
-        block = k[:, :, run.start : run.stop], v[:, :, run.start : run.stop]
+    def _kernel(self, pair: TilePair | None, part: Tensor, k: Tensor, v: Tensor) -> "_Kernel":
+        """Return the attention of folded queries on keys. `pair`: their tiles; None if every score counts as it is."""
+        rules, mask, keep, modify = self.rules, None, None, None
+        if pair is not None:
+            groups = part.size(2) // (pair.queries.stop - pair.queries.start)
+            mask = self._mask(*pair, groups, part, k.size(1))
+            if rules.dropout is not None:
+                kept = rules.dropout.keep(pair, device=part.device)
+                keep = _grouped(kept, groups, k.size(1)).to(part.dtype) / (1.0 - rules.dropout.probability)
+            if (change := rules.score_mod) is not None:
+                places = pair_indices(pair, samples=part.size(0), heads=rules.heads, device=part.device)
+                modify = lambda x: change(x.unflatten(2, (groups, -1)).flatten(1, 2), *places).reshape(x.shape)  # noqa: E731
         trains = rules.mask is not None and rules.mask.requires_grad
         fits = part.device.type in ("cpu", "meta") and part.size(-1) == v.size(-1)
         fused = fits and keep is None and rules.score_mod is None and not trains
-        modify, change = None, rules.score_mod
-        if change is not None and run.tile is not None:
-            pair, samples = TilePair(tile, run.tile), part.size(0)
-            places = pair_indices(pair, samples=samples, heads=rules.heads, device=part.device)
-            modify = lambda x: change(x.unflatten(2, (groups, -1)).flatten(1, 2), *places).reshape(x.shape)  # noqa: E731
-        return _Kernel(rules, part, *block, mask=mask, keep=keep, modify=modify, fused=fused)
+        return _Kernel(rules, part, k, v, mask=mask, keep=keep, modify=modify, fused=fused)
 
     def _mask(self, queries: TokenTile, keys: TokenTile, groups: int, part: Tensor, heads: int) -> Tensor:
         """Return the float to add to the scores of a tile."""

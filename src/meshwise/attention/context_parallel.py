@@ -47,6 +47,7 @@ from meshwise.attention.token_attention import (
     TokenAttention,
     TokenState,
     context_world,
+    joined_masks,
     rank_order,
     seems_packed,
     sequence_length,
@@ -229,15 +230,12 @@ def _attention(
     **given: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a layer of transformers, as its `sdpa_attention_forward` and `eager` do."""
-    if given.get("position_bias") is not None:
-        raise ValueError(
-            f"{type(module).__name__} adds a bias by relative position, which it computes from its own number of "
-            "tokens; use cp=1"
-        )
     is_causal = given.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     pattern = attention_mask if isinstance(attention_mask, Pattern) else None
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
+    if (bias := given.get("position_bias")) is not None:
+        mask = bias if mask is None else joined_masks(bias, other=mask)
     if attention_mask is None and is_causal:
         pattern = causal()
     out = attend(

@@ -249,7 +249,7 @@ class TokenAttention:
         lengths = [given[name].size(-2) for name in ("query", "key")]
         queries, keys = (next(TokenRanges.whole(length).tiles(length)) for length in lengths)
         mask = both.mask(TilePair(queries, keys), device=given["query"].device)
-        mask = mask if given["attn_mask"] is None else _both(mask, given["attn_mask"])
+        mask = mask if given["attn_mask"] is None else joined_masks(mask, other=given["attn_mask"])
         return functional.scaled_dot_product_attention(**{**given, "attn_mask": mask, "is_causal": False})
 
     def _attend(
@@ -290,15 +290,15 @@ class TokenAttention:
         rules = ScoreRules.of(q, lengths=(state.length, keys), given=given)
         if not split:
             tiles = TiledAttention(rules, queries=state.own, progress=self.world.progress)
-            result = attention_of((q, k, v), tiles=tiles, exchange=TokenRanges.whole(keys))
+            result: Any = attention_of((q, k, v), tiles=tiles, exchange=TokenRanges.whole(keys))
         else:
-            result = self._exchanged(state, (q, k, v), rules)
+            result = self._exchanged(state, (q, k, v), rules, lse=bool(given.get("lse")))
         return result if given.get("lse") else result[0]
 
     def _exchanged(
-        self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules
-    ) -> tuple[Tensor, Tensor]:
-        """Return the attention with keys of all ranks; each rank's keys are at the positions of its queries."""
+        self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules, *, lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the attention with keys of all ranks, at the positions of each rank's queries; the lse if asked."""
         ring, across = self.world.group(RING), self.world.group(HEADS)
         groups = [state.order[start : start + across.size] for start in range(0, len(state.order), across.size)]
         rounds = [TokenRanges.joined(group) for group in groups]
@@ -310,10 +310,10 @@ class TokenAttention:
             q, k, v = (heads.to_heads(x) for x in (q, k, v))
             rules = _of_heads(rules, own, heads)
         tiles = TiledAttention(rules, queries=rounds[ring.index], progress=self.world.progress)
-        out, lse = attention_of((q, k, v), tiles=tiles, exchange=self._exchange(state, rounds, rules.pattern))
+        out, found = attention_of((q, k, v), tiles=tiles, exchange=self._exchange(state, rounds, rules.pattern))
         if across.size > 1:
-            return heads.to_tokens(out), heads.to_tokens(lse.unsqueeze(-1)).squeeze(-1)
-        return out, lse
+            return heads.to_tokens(out), heads.to_tokens(found.unsqueeze(-1)).squeeze(-1) if lse else None
+        return out, found
 
     def _exchange(self, state: TokenState, rounds: list[TokenRanges], pattern: Pattern) -> KeyExchange:
         if len(rounds) == 1:
@@ -353,7 +353,7 @@ class TokenAttention:
                 keys = state.gather(keys, dim=3)
             if state is not None and mask is not None:
                 mask = _own_rows(mask, state=state, keys=keys.size(3))
-            mask = keys if mask is None else _both(mask, keys)
+            mask = keys if mask is None else joined_masks(mask, other=keys)
         dropped = given["dropout_p"] if given["training"] else 0.0
         out = self._attend(state, q, k, v, pattern=pattern, mask=mask, dropout=dropped)
         mixed = out.permute(2, 0, 1, 3).flatten(2)
@@ -383,7 +383,8 @@ def _as_allowed(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask
 
 
-def _both(one: Tensor, other: Tensor) -> Tensor:
+def joined_masks(one: Tensor, *, other: Tensor) -> Tensor:
+    """Return a mask of attention with the effect of two, each of flags or of floats to add."""
     if one.dtype == other.dtype == torch.bool:
         return one & other
     floats = [torch.where(x, 0.0, -torch.inf) if x.dtype == torch.bool else x for x in (one, other)]
@@ -393,12 +394,15 @@ def _both(one: Tensor, other: Tensor) -> Tensor:
 def _of_heads(rules: ScoreRules, own: range, heads: HeadExchange) -> ScoreRules:
     """Return the rules for the query heads `own` and the queries of all ranks that exchange heads."""
     mask, dropout = rules.mask, rules.dropout
-    if mask is not None and mask.size(1) > 1:
-        mask = mask[:, own.start : own.stop]
     if mask is not None and mask.size(2) > 1:
         source = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
-        whole = gradient.all_gather(source, world=heads.world, axes=HEADS, dim=2, sizes=heads.tokens).wait()
-        mask = whole.bool() if mask.dtype == torch.bool else whole
+        if mask.size(1) > 1:
+            source = heads.to_heads(source)
+        else:
+            source = gradient.all_gather(source, world=heads.world, axes=HEADS, dim=2, sizes=heads.tokens).wait()
+        mask = source.to(mask.dtype)
+    elif mask is not None and mask.size(1) > 1:
+        mask = mask[:, own.start : own.stop]
     dropout = None if dropout is None else dropout.of_heads(own)
     sinks = None if rules.sinks is None else rules.sinks[own.start : own.stop]
     numbers = rules.heads[own.start : own.stop]

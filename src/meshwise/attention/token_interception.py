@@ -138,6 +138,9 @@ MIXING: frozenset[str] = frozenset(DIM_ARGUMENT) | LAST_DIM | RECURRENT | PRODUC
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 _SIZED = ("ones", "zeros", "full", "empty", "rand", "randn", "new_full", "new_ones", "new_zeros", "new_empty")
+_NAMES = ("sub", "rsub", "lt", "le", "gt", "ge", "eq", "ne")
+_COMPARED = frozenset((*_NAMES, *(f"__{name}__" for name in _NAMES)))
+"""Names of functions that compare two tensors of positions."""
 _ATTENTION = (functional.scaled_dot_product_attention, attend, functional.multi_head_attention_forward)
 
 Attention = Callable[[TokenState | None, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -251,6 +254,8 @@ class TokenInterception(ForwardAndBackwardMode):
                 "flex_attention is called in a file of no class of the model, with only this rank's tokens; call "
                 "it in a method of a module"
             )
+        elif name in _COMPARED:
+            args = _row_of_all(args, state)
         elif name in MIXING:
             refuse_mixed(name, args=args, kwargs=kwargs, state=state)
         return func(*args, **kwargs)
@@ -352,6 +357,28 @@ def _dims_of(items: list[Any], dims: int) -> list[int] | None:
         found.append(-1 if item is None else dim)
         dim += dims - taken if item is Ellipsis else item is not None
     return found
+
+
+def _row_of_all(args: tuple[Any, ...], state: TokenState) -> tuple[Any, ...]:
+    """Return the arguments of a comparison; beside a column of this rank's positions, a row gets all positions.
+
+    So a relative bias or a mask that a model makes of positions has this rank's queries and all keys."""
+    count = state.own.count
+    if len(args) < 2 or not all(isinstance(x, Tensor) and x.dim() and x.numel() == count for x in args):
+        return args
+    columns = [x.dim() > 1 and tuple(x.shape[-2:]) == (count, 1) for x in args]
+    if not any(columns) or (all(columns) and count > 1):
+        return args
+    places = state.own.positions(device=args[0].device)
+    if not all(x.is_meta or bool((x.flatten() == places).all()) for x in args):
+        return args
+    if all(columns):
+        raise ValueError(
+            f"a rank has one of {state.length} tokens: a row and a column of positions are equal; use longer sequences"
+        )
+    row = args[columns.index(False)]
+    whole = torch.arange(state.length, dtype=row.dtype, device=row.device).view(*row.shape[:-1], -1)
+    return (args[0], whole) if columns[0] else (whole, args[1])
 
 
 def _whole_square(args: tuple[Any, ...], state: TokenState) -> tuple[Any, ...]:
