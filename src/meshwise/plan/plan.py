@@ -114,9 +114,9 @@ class Plan:
         most=1,
     )
     sync: str = one_of(
-        "step local slowmo diloco gossip",
+        "step local slowmo diloco gossip easgd",
         means="when replicas agree: their gradients in each step, or their parameters after `every` steps, by the mean "
-        "(`local`), an outer momentum (`slowmo`, `diloco`) or with neighbours (`gossip`)",
+        "(`local`), an outer momentum (`slowmo`, `diloco`), with neighbours (`gossip`) or elastically (`easgd`)",
     )
     every: int = whole_number(1, means="with `sync` other than `step`, steps between two agreements")
     offload: str = Key(
