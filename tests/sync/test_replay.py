@@ -89,6 +89,18 @@ def gossip(replay: Replay, *, every: int) -> None:
         replay.mix(RING[replay.size])
 
 
+def easgd(replay: Replay, *, every: int) -> None:
+    """Move each replica by alpha towards the centre, and the centre by n alpha = 0.9 towards their mean."""
+    if replay.steps % every == 0:
+        mean = replay.average(replay.parameters(), weights=replay.weights())
+        for replica in replay.parameters():
+            for value, centre in zip(replica, replay.anchor, strict=True):
+                value.sub_(0.9 / replay.size * (value - centre))
+        for centre, value in zip(replay.anchor, mean, strict=True):
+            centre.add_(0.9 * (value - centre))
+        replay.begin_round()
+
+
 SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., None]]] = {
     "local": ("local", {}, local),
     "post_local": ("local", {"after": 3}, post_local),
@@ -97,6 +109,7 @@ SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., None]]] = {
     "slowmo": ("slowmo", {}, slowmo),
     "diloco": ("diloco", {"outer_lr": 0.5}, diloco),
     "gossip": ("gossip", {}, gossip),
+    "easgd": ("easgd", {}, easgd),
 }
 
 

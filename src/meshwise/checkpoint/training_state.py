@@ -35,6 +35,7 @@ from meshwise.data_parallel.stored_slices import (
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.optim.flat_optimizer import describe_groups, optimizer_name, restore_groups, saved_groups
 from meshwise.plan import Plan
+from meshwise.sync.parameter_servers import ParameterServers
 from meshwise.sync.replicas import Replicas
 
 
@@ -53,6 +54,8 @@ class TrainingState:
     def __init__(self, engine: Engine, *, update: ChunkedUpdate, plan: Plan) -> None:
         self.replicas: Replicas | None = None
         """The replicas that differ between agreements, under a `sync` across steps."""
+        self.servers: ParameterServers | None = None
+        """Servers to which workers push gradients, under `staleness`."""
         self._engine = engine
         self._update = update
         self._optimizer = update.optimizer
@@ -86,6 +89,9 @@ class TrainingState:
             **extra,
         }
         slices = slices_to_save(engine, optimizer=self._optimizer)
+        if self.servers is not None:
+            self.servers.pull()
+            own["servers"] = self.servers.state()
         if self.replicas is not None:
             own["sync"] = self.replicas.state()
             slices = self.replicas.slices_to_save(slices)

@@ -111,6 +111,8 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     if unknown:
         problem = f"--fix: {', '.join(unknown)} is not searched, so give it in the job's plan"
         raise JobError(f"{problem}; searched keys: {' '.join(SEARCHED)}")
+    if job.plan.server:
+        raise JobError(f"the search has no servers, and the plan has server={job.plan.server}; use meshwise simulate")
     kept: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan) if item.name in SEARCHED}
     base = dataclasses.replace(job.plan, **kept)
     prepared = prepare(dataclasses.replace(job, plan=base), ranks=1)

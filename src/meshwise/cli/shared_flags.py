@@ -151,8 +151,8 @@ def local_ranks(job: Job) -> int:
         return job.ranks
     needed: int = math.prod(getattr(job.plan, axis) or 1 for axis in AXES)
     if job.plan.dp is not None:
-        return needed
-    return needed * max(1, min(DEFAULT_RANKS, cores()) // needed)
+        return needed + job.plan.server
+    return needed * max(1, min(DEFAULT_RANKS, cores()) // needed) + job.plan.server
 
 
 def named_cluster(name: str) -> Cluster:

@@ -52,6 +52,7 @@ class Bucket:
     | factor     gradients on disk are multiplied by it when they are read; `on_reduced` is called after a reduction
     | local      True in a step that leaves each rank its own gradients, because the optimizer exchanges momenta.
     |            `reduced` then holds them, all elements, and norms are the mean square of all ranks' norms
+    | sparse     indices of the pieces that got a sparse gradient in this step
     | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies"""
 
     def __init__(self, rows: Sequence[ParameterRow], *, world: World, storage: StorageConfig) -> None:
@@ -63,7 +64,7 @@ class Bucket:
         self.has_replicas = bool(self.outer) and world.group(self.outer).size > 1
         self.group = world.group(self.axes)
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=world.mesh, rank=world.rank) for row in rows}
-        self.place = BucketPlace.of(rows, shapes=shapes, parts=self.group.size)
+        self.place = BucketPlace.of(rows, shapes=shapes, parts=self.group.size, servers=reduction.servers)
         self.dtype = rows[0].dtype
         self._wire = self.storage.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
@@ -77,7 +78,7 @@ class Bucket:
         self.owned = self.shard if reduction.shards_updates else (0, self.place.size)
         # Tensors that other ranks read are allocated by the world: published slices, shards, gradients.
         common = None
-        if reduction.shards_updates and not self.is_offloaded:
+        if reduction.shards_updates and not (self.is_offloaded or reduction.servers):
             common = world.shared_empty(self.place.size, dtype=self.dtype, axes=self.axes)
         self.shared = common is not None
         if common is not None:
@@ -109,6 +110,7 @@ class Bucket:
         self._square: Tensor | None = None
         self._loan: BorrowedTensor | None = None
         self._filled: set[int] = set()
+        self.sparse: set[int] = set()
         self._views: list[Tensor] | None = None
         self._arriving: ReducedPart | None = None
         self._between: ReducedPart | None = None
@@ -206,7 +208,8 @@ class Bucket:
         """Start to send the updated parameters to the other ranks; does nothing if they gather before each use."""
         reduction = self.storage.reduction
         if self.shared or (reduction.shards_updates and not reduction.shards_parameters):
-            return self.world.all_gather(self.owned_parameters, into=self.whole, axes=self.axes)
+            into = self.peers.parts(self.whole) if reduction.servers else self.whole
+            return self.world.all_gather(self.owned_parameters, into=into, axes=self.axes)
         return Work()
 
     def round_off(self) -> None:
@@ -229,6 +232,7 @@ class Bucket:
                 part.work.wait()
         self._arriving = self._between = None
         self._filled.clear()
+        self.sparse.clear()
         self._rounds = 0
         if not (self.storage.reduction.shards_gradients or self.storage.tiers.is_offloaded("gradients")):
             self.reduced = None
@@ -237,6 +241,7 @@ class Bucket:
         """Add gradients, one per piece in piece order (None: no gradient), to the accumulated gradients."""
         views = self._gradient_views()
         given = [(index, gradient) for index, gradient in enumerate(gradients) if gradient is not None]
+        self.sparse.update(index for index, gradient in given if gradient.layout is not torch.strided)
         first = [(index, gradient) for index, gradient in given if index not in self._filled]
         if first:
             torch._foreach_copy_([views[index] for index, _ in first], [_dense(gradient) for _, gradient in first])
@@ -303,7 +308,7 @@ class Bucket:
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
         """Return the gradients in the wire dtype; unchanged if the group has one rank."""
-        if self.group.size == 1 or self._wire == buffer.dtype:
+        if self.group.size == 1 or self._wire == buffer.dtype or self.storage.reduction.keeps_own:
             return buffer
         return self.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
 
@@ -435,7 +440,8 @@ class Bucket:
 
     def _gathered_shards(self, shard: Tensor) -> Tensor:
         whole = shard.new_empty(self.place.size)
-        self.world.all_gather(shard.contiguous(), into=whole, axes=self.axes).wait()
+        into = self.peers.parts(whole) if self.place.without else whole
+        self.world.all_gather(shard.contiguous(), into=into, axes=self.axes).wait()
         return whole
 
     def summed_shard(self, name: str) -> Tensor:

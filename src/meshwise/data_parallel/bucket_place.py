@@ -52,18 +52,22 @@ class OptionRun:
 class BucketPlace:
     """Places of parameters in a flat buffer of `size` elements, divided into `parts` equal shards.
 
-    The runs cover [0, size); the padding is at the end of each run."""
+    The runs cover [0, size); the padding is at the end of each run. The first `without` ranks have no shard."""
 
     pieces: tuple[BucketPiece, ...]
     runs: tuple[OptionRun, ...]
     size: int
     parts: int
+    without: int = 0
 
     @classmethod
-    def of(cls, rows: Sequence[ParameterRow], *, shapes: Mapping[str, tuple[int, ...]], parts: int) -> "BucketPlace":
+    def of(
+        cls, rows: Sequence[ParameterRow], *, shapes: Mapping[str, tuple[int, ...]], parts: int, servers: int = 0
+    ) -> "BucketPlace":
         """Return a place in which `rows` lie one after the other, sorted by options.
 
-        shapes: shape of this rank's tensor by parameter name. parts: number of shards, one for each rank."""
+        shapes: shape of this rank's tensor by parameter name. parts: number of shards, one for each rank.
+        servers: the last so many ranks alone have shards; 0: all ranks."""
         pieces: list[BucketPiece] = []
         starts: dict[Options, int] = {}
         stop = 0
@@ -72,11 +76,12 @@ class BucketPlace:
                 starts[row.options] = stop = -(-stop // ALIGNMENT) * ALIGNMENT
             pieces.append(BucketPiece(row, shapes[row.name], stop, stop + math.prod(shapes[row.name])))
             stop = pieces[-1].stop
-        unit = parts * ALIGNMENT
+        without = parts - servers if servers else 0
+        unit = (parts - without) * ALIGNMENT
         size = max(1, -(-stop // unit)) * unit
         bounds = itertools.pairwise([*starts.values(), size])
         runs = tuple(OptionRun(options, low, high) for options, (low, high) in zip(starts, bounds, strict=True))
-        return cls(tuple(pieces), runs, size, parts)
+        return cls(tuple(pieces), runs, size, parts - without, without)
 
     @property
     def padding(self) -> list[tuple[int, int]]:
@@ -87,11 +92,11 @@ class BucketPlace:
     def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[OptionRun]]:
         """Yield the owned elements (start, stop) in chunks of at most `most` (None: one chunk), each as runs."""
         start, stop = owned
-        for low in range(start, stop, most or stop - start):
+        for low in range(start, stop, most or max(1, stop - start)):
             high = min(stop, low + most) if most else stop
             yield [part for run in self.runs if (part := run.within(low, stop=high))]
 
     def shard(self, index: int) -> tuple[int, int]:
         """Return (start, stop) of the shard of the rank with this index in the group."""
-        width = self.size // self.parts
-        return index * width, (index + 1) * width
+        width, index = self.size // self.parts, index - self.without
+        return (index * width, (index + 1) * width) if index >= 0 else (0, 0)

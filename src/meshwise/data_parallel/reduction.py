@@ -62,6 +62,10 @@ class Reduction:
     """Reduced gradients are kept as shards, so they are reduced after each micro-batch, not once a step."""
     shards_parameters: bool = False
     """Parameters are kept as shards, gathered before a unit runs and freed when the next unit runs."""
+    servers: int = 0
+    """Number of ranks at the end of the group that hold the shards; the other ranks then have none. 0: all ranks do."""
+    keeps_own: bool = False
+    """Nothing is summed: each rank keeps its own gradients, all elements, which it pushes to servers itself."""
     owned_state: tuple[str, ...] = ()
     """Names of state tensors for the elements that this rank updates, in the dtype of the masters."""
     summed_state: tuple[str, ...] = ()
@@ -76,6 +80,12 @@ class Reduction:
         The result is the elementwise sum: if `shards_updates`, only this rank's shard, else all elements. `into`
         receives the shard, (elements of the shard,). None: the result stays in `gradients`."""
         world, axes, shard = peers.world, peers.axes, peers.shard
+        if self.keeps_own:
+            return ReducedPart(Work(), gradients)
+        if self.servers:
+            parts = peers.parts(gradients)
+            target = parts[world.group(axes).index]
+            return ReducedPart(world.reduce_scatter(parts, into=target, axes=axes), target)
         if not self.shards_updates:
             return ReducedPart(world.all_reduce(gradients, axes=axes), gradients)
         target = gradients[shard] if into is None else into
@@ -102,6 +112,10 @@ class ReducingRanks:
     def size(self) -> int:
         """Number of ranks."""
         return self.world.group(self.axes).size
+
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """Return the shard of each rank as a view of `whole`, (elements of the bucket,)."""
+        return [whole[slice(*self.place.shard(index))] for index in range(self.size)]
 
     def clear_padding(self, values: Tensor, *, start: int) -> Tensor:
         """Zero the padding in `values`, the elements of the bucket from `start` on; return `values`."""

@@ -46,8 +46,8 @@ class StepAfterBackward:
     def apply(self, factor: float) -> None:
         """Update all buckets; each is published as soon as it is updated, while the next is updated."""
         self._engine.scale_gradients(factor)
-        works: list[Work] = []
-        last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets}
+        works = [bucket.publish() for bucket in self._engine.buckets if not bucket.chunks]  # a worker of servers
+        last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets if bucket.chunks}
 
         def done(chunk: UpdateChunk) -> None:
             if chunk in last:

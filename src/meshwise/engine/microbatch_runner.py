@@ -83,15 +83,18 @@ class BatchSharder:
     """Axes of the mesh whose ranks have different rows."""
     runs_empty: bool
     """True if a rank also runs the micro-batches for which it has no rows, on a spare row."""
+    servers: int = 0
+    """Number of ranks at the end of the group that have no rows, whatever batch they are given."""
 
     @property
     def ranks(self) -> int:
-        """Number of ranks along `axes`: a batch is split into so many shards."""
-        return self.world.group(self.axes).size
+        """Number of ranks along `axes` with rows: a batch is split into so many shards."""
+        return self.world.group(self.axes).size - self.servers
 
     def shards(self, size: int) -> BatchShards:
         """Return the even shards of a global batch of `size` rows."""
-        return BatchShards(even_split(size, self.ranks), self.world.group(self.axes).index)
+        shares = [*even_split(size, self.ranks), *[(size, size)] * self.servers]
+        return BatchShards(shares, self.world.group(self.axes).index)
 
     def split(self, batch: Any, *, local: bool, total: int | None, count: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
@@ -103,7 +106,7 @@ class BatchSharder:
         ValueError when a local batch does not have the number of rows that an even split of `total` gives this rank."""
         rows, offset, spare = tree.row_count(batch), 0, batch
         shards = self.shards(rows if not local else rows * self.ranks if total is None else total)
-        if local:
+        if local and shards.index < self.ranks:
             offset, end = shards.shares[shards.index]
             if end - offset != rows:
                 raise ValueError(

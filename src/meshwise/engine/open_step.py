@@ -47,7 +47,7 @@ class OpenStep:
         self._engine = runner.engine
         self._world = runner.engine.world
         self._plan = plan
-        self._sharder = BatchSharder(self._world, plan.row_axes, runs_empty=True)
+        self._sharder = BatchSharder(self._world, plan.row_axes, runs_empty=True, servers=plan.server)
         self._rows: MicroBatch | None = None
         self._pending: list[MicroBatch] = []
         self._forwards: dict[WholeModelRunner, int] = {}

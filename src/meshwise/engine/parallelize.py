@@ -30,7 +30,7 @@ from meshwise.data_parallel.batch_norm_statistics import (
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.logical_slices import LogicalSlices
-from meshwise.data_parallel.reduction import ZERO, compressed
+from meshwise.data_parallel.reduction import ZERO, Reduction, compressed
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.cut_agreement import agreed_schedule, cut_source, cutter
 from meshwise.engine.first_rank import on_first_rank
@@ -204,6 +204,8 @@ def parallelize(
 
 def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, loss: Loss | None) -> "ParallelSetting":
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
+    if plan.late and world.device.type == "cuda":
+        raise PlanError(f"staleness={plan.staleness} needs ranks on CPUs: GPUs cannot wait for any of several messages")
     precision, scheme = options.precision or precision_of(plan), _scheme(plan, options=options, module=module)
     routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device)
     routers.prepare(module)
@@ -226,6 +228,8 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         # torch's FlexAttention has no backward on CPUs, and cannot run on the meta device when a model is cut.
         policy.undo.callback(use_attend(module, flex_only=True))
     reduction = ZERO[plan.zero]
+    if plan.server:
+        reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own=plan.late)
     if plan.codec:
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
     if scheme is not None:
@@ -237,26 +241,25 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
 
 def _scheme(plan: Plan, *, options: Options, module: nn.Module) -> SyncScheme | None:
     """Return how the replicas of a plan agree; None under `sync=step`. Raises PlanError for what it cannot do."""
-    if plan.sync == "step":
-        if options.sync:
-            raise PlanError(
-                f"sync settings {dict(options.sync)} need a sync across steps: write sync=local in the plan"
-            )
+    if plan.sync == "step" and options.sync:
+        raise PlanError(f"sync settings {dict(options.sync)} need a sync across steps: write sync=local in the plan")
+    if plan.sync == "step" and not plan.server:
         return None
+    key, by = ("server", plan.server) if plan.server else ("sync", plan.sync)
     if options.noise:
+        raise PlanError(f"the noise of gradients is measured in each step over all replicas, and {key}={by} differs")
+    for name, _, (bias, *_) in RouterUpdates(rate=options.expert_bias_rate, device=torch.device("cpu")).routers(module):
         raise PlanError(
-            f"the noise of gradients is measured in each step over all replicas, and sync={plan.sync} differs"
-        )
-    for name, _, (key, *_) in RouterUpdates(rate=options.expert_bias_rate, device=torch.device("cpu")).routers(module):
-        raise PlanError(
-            f"{key} of the router beside {name} is updated in each step from the tokens of all replicas, and "
-            f"sync={plan.sync} differs; use sync=step"
+            f"{bias} of the router beside {name} is updated in each step from the tokens of all replicas, and "
+            f"{key}={by} differs; use {key}={Plan().to_toml()[key]}"
         )
     for norm in running_norms(module):
         raise PlanError(
-            f"{norm} has running statistics, which replicas do not exchange under sync={plan.sync}; use GroupNorm or "
-            "LayerNorm, or sync=step"
+            f"{norm} has running statistics, which replicas do not exchange under {key}={by}; use GroupNorm or "
+            f"LayerNorm, or {key}={Plan().to_toml()[key]}"
         )
+    if plan.server:
+        return None
     replicas = math.prod(map(plan.mesh().degree, plan.sync_axes))
     with _as_plan_error():
         return sync_scheme(plan.sync, every=plan.every, replicas=replicas, settings=options.sync)
@@ -291,6 +294,8 @@ def _optimizer(
             "every parameter is frozen; set requires_grad=True on those that should train, or pass optimizer=None for "
             "a model that is not trained"
         )
+    if needs_of(optimizer) and plan.server:
+        raise PlanError(f"{optimizer.__name__} needs whole parameters, and servers hold shards; use server=0")
     if needs_of(optimizer) and plan.tiers.state_tiers != {"device"}:
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"

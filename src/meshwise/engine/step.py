@@ -5,6 +5,7 @@ calls and the batch. From them every rank makes the same decision: to update or 
 differ, no rank updates."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,7 @@ from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.allocator import first_step_of
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import LossScale, likely_count
+from meshwise.sync.parameter_servers import ParameterServers
 from meshwise.sync.replicas import Replicas
 
 Inspection: TypeAlias = Callable[[OnGradient], None]
@@ -82,18 +84,18 @@ class TrainingSteps:
         runner: MicrobatchRunner,
         plan: Plan,
         recipe: UpdateRecipe,
-        updating: UpdateTiming,
+        updating: UpdateTiming | ParameterServers,
         policy: ActivationPolicy,
         replicas: Replicas | None = None,
     ) -> None:
-        """`policy`: which activations are recomputed or moved to a tier. `updating`: when units are updated.
+        """`policy`: which activations are recomputed or moved to a tier. `updating`: when or where units are updated.
 
         `replicas`: under a `sync` across steps; each replica then decides about its own updates."""
         self.applied = True
         """True if the last step updated the parameters: it neither was skipped nor raised."""
         self.clipped = 1.0
         """Factor at most 1 by which clipping multiplied the gradient of the last update; 1 without clipping."""
-        self.sharder = BatchSharder(engine.world, plan.row_axes, runner.runs_empty)
+        self.sharder = BatchSharder(engine.world, plan.row_axes, runner.runs_empty, plan.server)
         self._world = engine.world
         self._engine = engine
         self._runner = runner
@@ -102,7 +104,7 @@ class TrainingSteps:
         self._updating = updating
         self._policy = policy
         self._replicas = replicas
-        self._together = engine.world.mesh.others(plan.sync_axes)
+        self._together = engine.world.mesh.others(plan.apart_axes)
         self._steps = 0
         self._skips = 0
         self._compared = False
@@ -114,12 +116,28 @@ class TrainingSteps:
 
     def step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
         """Run one step; arguments, result and errors as in `Trainer.step`."""
+        servers = self._updating
+        if not isinstance(servers, ParameterServers):
+            return self._step(batch, local=local, total=total, only=only)
+        if servers.serving:
+            return self._serve(servers)
+        with servers.step():
+            return self._step(batch, local=local, total=total, only=only)
+
+    def _serve(self, servers: ParameterServers) -> StepResult:
+        """Run a step of a server; return the mean loss of the workers' pushes, and the root mean square of norms."""
+        began, self.applied = time.perf_counter(), True
+        loss, count, squared, pushes = servers.serve()
+        norm = math.sqrt(squared / max(pushes, 1))
+        return StepResult(loss / max(count, 1), norm, int(count), time.perf_counter() - began)
+
+    def _step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
         micro_batches = self.sharder.split(batch, local=local, total=total, count=self._plan.microbatches)
         rows = tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total
-        if self._replicas is not None and rows < self.sharder.ranks:
+        if self._plan.apart_axes and rows < self.sharder.ranks:
             raise ValueError(
-                f"the batch has {rows} rows for {self.sharder.ranks} replicas under sync={self._plan.sync}, which all "
-                "step by their own rows; leave short batches out, as in DataLoader(…, drop_last=True)"
+                f"the batch has {rows} rows for {self.sharder.ranks} replicas of '{self._plan}', which all step by "
+                "their own rows; leave short batches out, as in DataLoader(…, drop_last=True)"
             )
         if only is not None:
             micro_batches = [one if index in only else one.skipped() for index, one in enumerate(micro_batches)]
@@ -136,6 +154,8 @@ class TrainingSteps:
             check_count(count)
             self._compared = True
             squared, *noise = (one / self.factor**2 for one in squares)
+            if isinstance(self._updating, ParameterServers):
+                self._updating.sums = [loss, count, squared / max(count, 1) ** 2]
             self.decide(
                 attempt,
                 totals=StepTotals(loss, count, squared, noise),

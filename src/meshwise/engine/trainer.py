@@ -56,6 +56,7 @@ from meshwise.pipeline.run.measured_step import MeasuredStep, measured_step
 from meshwise.pipeline.schedules.schedule_table import Schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import KINDS, dtype_names
+from meshwise.sync.parameter_servers import ParameterServers, ServedGradient
 from meshwise.sync.replicas import Replicas
 from meshwise.sync.sync_scheme import SyncScheme
 
@@ -154,8 +155,14 @@ class Trainer:
             self._replicas = self._state.replicas = Replicas(
                 engine, optimizer=optimizer, scheme=scheme, axes=plan.sync_axes, wait=self._state.wait_staged
             )
+        self._servers = None
+        if plan.late:
+            wait = self._state.wait_staged
+            self._servers = ParameterServers(engine, update=self._update, optimizer=optimizer, plan=plan, wait=wait)
+            self._state.servers = self._servers
+        timing = self._servers or when
         self._stepping = TrainingSteps(
-            engine, runner=runner, plan=plan, recipe=recipe, updating=when, policy=policy, replicas=self._replicas
+            engine, runner=runner, plan=plan, recipe=recipe, updating=timing, policy=policy, replicas=self._replicas
         )
 
     @property
@@ -239,7 +246,7 @@ class Trainer:
     @property
     def replica(self) -> int:
         """Index of this rank's part of the rows: `rank` of a DistributedSampler. Ranks of a tp group have one part."""
-        return self.world.group(self.plan.row_axes).index
+        return min(self.world.group(self.plan.row_axes).index, self.replicas - 1)  # servers use no rows
 
     def share(self, size: int) -> tuple[int, int]:
         """Return [start, stop): the rows of a global batch of `size` rows that this rank takes."""
@@ -276,10 +283,8 @@ class Trainer:
 
         Raises PlanError with pp, and for updates in the backward (nonfinite='end' with offload)."""
         self._refuse_averaged()
-        if self._replicas is not None:
-            raise PlanError(
-                f"open_step sums gradients over replicas, and sync={self.plan.sync} does not; use sync=step"
-            )
+        if self.plan.apart_axes:
+            raise PlanError(f"open_step sums gradients over replicas, and '{self.plan}' does not; use sync=step")
         if self._recipe.early and self.tiers.offload.updates_on_cpu:
             raise PlanError("open_step updates after its backwards, and nonfinite='end' in them; use nonfinite='raise'")
         return OpenStep(self._stepping, runner=self.whole_runner("open_step"), plan=self.plan)
@@ -359,7 +364,7 @@ class Trainer:
                 return self._runner.predict(batch)
         with torch.no_grad(), eval_mode(self.model), self._mean_of_replicas():
             axes = self.plan.row_axes
-            sharder = BatchSharder(self.world, axes, runs_empty=True)
+            sharder = BatchSharder(self.world, axes, runs_empty=True, servers=self.plan.server)
             [part] = sharder.split(batch, local=False, total=None, count=1)
             output = self._runner.predict(part.rows)
 
@@ -378,13 +383,23 @@ class Trainer:
         with self._mean_of_replicas():
             yield from self._engine.full_parameters()
 
+    def update_log(self) -> list[list[ServedGradient]]:
+        """Return each server's log of applied gradients, on every rank; empty without `staleness`. Every rank calls it.
+
+        A gradient is (worker, its step, version that it read, version that it made)."""
+        return [] if self._servers is None else list(self._servers.state()["logs"])
+
     def _mean_of_replicas(self) -> contextlib.AbstractContextManager[None]:
+        if self._servers is not None:
+            self._servers.pull()
         return contextlib.nullcontext() if self._replicas is None else self._replicas.averaged()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full gradient) of the last step's mean loss, before clipping. Every rank iterates to the end.
 
         Raises RuntimeError when the last step was skipped or raised: its gradients are not finite or incomplete."""
+        if self._servers is not None:
+            raise RuntimeError(f"under staleness={self.plan.staleness} each worker pushes a gradient of its own rows")
         if not self._stepping.applied:
             raise RuntimeError(
                 "the last step was skipped or raised an exception, so it has no gradients to show; see "
@@ -500,6 +515,8 @@ class Trainer:
         self._stepping.load_state(kept)
         if self._replicas is not None:
             self._replicas.load_state(kept.get("sync"))
+        if self._servers is not None:
+            self._servers.load_state(kept.get("servers"))
         return dict(kept["user"])
 
     def close(self) -> None:

@@ -71,6 +71,7 @@ COMPATIBILITY = (
     Refusal("compile=blocks recompute=selective", "recompute=full", "a compiled block does not show single operations"),
     Refusal("compile=blocks budget>0", "budget=0", "a compiled block does not show single operations"),
     Refusal("compile=blocks cp>1", "compile=off", "the attention calls collectives that torch.compile cannot trace"),
+    Refusal("server>0 sync!=step", "server=0", "replicas that differ between agreements have optimizers of their own"),
     Refusal("sync=step every>1", "every=1", "sync=step agrees in each step"),
     Refusal("sync!=step zero>0", "zero=0", "replicas that differ between agreements cannot share their state"),
     Refusal("sync!=step ep>1", "ep=1", "experts that are divided over replicas are used in each step"),
@@ -78,6 +79,14 @@ COMPATIBILITY = (
     Refusal("sync!=step wire!=auto", "wire=auto", "parameters are exchanged in the dtype of the masters"),
     Refusal("sync!=step offload.optimizer!=device", "offload=none", "replicas agree about state on the device"),
     Refusal("dp=1 sync!=step", "sync=step", "only replicas agree across steps"),
+    Refusal("server=0 staleness!=0", "staleness=0", "only servers apply gradients late"),
+    Refusal("staleness=0 correction!=none", "correction=none", "only late gradients are corrected"),
+    Refusal("server>0 zero>0", "zero=0", "the servers hold the optimizer, and workers the whole parameters"),
+    *(Refusal(f"server>0 {axis}>1", "server=0", "servers serve workers of dp alone") for axis in ("tp", "pp", "cp")),
+    Refusal("server>0 ep>1", "ep=1", "workers hold every expert whole"),
+    Refusal("server>0 precision=fp16", "precision=bf16", "each worker would have its own loss scale"),
+    Refusal("server>0 wire!=auto", "wire=auto", "gradients are pushed in the dtype in which they are accumulated"),
+    Refusal("server>0 offload.optimizer!=device", "offload=none", "servers keep their state on the device"),
 )
 """All combinations that are refused. A new feature removes its rows; a feature with a limit adds a row."""
 
@@ -86,5 +95,6 @@ MOMENTUM_EXCHANGE = (
     Refusal("wire.codec!=none", "wire=auto", "it has a codec of its own"),
     Refusal("shards>0", "shards=0", "it sums over all ranks of dp at once"),
     Refusal("sync!=step", "sync=step", "its replicas agree in each step"),
+    Refusal("server>0", "server=0", "servers hold shards of the state"),
 )
 """Combinations that are refused with an optimizer that exchanges momenta, such as `OneBitAdam`."""

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from meshwise.base.mesh import Mesh
@@ -26,6 +27,7 @@ from meshwise.plan.plan_keys import (
     Wire,
     check_keys,
     keys_of,
+    matching,
     one_of,
     plan_notation,
     read_words,
@@ -125,11 +127,28 @@ class Plan:
         most=1,
     )
     sync: str = one_of(
-        "step local slowmo diloco gossip",
+        "step local slowmo diloco gossip easgd",
         means="when replicas agree: their gradients in each step, or their parameters after `every` steps, by the mean "
-        "(`local`), an outer momentum (`slowmo`, `diloco`) or with neighbours (`gossip`)",
+        "(`local`), an outer momentum (`slowmo`, `diloco`), with neighbours (`gossip`) or elastically (`easgd`)",
     )
     every: int = whole_number(1, means="with `sync` other than `step`, steps between two agreements")
+    server: int = whole_number(
+        0,
+        means="ranks besides the workers of dp that hold the optimizer and shards of the parameters",
+        least=0,
+    )
+    staleness: str = Key(
+        "with `server`, by how many steps a worker may run ahead of the slowest one; 0: all step together",
+        words=("0", "async"),
+        parse=partial(matching, key="staleness", pattern=r"async|0|[1-9]\d{0,5}", example="1"),
+        form="or another number",
+    ).field("0")
+    correction: str = Key(
+        "with `staleness`, how servers correct late gradients: `dc:0.04` is DC-ASGD with this factor",
+        words=("none",),
+        parse=partial(matching, key="correction", pattern=r"none|dc:\d+(\.\d+)?", example="dc:0.04"),
+        form="`dc:0.04`",
+    ).field("none")
     offload: str = Key(
         "memory in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`",
         words=(NO_OFFLOAD,),
@@ -220,11 +239,13 @@ class Plan:
         if world_size < 1:
             raise PlanError(f"a world has at least one rank, not {world_size}")
         others = math.prod(degree for axis, degree in self._degrees().items() if axis != "dp")
-        if self.dp is None and world_size % others == 0:
-            return dataclasses.replace(self, dp=world_size // others)
-        if self.dp is not None and self.dp * others == world_size:
+        computing = world_size - self.server
+        if self.dp is None and computing > 0 and computing % others == 0:
+            return dataclasses.replace(self, dp=computing // others)
+        if self.dp is not None and self.dp * others == computing:
             return self
-        needs = f"a multiple of {others}" if self.dp is None else str(self.dp * others)
+        free = f"at least {self.server + 1}" if self.server else f"a multiple of {others}"
+        needs = free if self.dp is None else str(self.dp * others + self.server)
         plans = " or ".join(f"'{plan}'" for plan in self._nearest(world_size))
         raise PlanError(
             f"the plan '{self}' needs {needs} ranks, but the world has {world_size}. "
@@ -235,6 +256,8 @@ class Plan:
         """Return the mesh with the axes `pp dp cp` and the axes of tp's grid. Raises ValueError while dp is auto.
 
         tp_mode    1d: tp    2d: row col    2.5d: depth row col    3d: i j l
+
+        With `server`, the last ranks of dp are the servers.
 
         `ep` and `etp` name ranks of these axes; where they take a part of an axis, the axis becomes several. With
         `shards`, dp becomes `dp_outer` (the replicas) and `dp_shard`."""
@@ -262,7 +285,7 @@ class Plan:
     @property
     def row_parts(self) -> int:
         """Number of parts into which the ranks divide the rows of a batch. Raises ValueError while dp is auto."""
-        return math.prod(map(self.mesh().degree, self.row_axes))
+        return math.prod(map(self.mesh().degree, self.row_axes)) - self.server
 
     @property
     def token_axes(self) -> tuple[str, ...]:
@@ -283,6 +306,21 @@ class Plan:
     def sync_axes(self) -> tuple[str, ...]:
         """Axes whose ranks hold replicas that agree across steps, and differ meanwhile; none under `sync=step`."""
         return () if self.sync == "step" else REPLICAS
+
+    @property
+    def bound(self) -> int | None:
+        """Steps by which a worker may run ahead of the slowest one; None under `staleness=async`."""
+        return None if self.staleness == "async" else int(self.staleness)
+
+    @property
+    def late(self) -> bool:
+        """True if workers push gradients to servers by themselves, as with `server=1 staleness=2`."""
+        return self.server > 0 and self.staleness != "0"
+
+    @property
+    def apart_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks decide about their own updates: replicas that agree across steps, and workers of servers."""
+        return REPLICAS if self.late else self.sync_axes
 
     @property
     def outer_axes(self) -> tuple[str, ...]:
@@ -315,8 +353,8 @@ class Plan:
 
     def _folded(self) -> Mesh | None:
         """Return the mesh, with 1 for `auto`; None if `ep` and `etp` do not divide its axes."""
-        axes = [*((axis, getattr(self, axis) or 1) for axis in AXES[:-1]), *self._grid()]
-        mesh = folded(axes, ep=self.ep, etp=self.etp)
+        axes = [(axis, (getattr(self, axis) or 1) + self.server * (axis == "dp")) for axis in AXES[:-1]]
+        mesh = folded([*axes, *self._grid()], ep=self.ep, etp=self.etp)
         return hybrid(mesh, shards=self.shards) if mesh and self.dp and self.outer_axes else mesh
 
     def _nearest_folded(self) -> "Plan":
@@ -344,10 +382,11 @@ class Plan:
         """Return at most two plans that fill `world_size` ranks and change the degrees by the smallest factors."""
         degrees = self._degrees()
         plans = []
-        for filling in factorisations(world_size, parts=len(AXES)):
-            changes = dict(zip(AXES, filling, strict=True))
-            changes["shards"] = math.gcd(self.shards, changes["dp"]) if self.shards else 0
-            if any(changes[axis] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
+        servers = self.server if self.server < world_size else 0
+        for filling in factorisations(world_size - servers, parts=len(AXES)):
+            changes: dict[str, int | str | None] = dict(zip(AXES, filling, strict=True))
+            changes |= {"shards": math.gcd(self.shards, filling[1]) if self.shards else 0, "server": servers}
+            if any(filling[AXES.index(axis)] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
                 continue
             plan, _ = self._unchecked(changes)._working()
             with contextlib.suppress(PlanError):

@@ -67,7 +67,8 @@ class Key:
         """Return the Python value of a TOML value. A value that cannot be read is unchanged, and `check` refuses it."""
         if self.auto and value == "auto":
             return None
-        if self.parse is not None and isinstance(value, str):
+        if self.parse is not None and isinstance(value, str | int):
+            value = str(value)
             with contextlib.suppress(PlanError):
                 return str(self.parse(value))
         size = read_size(value) if self.size and isinstance(value, str) else None
@@ -296,6 +297,13 @@ def _followed(given: dict[str, str]) -> dict[str, str]:
 
 def _near(word: str, words: tuple[str, ...]) -> str:
     return (difflib.get_close_matches(word, words, n=1, cutoff=0.3) or words[:1])[0]
+
+
+def matching(text: str, *, key: str, pattern: str, example: str) -> str:
+    """Return `text` if it matches a regular expression. Raises PlanError, with the value `example`, if not."""
+    if re.fullmatch(pattern, text):
+        return text
+    raise PlanError(f"{key}={text} is no value. Nearest that works: '{key}={example}'")
 
 
 _UNQUOTED = r'(?=(?:[^"]*"[^"]*")*[^"]*$)'

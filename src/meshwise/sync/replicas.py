@@ -7,7 +7,7 @@ w_r = n_r / sum(n). A replica that has updated nothing in the round weighs nothi
     | begin, with outer step       send n_r (a - x_r)
     | apply, without outer step    x_r = sum(w_r x_r)
     | apply, with outer step       d = sum(w_r (a - x_r));  u = momentum u + d / s;  a = a - rate s v;
-    |                              x_r = (1 - blend) a + blend x_r
+    |                              x_r = (1 - blend) a + blend x_r; `elastic`: with the a of before
     | neighbours of a graph        x_r = sum over neighbours q of W[r, q] x_q
 
 v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.
@@ -174,8 +174,9 @@ class Replicas:
             step = state["outer_momentum"].mul_(scheme.outer_momentum).add_(change)
             if scheme.nesterov:
                 step = change + scheme.outer_momentum * step
+        before = state["agreed"].clone() if scheme.elastic else state["agreed"]
         state["agreed"].sub_(step, alpha=scheme.outer_lr * unit)
-        master.copy_(state["agreed"].lerp(master, scheme.blend))
+        master.copy_(before.lerp(master, scheme.blend))
 
     def _mix(self, graph: str) -> None:
         """Mix the parameters of this replica with its neighbours' in a graph."""

@@ -1,4 +1,4 @@
-"""The table of schemes by which replicas agree across steps (`SCHEMES`): local SGD, SlowMo, DiLoCo and gossip are rows.
+"""The table of schemes by which replicas agree across steps (`SCHEMES`): local SGD, DiLoCo and gossip are rows.
 
     | `sync`      | paper (arXiv)           | about             | with       | applied
     | local       | Stich, 1805.09767       | parameters, state | all        | replace
@@ -7,6 +7,7 @@
     | slowmo      | Wang, 1910.00643        | change            | all        | outer momentum
     | diloco      | Douillard, 2311.08105   | change            | all        | Nesterov momentum
     |   fragments | streaming, 2501.18512   | fragment's change | all        | late, blended
+    | easgd       | Zhang, 1412.6651        | difference        | all        | elastic
     | gossip      | D-PSGD, 1705.09056      | parameters        | neighbours | mixing matrix
 
 A new scheme is a new row. `Replicas` interprets a row, and knows no scheme by name.
@@ -134,6 +135,8 @@ class SyncScheme:
     """Steps between the begin of an exchange and its application, in which training continues. Less than `every`."""
     blend: float = 0.0
     """Share of a replica's own parameters that it keeps when the agreed parameters are applied: 0 to below 1."""
+    elastic: bool = False
+    """True: replicas move towards the agreed parameters of before, and `blend` is 1 - outer_lr / replicas (EASGD)."""
 
     def __post_init__(self) -> None:
         smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0}
@@ -199,6 +202,7 @@ SCHEMES: Mapping[str, SyncScheme] = MappingProxyType(
         "slowmo": SyncScheme(outer_momentum=0.7, scaled_by_lr=True),
         "diloco": SyncScheme(outer_lr=0.7, outer_momentum=0.9, nesterov=True),
         "gossip": SyncScheme(graph="ring"),
+        "easgd": SyncScheme(outer_lr=0.9, elastic=True),
     }
 )
 """The row of each value of the plan's key `sync`, except `step`."""
@@ -215,6 +219,8 @@ def sync_scheme(name: str, *, every: int, replicas: int, settings: Mapping[str, 
             hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
             raise ValueError(f"sync has no setting {key!r}; {hint}")
     scheme = dataclasses.replace(SCHEMES[name], every=every, **settings)
+    if scheme.elastic:
+        scheme = dataclasses.replace(scheme, blend=max(0.0, 1 - scheme.outer_lr / replicas))
     if scheme.after and scheme.delay:
         raise ValueError(f"sync: after={scheme.after} agrees at once, and delay={scheme.delay} later; write delay=0")
     check_graph(scheme.graph, size=replicas)

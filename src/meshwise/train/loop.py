@@ -224,7 +224,7 @@ class _Run:
                 self._emit(run_events.Budgeted(step, trainer.blocks.table()))
             if result.problem is not None:
                 self._emit(run_events.NonFinite(step, result.problem))
-            for slow in pace.slow():
+            for slow in pace.slow() if not trainer.plan.late else ():
                 self._emit(slow)
             if step % job.log_every == 0 and (loads := trainer.expert_imbalances()):
                 busiest = max(loads, key=loads.__getitem__)
@@ -240,7 +240,7 @@ class _Run:
                 self._emit(run_events.Stopped(step, by, shlex.join([*again, "--train.resume", "auto"])))
                 break
             last = now
-        for slow in pace.slow(after=1):
+        for slow in pace.slow(after=1) if not trainer.plan.late else ():
             self._emit(slow)
         return by
 
@@ -251,7 +251,7 @@ class _Run:
                 return self._trainer.step(batch, local=True, total=self._size)
         except NonFiniteError as error:
             self._emit(run_events.NonFinite(step, str(error)))
-            if self._trainer.plan.sync == "step":
+            if not self._trainer.plan.apart_axes:
                 # Every rank raises here, but no rank may end before rank 0 has printed the reason.
                 self._trainer.world.barrier()
             raise
@@ -267,8 +267,8 @@ class _Run:
     def _stopped_by(self, step: int) -> str:
         """Return, on every rank, the signal that a rank got or the file `stop`, which rank 0 then removes; else ""."""
         job, file, world = self._job.train, self._folder / STOP, self._trainer.world
-        if not job.save_every or step == job.steps:
-            return ""
+        if not job.save_every or step == job.steps or (self._trainer.plan.late and step % job.log_every):
+            return ""  # workers of servers meet seldom
         by = self._signals[0] if self._signals else ""
         if not by and world.rank == 0 and step % job.log_every == 0 and file.exists():
             file.unlink(missing_ok=True)

@@ -366,9 +366,11 @@ class ReplayedSide(ReferenceSide):
         change = self._mean[name] / unit
         momentum.mul_(scheme.outer_momentum).add_(change)
         change = change + scheme.outer_momentum * momentum if scheme.nesterov else momentum
-        self._agreed[name] -= scheme.outer_lr * unit * change
+        before = self._agreed[name]
+        self._agreed[name] = before - scheme.outer_lr * unit * change
         for value in values:
-            value.copy_((1 - scheme.blend) * self._agreed[name] + scheme.blend * value)
+            towards = before if scheme.elastic else self._agreed[name]
+            value.copy_((1 - scheme.blend) * towards + scheme.blend * value)
         states = [run.optimizer.state.get(run.masters[name], {}) for run in self.runs]
         for key, first in list(states[0].items()):
             if scheme.state == "mean" and isinstance(first, Tensor) and first.shape == values[0].shape:

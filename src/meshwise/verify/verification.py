@@ -5,6 +5,7 @@ So before a costly run, `verify` trains the user's model for a few steps, under 
 compares the loss, every gradient and every parameter."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import needs_of
 from meshwise.plan import Plan
+from meshwise.sync.parameter_servers import oldest_read
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, VerificationInputs
 from meshwise.verify.step_comparison import ReferenceSide, ReplayedSide, StepComparison
 from meshwise.verify.verification_report import SAME_MODEL, Divergence, Report
@@ -80,6 +82,7 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
     judge = BoundJudge(subject.coarsest(trial))
     outputs = subject.listener()
     exact = dataclasses.replace(plan, wire="auto") if plan.codec else plan
+    exact = dataclasses.replace(exact, staleness="0", correction="none") if plan.late else exact
     trainer = parallelize(subject.prepared(), exact, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
     references: list[ReferenceSide] = []
@@ -96,6 +99,9 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
         notes += (f"note: {subject.training['optimizer'].__name__} was compared with codec='none'",)
     if plan.codec:
         note, broken = codec_contract(subject, world=world)
+        notes, first = (*notes, note), first or broken
+    if plan.late:
+        note, broken = served_contract(subject, world=world)
         notes, first = (*notes, note), first or broken
     if replayed:
         notes = (
@@ -140,6 +146,25 @@ def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, D
     figure = BoundedDifference(worst, _ROUNDINGS * rounding, 1)
     note += f"; the codec's gradient and errors add up to the true gradient, at most {worst:.1e} apart"
     return note, Divergence("the sum of the codec's gradient and errors", 1, figure) if figure.over else None
+
+
+def served_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
+    """Return a note on the servers' logs of a run with the plan's staleness, and the divergence if it is exceeded."""
+    plan, trainer = (
+        subject.plan,
+        parallelize(subject.prepared(), subject.plan, world=world, **subject.arguments(subject.listener())),
+    )
+    for batch in subject.converted():
+        trainer.step(batch)
+    logs = trainer.update_log()
+    trainer.close()
+    oldest, steps = max(oldest_read(log) for log in logs), len(subject.batches)
+    figure = BoundedDifference(oldest, math.inf if plan.bound is None else plan.bound, steps)
+    return (
+        f"contract: degenerate point, invariant. staleness=0 was compared. At staleness={plan.staleness}, "
+        f"{sum(map(len, logs))} gradients were applied once each, and no worker read parameters without a gradient of "
+        f"more than {oldest} steps before its own"
+    ), Divergence("the age of the parameters that a worker read", steps, figure) if figure.over else None
 
 
 def _gradients(subject: VerificationInputs, plan: Plan, world: World) -> list[Tensor]:

@@ -47,6 +47,8 @@ from meshwise.comm.api.flight_recorder import (
 )
 from meshwise.comm.api.streams import streams_of
 
+_LOOK_SECONDS = 2e-4
+"""Seconds between two looks for a message in `World.recv_any`."""
 _BITS: Mapping[str, float] = {"k": 1e3, "M": 1e6, "G": 1e9}
 _SECONDS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LINK = re.compile(r"(\d+(?:\.\d+)?)([kMG])bit +(\d+(?:\.\d+)?)(us|ms|s)((?: +[a-z]\w*)*)")
@@ -382,6 +384,16 @@ class World(abc.ABC):
         ends, data = message_group(group, source=source, target=group.index), flat(x)
         return self._move(self._new_record("recv", ends, x, how=f"from {source}"), ends, {}, {0: data})
 
+    def recv_any(self, x: Tensor, *, axis: str, sources: Sequence[int]) -> int:
+        """Block until one of the group indices `sources` along one axis has sent a message, receive it into `x`, and
+        return the index. `x` has a size or dtype that no later message of these ranks to this one has."""
+        group = self.group(axis)
+        size, dtype = x.numel() * x.element_size(), str(x.dtype).removeprefix("torch.")
+        calls, site = self.flight_recorder.calls, call_site()
+        record = CallRecord(calls, "recv", group.axes, tuple(x.shape), dtype, size, site, "from any")
+        with self.flight_recorder.waiting(record):
+            return self._recv_any(record, group, x, sources)
+
     def barrier(self, *, axes: Axes | None = None) -> None:
         """Return when every rank of the group (by default, all ranks) has called this method."""
         group = self.group(self.mesh.names if axes is None else axes)
@@ -474,6 +486,16 @@ class World(abc.ABC):
 
     def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         return self._move(record, group, dict.fromkeys(range(group.size), x), dict(enumerate(parts)))
+
+    def _recv_any(self, record: CallRecord, group: Group, x: Tensor, sources: Sequence[int]) -> int:
+        while (source := self._sender(record, group, sources)) is None:
+            time.sleep(_LOOK_SECONDS)
+        self.recv(x, axis=record.axes[0], source=source).wait()
+        return source
+
+    def _sender(self, record: CallRecord, group: Group, sources: Sequence[int]) -> int | None:
+        """Return one of `sources` that has sent a message which this rank has not received; None if there is none."""
+        raise NotImplementedError
 
     def _meet_to_close(self) -> None:
         """Block until every rank has called this method. The call has a kind of its own, `close`. So a rank that closes

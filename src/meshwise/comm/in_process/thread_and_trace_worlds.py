@@ -199,6 +199,23 @@ class Rendezvous:
             self._end_if_failed()
         self.turn.take()
 
+    def sender(self, rank: int, *, sources: Sequence[int]) -> int | None:
+        """Return one of `sources` whose next message to `rank` has been sent; give other ranks a turn if none has.
+        Raises RunEnded when the run has failed, or all of `sources` have finished."""
+        with self._lock:
+            self._end_if_failed()
+            for source in sources:
+                line = (source, rank)
+                pending = self._pending.get((True, line, self._calls.get((rank, True, line), 0)))
+                if pending is not None and source in pending.records:
+                    return source
+            if self._finished.issuperset(sources):
+                self._fail(RanksDisagree(f"{ranks_text(sources)} have finished while rank {rank} waits for a message"))
+        self.turn.give()
+        time.sleep(0)
+        self.turn.take()
+        return None
+
     def finish(self, rank: int) -> None:
         """Mark a rank as finished. If another rank waits for its call, the run fails."""
         with self._lock:
@@ -356,6 +373,10 @@ class ThreadWorld(World):
     def _barrier(self, record: CallRecord, group: Group) -> None:
         self._meet(record, group).wait()
 
+    def _sender(self, record: CallRecord, group: Group, sources: Sequence[int]) -> int | None:
+        found = self.rendezvous.sender(self.rank, sources=[group.ranks[source] for source in sources])
+        return None if found is None else group.ranks.index(found)
+
     def _meet(
         self,
         record: CallRecord,
@@ -432,6 +453,9 @@ class TraceWorld(World):
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         return
+
+    def _sender(self, record: CallRecord, group: Group, sources: Sequence[int]) -> int | None:
+        return sources[0]
 
 
 def _with_zeros(x: Tensor, op: str) -> None:

@@ -47,7 +47,7 @@ from meshwise.comm.api.collective_buffers import put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.streams import Streams
-from meshwise.comm.api.world import Group, Work, World, keep_inference_mode
+from meshwise.comm.api.world import Group, Work, World, keep_inference_mode, message_group
 from meshwise.comm.network.job_store import LOOPBACK, address_towards
 
 _FOREVER = timedelta(days=30)
@@ -152,6 +152,13 @@ class GlooTransport:
         """True if `close` was called."""
         return self.group is None
 
+    def receive_any(self, x: Tensor, *, label: str) -> int:
+        """Block until some rank has sent a message with this `label`, size and dtype into `x`; return the rank."""
+        assert self._group is not None, "the world was closed"
+        work = self._group.recv_anysource([x], _tag(label, x))
+        work.wait()
+        return int(work._source_rank())
+
     def worker(self, queue: str) -> WorkerThread:
         """Return the thread that runs the collectives with the queue name `queue` in their order."""
         if queue not in self._workers:
@@ -178,7 +185,10 @@ class _Call:
 
     @property
     def label(self) -> str:
-        """Text in the tag of the collective's messages: purpose and ranks of the group, and `CallRecord.agreed`."""
+        """Text in the tag of the collective's messages: purpose and ranks of the group, and `CallRecord.agreed`. A send
+        leaves out the ranks, so a rank can receive it from any other one."""
+        if self.record.point_to_point:
+            return f"{self.group.purpose} {self.record.agreed}"
         return f"{self.group.purpose} {self.group.ranks} {self.record.agreed}"
 
     @property
@@ -249,6 +259,17 @@ class GlooWorld(World):
         return self._start(
             call, lambda reads, writes: self._reduced(call, reads, writes[0], op), reads=parts, writes=[into]
         )
+
+    def _recv_any(self, record: CallRecord, group: Group, x: Tensor, sources: Sequence[int]) -> int:
+        assert self._transport is not None, "a world of one rank"
+        messages = message_group(group, source=sources[0], target=group.index)
+        try:
+            rank = self._transport.receive_any(x, label=_Call(record, messages, self._transport).label)
+        except RuntimeError as error:
+            raise lost(group.ranks[sources[0]], about=record, error=error) from error
+        source = group.ranks.index(rank)
+        self._new_record("recv", message_group(group, source=source, target=group.index), x, how=f"from {source}")
+        return source
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         token = torch.zeros(group.size, dtype=torch.uint8)

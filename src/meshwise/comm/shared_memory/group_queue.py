@@ -95,6 +95,11 @@ class QueueState:
         """Number of calls for which the rank has done its part."""
         return self.board.read(self._done)
 
+    @property
+    def posted(self) -> int:
+        """Number of calls that the rank has posted."""
+        return self.board.read(self._posted)
+
     def has_posted(self, number: int, *, tag: int) -> bool:
         """Return whether the rank has posted call `number`, after the same calls as this rank, which has this tag."""
         return self.board.read(self._posted) > number and self.board.words[self._record(number)] == tag
@@ -286,6 +291,11 @@ class GroupQueue:
             self._act(call)
             acted = True
         return acted
+
+    def is_ahead(self, index: int) -> bool:
+        """Return whether group index `index` has posted a call that this rank has not made."""
+        side = self._side(index)
+        return side is not None and side.posted > self._posted + len(self._unposted)
 
     def finish(self, call: QueuedCall) -> None:
         """Block until the results of the call are complete and no rank uses this rank's tensors any more. Raises

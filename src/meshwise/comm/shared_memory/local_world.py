@@ -23,7 +23,7 @@ from meshwise.base.mesh import Mesh, even_split
 from meshwise.comm.api.collective_buffers import put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import lost
-from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode
+from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode, message_group
 from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall, travels_in_payload
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 
@@ -109,6 +109,15 @@ class LocalWorld(World):
     def _barrier(self, record: CallRecord, group: Group) -> None:
         call = self._call(record, group)
         self._begin(call, needs=call.others)._finish()
+
+    def _sender(self, record: CallRecord, group: Group, sources: Sequence[int]) -> int | None:
+        for source in sources:
+            if self._queues.of(message_group(group, source=source, target=group.index)).is_ahead(0):
+                return source
+        self._queues.progress()
+        if (gone := self._queues.host.missing([group.ranks[source] for source in sources])) is not None:
+            raise lost(gone, about=record, error=OSError("its process has ended"))
+        return None
 
     # ---- sums --------------------------------------------------------------------------------------------------
 
