@@ -215,6 +215,7 @@ def test_a_toml_value_of_another_type_is_refused() -> None:
 
 MET_BY = {"tp_mode!=1d": "tp_mode=2d", "tp_mode!=2.5d": "tp_mode=2d", "zero!=3": "zero=2"}
 MET_BY |= {"offload.params!=device": "offload=params:disk", "schedule!=1f1b": "schedule=zb-h1"}
+MET_BY |= {"wire.codec=powersgd": "wire=powersgd:4", "gather!=exact": "gather=int8"}
 MET_BY |= {"wire.codec!=none": "wire=int8", "precision=fp16": "precision=fp16"}
 MET_BY |= {"sync!=step": "sync=local", "wire!=auto": "wire=bf16", "offload.optimizer!=device": "offload=optimizer:cpu"}
 MET_BY |= {"staleness!=0": "staleness=2", "correction!=none": "correction=dc:0.1"}

@@ -222,7 +222,15 @@ def test_what_is_not_applied_is_in_the_errors(wire: str, shape: str, zero: int, 
 
 
 @pytest.mark.parametrize(
-    "before, after", [("dp=2", "dp=3 zero=1"), ("dp=3 zero=2", "dp=2"), ("dp=2 zero=3", "dp=4 zero=3")]
+    "before, after",
+    [
+        ("dp=2", "dp=3 zero=1"),
+        ("dp=3 zero=2", "dp=2"),
+        ("dp=2 zero=3", "dp=4 zero=3"),
+        ("dp=2x2 zero=2", "dp=3"),
+        ("dp=2 zero=1", "dp=2x2 zero=3"),
+        ("dp=4 hpz=2 zero=3", "dp=2x4 hpz=2 zero=3"),
+    ],
 )
 def test_errors_are_saved_and_resharded(before: str, after: str, tmp_path: Path) -> None:
     def first(world: World) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ PLANS = (
     "dp=2 tp=4 tp_mode=2d",
     "dp=2x4 zero=3 precision=bf16",
     "dp=8 wire=int8 precision=bf16",
+    "dp=8 zero=3 hpz=4 gather=int8 precision=bf16 microbatches=2",
     "dp=2 cp=4 zero=3 precision=bf16 microbatches=2",
     "cp=2 dp=2 pp=2 zero=1 microbatches=2",
     "pp=2 dp=2x2 zero=2 microbatches=4 precision=bf16",

@@ -35,6 +35,7 @@ PLANS = (
     "dp=2x2 zero=3 microbatches=2",
     "dp=2 wire=1bit",
     "dp=2 zero=2 wire=powersgd:2",
+    "dp=4 zero=3 hpz=2 gather=int8 wire=int8 microbatches=4",
     "tp=2",
     "tp=4 tp_mode=2d dp=2",
     "pp=2 microbatches=4",

@@ -1,4 +1,4 @@
-"""Named axes over ranks (`Mesh`), and even splits of a number of elements (`even_split`).
+"""Named axes over ranks (`Mesh`), and splits of a number of elements (`even_split`, `weighted_split`).
 
 Every kind of parallelism splits something over a group of ranks, such as the ranks with the same parameters. With
 process groups, each new combination of axes needs a global variable and its getters. Here every group is computed from
@@ -181,6 +181,17 @@ def even_split(size: int, parts: int) -> list[tuple[int, int]]:
     small, larger = divmod(size, parts)
     starts = [index * small + min(index, larger) for index in range(parts + 1)]
     return list(itertools.pairwise(starts))
+
+
+def weighted_split(size: int, *, weights: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (start, stop) of contiguous parts of `size` elements, about proportional to the positive `weights`.
+
+    Weights that add up to `size` are the sizes. A part is empty only if there are fewer elements than parts."""
+    least, total, ends = int(size >= len(weights)), sum(weights), [0]
+    for number, before in enumerate(itertools.accumulate(weights), start=1):
+        nearest = (2 * size * before + total) // (2 * total)
+        ends.append(min(max(nearest, ends[-1] + least), size - least * (len(weights) - number)))
+    return list(itertools.pairwise(ends))
 
 
 def _elide(items: list[_Item], limit: int, gap: _Item) -> list[_Item]:

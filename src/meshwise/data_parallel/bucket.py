@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace, OptionRun, Options
-from meshwise.data_parallel.reduction import ZERO, ReducedPart, ReducingRanks, Reduction
+from meshwise.data_parallel.reduction import ZERO, Codec, ReducedPart, ReducingRanks, Reduction
 from meshwise.memory.chunked_update import UpdateChunk
 from meshwise.memory.tiers import BorrowedTensor, Tiers
 from meshwise.model.parameter_table import ParameterRow
@@ -34,6 +34,10 @@ class StorageConfig:
     outer: tuple[str, ...] = ()
     """Axes whose ranks hold replicas of the same shards, as under `dp=4x8`."""
     sync_axes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    """Axes whose ranks hold copies of the same second shards (`hpz`)."""
+    gather: Codec | None = None
+    """Codec of gathered parameters; None: their dtype."""
 
 
 class Bucket:
@@ -44,6 +48,9 @@ class Bucket:
     | whole      all elements; the model's parameters are views of it. Empty while a ZeRO-3 unit is not in use
     | shared     True if the ranks of a host hold one `whole` in shared memory: gather and publish then copy nothing
     | is_sharded True if only the shard exists between uses (ZeRO-3)
+    | second     under `hpz`, this rank's part of a copy of `whole` that the ranks along `near` hold; `fresh` from a
+    |            gather to the next update
+    | codec      of gathered parameters; None: they travel in their dtype
     | kept       the elements that this rank stores between uses, from element `kept_from` of the bucket on
     | owned      (start, stop) of the elements that this rank updates; `shard` its equal part of the bucket
     | master     the owned elements, unrounded; the parameters themselves if dtype and device are equal; None if frozen
@@ -55,12 +62,16 @@ class Bucket:
     | sparse     indices of the pieces that got a sparse gradient in this step
     | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies"""
 
+    fresh = has_master = local = False
+    factor = 1.0
+
     def __init__(self, rows: Sequence[ParameterRow], *, world: World, storage: StorageConfig) -> None:
         self.world, self.storage = world, storage
         reduction, tiers = storage.reduction, storage.tiers
         summed = world.mesh.expand(rows[0].summed)
         self.axes = tuple(axis for axis in summed if axis not in storage.outer)
         self.outer = tuple(axis for axis in summed if axis in storage.outer)
+        self.near = tuple(axis for axis in self.axes if axis not in storage.nodes)
         self.has_replicas = bool(self.outer) and world.group(self.outer).size > 1
         self.group = world.group(self.axes)
         shapes = {row.name: row.layout.local_shape(row.shape, mesh=world.mesh, rank=world.rank) for row in rows}
@@ -69,8 +80,7 @@ class Bucket:
         self._wire = self.storage.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
         self.device = world.device
-        copies = (*rows[0].copies(world.mesh), *self.outer)
-        copies = tuple(axis for axis in copies if axis not in self.storage.sync_axes)
+        copies = tuple(axis for axis in (*rows[0].copies(world.mesh), *self.outer) if axis not in storage.sync_axes)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
         self.is_offloaded = tiers.is_offloaded("params")
         self.is_sharded = reduction.shards_parameters and (self.group.size > 1 or self.is_offloaded)
@@ -78,7 +88,8 @@ class Bucket:
         self.owned = self.shard if reduction.shards_updates else (0, self.place.size)
         # Tensors that other ranks read are allocated by the world: published slices, shards, gradients.
         common = None
-        if reduction.shards_updates and not (self.is_offloaded or reduction.servers):
+        self.codec = storage.gather if self.dtype.is_floating_point and self.group.size > 1 else None
+        if reduction.shards_updates and not (self.is_offloaded or reduction.servers) and self.codec is None:
             common = world.shared_empty(self.place.size, dtype=self.dtype, axes=self.axes)
         self.shared = common is not None
         if common is not None:
@@ -86,27 +97,25 @@ class Bucket:
         elif self.is_sharded:
             self.whole = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
             size = self.shard[1] - self.shard[0]
-            if self.is_offloaded:
-                self.kept = tiers.empty("params", numel=size, dtype=self.dtype)
-            else:
-                self.kept = world.empty(size, dtype=self.dtype)
+            here = None if self.is_offloaded else world.empty(size, dtype=self.dtype)
+            self.kept = tiers.empty("params", numel=size, dtype=self.dtype) if here is None else here
         elif reduction.shards_updates:
             self.whole = self.kept = world.empty(self.place.size, dtype=self.dtype)
         else:
             self.whole = self.kept = torch.empty(self.place.size, dtype=self.dtype, device=self.device)
         self.kept_from = self.shard[0] if self.shared or self.is_sharded else 0
+        self.second: Tensor | None = None
+        if self.near != self.axes and self.is_sharded and not self.shared:
+            self.second = world.empty(self.place.size // world.group(self.near).size, dtype=self.dtype)
         self._bytes = self.whole.untyped_storage().nbytes()
         self.free()
         self.gradient: Tensor | None = None
         self.reduced: Tensor | None = None
         self.master: Tensor | None = None
-        self.has_master = False
         self.slices: list[tuple[Options, nn.Parameter]] = []
         self.chunks: list[UpdateChunk] = []
         self.reduction_state: dict[str, Tensor] = {}
-        self.factor = 1.0
         self.on_reduced: Callable[[Bucket], None] | None = None
-        self.local = False
         self._square: Tensor | None = None
         self._loan: BorrowedTensor | None = None
         self._filled: set[int] = set()
@@ -179,13 +188,35 @@ class Bucket:
         flat = self.whole if flat is None else flat
         return [flat[piece.start : piece.stop].view(piece.shape) for piece in self.place.pieces]
 
-    def gather(self) -> Work:
-        """Start to gather `whole` from the shards (a collective); a shared buffer needs none."""
+    def gather(self, *, exact: bool = False) -> Work:
+        """Start to gather `whole` from the shards (a collective); a shared buffer needs none.
+
+        exact: gather the stored values, without the codec of the plan."""
         if self.shared:
             return Work()
         self.world.streams.resize(self.whole, size=self._bytes)
-        kept = self.fetch_shard().wait()
-        return self.world.all_gather(kept, into=self.whole, axes=self.axes)
+        if self.second is not None and self.fresh and not exact:
+            return self.world.all_gather(self.second, into=self.whole, axes=self.near)
+        kept, codec, wide = self.fetch_shard().wait(), self.codec, torch.promote_types(self.dtype, torch.float32)
+        if codec is None or exact:
+            sent = self.world.all_gather(kept, into=self.whole, axes=self.axes)
+        else:
+            packed = codec.encode(kept.to(wide).view(1, -1))
+            received = packed.new_empty(self.group.size, packed.shape[1])
+            sent = self.world.all_gather(packed, into=received, axes=self.axes)
+        if exact or (codec is None and self.second is None):
+            return sent
+
+        def finish() -> None:
+            sent.wait()
+            if codec is not None:
+                self.whole.copy_(codec.decode(received, elements=kept.numel(), dtype=wide).view(-1))
+            if self.second is not None:
+                size = self.second.numel()
+                self.second.copy_(self.whole[size * self.world.group(self.near).index :][:size])
+                self.fresh = True
+
+        return Work(finish=finish)
 
     def fetch_shard(self) -> BorrowedTensor:
         """Start to copy the shard from its tier to the device, unless that has started."""
@@ -206,6 +237,7 @@ class Bucket:
 
     def publish(self) -> Work:
         """Start to send the updated parameters to the other ranks; does nothing if they gather before each use."""
+        self.fresh = False
         reduction = self.storage.reduction
         if self.shared or (reduction.shards_updates and not reduction.shards_parameters):
             into = self.peers.parts(self.whole) if reduction.servers else self.whole
@@ -304,7 +336,8 @@ class Bucket:
     @property
     def peers(self) -> ReducingRanks:
         """The ranks of a reduction, with the shard and the state of this rank."""
-        return ReducingRanks(self.world, self.axes, slice(*self.shard), self.reduction_state, self.place)
+        axes, shard = (self.axes, self.near, self.outer), slice(*self.shard)
+        return ReducingRanks(self.world, *axes, shard, self.reduction_state, self.place)
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
         """Return the gradients in the wire dtype; unchanged if the group has one rank."""
@@ -339,7 +372,7 @@ class Bucket:
             loan.release()
         elif wire.dtype != self._wire:
             wire = self.world.empty(wire.numel(), dtype=self._wire).copy_(wire)
-        self._between = ReducedPart(self.world.all_reduce(wire, axes=self.outer), wire)
+        self._between = self.storage.reduction.start_replicas(wire, peers=self.peers)
 
     def settle_replicas(self) -> None:
         """Wait for the sum of the replicas, put it into `reduced`, and call `on_reduced`; do nothing if none."""
@@ -445,12 +478,16 @@ class Bucket:
         return whole
 
     def summed_shard(self, name: str) -> Tensor:
-        """Return this rank's shard of the sum over the ranks of the `summed_state` called `name` (a collective)."""
-        world, axes = self.world, self.axes
+        """Return this rank's shard of the sum over the ranks of the `summed_state` called `name` (a collective).
+
+        It is summed over the replicas too."""
         total = self.reduction_state[name].clone()
-        world.reduce_scatter(total, into=total[slice(*self.shard)], axes=axes).wait()
+        shard = total[slice(*self.shard)]
+        self.world.reduce_scatter(total, into=shard, axes=self.axes).wait()
+        if self.has_replicas:
+            self.world.all_reduce(shard, axes=self.outer).wait()
         own = self.reduction_state.get(f"{name}/owner")
-        return total[slice(*self.shard)] if own is None else total[slice(*self.shard)] + own
+        return shard if own is None else shard + own
 
     def summed_state(self, name: str) -> Tensor:
         """Return the sum over the ranks of the `summed_state` called `name`, owned elements (a collective)."""
@@ -479,6 +516,8 @@ class Bucket:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (category, tensor) of each stored tensor; categories: parameters, gradients, reduction."""
         yield "parameters", self.kept
+        if self.second is not None:
+            yield "parameters", self.second
         if self.has_master and self.master is not None:
             yield "parameters", self.master
         if self.gradient is not None:

@@ -18,6 +18,9 @@ used again in the same pass is gathered again. Recomputation adds no gather: the
 backward. Ranks of one host that share the memory of the parameters replace the gathers of zero=3 by one all-gather of
 P, as under zero=2; this all-gather copies nothing.
 
+With `gather`, the all-gathers of zero=3 send the bytes of a codec. With `hpz`, P is gathered from all ranks once after
+each update, and frozen parameters once. All other gathers, of m (2 P + 2 F - L) in sum, are inside a node.
+
 Under `dp=4x8`, N is 8. Once a step, the sums of the groups of 8 are added: an all-reduce of P/8 over the 4 replicas. It
 starts for each bucket when its last reduce-scatter has ended, and overlaps with the rest of the backward.
 
@@ -263,6 +266,7 @@ class DataParallel:
     def own_parameters(self) -> Iterator[Tensor]:
         """Yield the full tensors of the parameters whose parts this rank holds, in table order (collectives)."""
         for unit in self.units:
+            unit.start_gather(exact=True)
             unit.ready()
             values = {
                 row.name: parameter.detach()

@@ -157,11 +157,11 @@ class LiveUnit:
         for bucket in self.buckets:
             bucket.release_shard()
 
-    def start_gather(self) -> None:
-        """Start to gather the parameters; do nothing if they are gathered or being gathered."""
+    def start_gather(self, *, exact: bool = False) -> None:
+        """Start to gather the parameters, as in `Bucket.gather`; do nothing if that is done or under way."""
         if self.whole or self._gathering:
             return
-        self._gathering = [bucket.gather() for bucket in self.buckets if bucket.is_sharded]
+        self._gathering = [bucket.gather(exact=exact) for bucket in self.buckets if bucket.is_sharded]
 
     def ready(self) -> None:
         """Wait until the parameters are gathered, and set them in the module; start the gather if needed."""

@@ -19,7 +19,8 @@ rank's message is its gradient plus the error of its last message. N ranks, a bu
 
     | collectives of a bucket    1                 3
     | codec, zero=0              all-to-all c(P)   all-gather c(P)     c: bytes of the codec, for each of the N shards
-    | codec, zero 1 to 3         all-to-all c(P)   none
+    | codec, zero 1 to 3         all-to-all c(P)   none                with `hpz=H` also c(P / H) between nodes
+    | codec, dp=RxS, replicas    all-to-all c(P/S) all-gather c(P/S)
     | powersgd:r                 all-reduce r Σm   all-reduce r Σn     m, n: sizes of each matrix; vectors go along in 1
 
 What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and the errors of all ranks
@@ -91,12 +92,17 @@ class Reduction:
         target = gradients[shard] if into is None else into
         return ReducedPart(world.reduce_scatter(gradients, into=target, axes=axes), target)
 
+    def start_replicas(self, values: Tensor, *, peers: "ReducingRanks") -> "ReducedPart":
+        """Start to add up `values`, (elements of the shard,), of the replicas of this rank's shard, in place."""
+        return ReducedPart(peers.world.all_reduce(values, axes=peers.outer), values)
+
 
 @dataclass(frozen=True)
 class ReducingRanks:
     """Ranks of one reduction, with the shard and the state of this rank.
 
-    | world, axes   the ranks whose gradients are summed
+    | world, axes   the ranks whose gradients are summed; `near`: those of `axes` inside a node, all without `hpz`
+    | outer         axes whose ranks hold replicas of the shard
     | shard         elements of the bucket that are this rank's shard
     | state         the tensors of `owned_state`, `summed_state` and `owner_state`, by name; `start` may write to them.
     |               It may add others, which are not saved
@@ -104,6 +110,8 @@ class ReducingRanks:
 
     world: World
     axes: Axes
+    near: Axes
+    outer: Axes
     shard: slice
     state: MutableMapping[str, Tensor]
     place: BucketPlace
@@ -279,6 +287,9 @@ class CodecReduction(Reduction):
     def start(self, gradients: Tensor, *, into: Tensor | None, peers: ReducingRanks) -> ReducedPart:
         """Start to sum encoded gradients, as in `Reduction.start`."""
         if peers.size == 1 or not gradients.is_floating_point():
+            if (error := peers.state.get("error")) is not None:  # replicas may have lost some
+                gradients.add_(error)
+                error.zero_()
             return super().start(gradients, into=into, peers=peers)
         if not self.shards_updates:
             return ReducedPart(
@@ -288,17 +299,59 @@ class CodecReduction(Reduction):
         return ReducedPart(self._send(gradients, peers, target.copy_), target)
 
     def _send(self, gradients: Tensor, peers: ReducingRanks, done: Callable[[Tensor], Any]) -> Work:
-        """Start to send each rank its encoded shard; at the end call `done` with the sum of this rank's shard."""
-        packed, elements = self._encoded(gradients, peers, name="error", start=0), len(gradients) // peers.size
+        """Start to send each rank its encoded shard; at the end call `done` with the sum of this rank's shard.
+
+        With nodes, each rank of a node gets the shards of the ranks with its index in all nodes, and sends on their
+        sums."""
+        far = [axis for axis in peers.axes if axis not in peers.near]
+        nodes, size = peers.world.group(far).size, len(gradients) // peers.size
+        packed = self._encoded(gradients, peers, name="error", start=0, nodes=nodes)
         received = torch.empty_like(packed)
-        sent = peers.world.all_to_all(packed, into=received, axes=peers.axes)
+        sent = peers.world.all_to_all(packed, into=received, axes=peers.near)
 
         def add_up() -> None:
             sent.wait()
-            sums = self.codec.decode(received, elements=elements, dtype=gradients.dtype).sum(0)
+            sums = self.codec.decode(received, elements=nodes * size, dtype=gradients.dtype).sum(0)
+            if nodes > 1:
+                packed, lost = self._through(sums.view(nodes, size))
+                between = torch.empty_like(packed)
+                again = peers.world.all_to_all(packed, into=between, axes=far)
+                if (error := peers.state.get("error")) is not None:
+                    error.view(nodes, -1, size)[:, peers.world.group(peers.near).index].add_(lost)
+                    peers.clear_padding(error, start=0)
+                again.wait()
+                sums = self.codec.decode(between, elements=size, dtype=gradients.dtype).sum(0)
             done(peers.clear_padding(sums, start=peers.shard.start))
 
         return Work(finish=add_up)
+
+    def start_replicas(self, values: Tensor, *, peers: ReducingRanks) -> ReducedPart:
+        """Start to add up the encoded shards of the replicas. What is lost is added to this rank's state `error`."""
+        if not values.is_floating_point():
+            return super().start_replicas(values, peers=peers)
+        group = peers.world.group(peers.outer)
+        parts = nn.functional.pad(values, (0, -len(values) % (16 * group.size))).view(group.size, -1)
+        packed, lost = self._through(parts)
+        received = torch.empty_like(packed)
+        sent = peers.world.all_to_all(packed, into=received, axes=peers.outer)
+
+        def share() -> None:
+            sent.wait()
+            sums = self.codec.decode(received, elements=parts.shape[1], dtype=values.dtype).sum(0, keepdim=True)
+            packed, more = self._through(sums)
+            lost[group.index].add_(more[0])
+            peers.world.all_gather(packed, into=received, axes=peers.outer).wait()
+            found = self.codec.decode(received, elements=parts.shape[1], dtype=values.dtype)
+            peers.clear_padding(values.copy_(found.view(-1)[: len(values)]), start=peers.shard.start)
+            if (error := peers.state.get("error")) is not None:
+                peers.clear_padding(error[peers.shard].add_(lost.view(-1)[: len(values)]), start=peers.shard.start)
+
+        return ReducedPart(Work(finish=share), values)
+
+    def _through(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return rows encoded, and what that loses."""
+        packed = self.codec.encode(parts)
+        return packed, _finite(parts - self.codec.decode(packed, elements=parts.shape[1], dtype=parts.dtype))
 
     def _share(self, sums: Tensor, gradients: Tensor, peers: ReducingRanks) -> None:
         """Send the sum of this rank's shard, encoded, to every rank; put what all ranks send into `gradients`."""
@@ -308,16 +361,15 @@ class CodecReduction(Reduction):
         gradients.copy_(self.codec.decode(received, elements=len(sums), dtype=sums.dtype).view(-1))
         peers.clear_padding(gradients, start=0)
 
-    def _encoded(self, values: Tensor, peers: ReducingRanks, *, name: str, start: int) -> Tensor:
-        """Return `values` plus the state `name`, if that is kept, as an encoded row for each shard.
+    def _encoded(self, values: Tensor, peers: ReducingRanks, *, name: str, start: int, nodes: int = 1) -> Tensor:
+        """Return `values` plus the state `name`, if that is kept, as an encoded row for each rank of a node.
 
         What is lost becomes the state. `values` are the elements of the bucket from `start` on."""
-        error = peers.state.get(name)
-        parts = (values if error is None else values.add_(error)).view(-1, peers.place.size // peers.size)
-        packed = self.codec.encode(parts)
+        error, size = peers.state.get(name), peers.place.size // peers.size
+        parts = (values if error is None else values.add_(error)).view(nodes, -1, size).transpose(0, 1).flatten(1)
+        packed, lost = self._through(parts)
         if error is not None:
-            found = self.codec.decode(packed, elements=parts.shape[1], dtype=parts.dtype)
-            error.copy_(_finite(parts - found).view(-1))
+            error.view(nodes, -1, size).copy_(lost.view(-1, nodes, size).transpose(0, 1))
             peers.clear_padding(error, start=start)
         return packed
 

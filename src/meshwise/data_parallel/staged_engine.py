@@ -109,6 +109,9 @@ class Engine:
         """Round this rank's masters into the parameters, and send these to the ranks that do not gather before use."""
         for bucket in self.buckets:
             bucket.round_off()
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.fresh = False  # frozen parameters too: a checkpoint may have set them
         held = [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable or bucket.shared]
         for work in [bucket.publish() for bucket in held]:
             work.wait()

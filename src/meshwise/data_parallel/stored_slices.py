@@ -131,7 +131,8 @@ def slices_to_save(engine: Engine, *, optimizer: torch.optim.Optimizer) -> Itera
             if bucket.counts:
                 for piece in bucket.place.pieces:
                     yield from _owned(bucket, piece, optimizer)
-                yield from _reduction_state(bucket)
+            if bucket.counts or bucket.has_replicas:
+                yield from [part for part in _reduction_state(bucket) if bucket.counts]
     for key, row in engine.owned.items():
         if not row.counted_elsewhere:
             yield from _whole_state(row.name, optimizer.state.get(key, {}))
@@ -382,8 +383,8 @@ class CheckpointRefill:
     def _reduction_state(self, bucket: Bucket) -> Iterator[StoredSlice]:
         """Set the reduction's state to zero, and yield the slices of it that the checkpoint has.
 
-        A saved `summed_state` is a sum over ranks. So each rank loads only its shard, and has zeros elsewhere. State
-        that is not saved is removed."""
+        A saved `summed_state` is a sum over ranks. So each rank of the first replica loads only its shard, and has
+        zeros elsewhere. State that is not saved is removed."""
         reduction = bucket.storage.reduction
         names = (*reduction.owned_state, *reduction.summed_state)
         for name in [name for name in bucket.reduction_state if name.partition("/")[0] not in names]:
@@ -391,6 +392,8 @@ class CheckpointRefill:
         for name, values in bucket.reduction_state.items():
             values.zero_()
             start, stop = bucket.owned if name in reduction.owned_state else bucket.shard
+            if name not in reduction.owned_state and bucket.has_replicas and bucket.world.group(bucket.outer).index:
+                continue
             for piece in bucket.place.pieces:
                 if f"reduction/{name}" in self._slots[piece.row.name]:
                     whole = BucketSlice(bucket, start if values.numel() == stop - start else 0, values)

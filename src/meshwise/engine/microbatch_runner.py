@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base import tensor_tree as tree
-from meshwise.base.mesh import even_split
+from meshwise.base.mesh import even_split, weighted_split
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.batch_norm_statistics import BatchStatistics
@@ -85,6 +85,8 @@ class BatchSharder:
     """True if a rank also runs the micro-batches for which it has no rows, on a spare row."""
     servers: int = 0
     """Number of ranks at the end of the group that have no rows, whatever batch they are given."""
+    weights: tuple[int, ...] | None = None
+    """Relative sizes of the ranks' shards of a batch; None: even shards."""
 
     @property
     def ranks(self) -> int:
@@ -92,9 +94,9 @@ class BatchSharder:
         return self.world.group(self.axes).size - self.servers
 
     def shards(self, size: int) -> BatchShards:
-        """Return the even shards of a global batch of `size` rows."""
-        shares = [*even_split(size, self.ranks), *[(size, size)] * self.servers]
-        return BatchShards(shares, self.world.group(self.axes).index)
+        """Return the shards of a global batch of `size` rows."""
+        split = even_split(size, self.ranks) if self.weights is None else weighted_split(size, weights=self.weights)
+        return BatchShards([*split, *[(size, size)] * self.servers], self.world.group(self.axes).index)
 
     def split(self, batch: Any, *, local: bool, total: int | None, count: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
@@ -103,9 +105,10 @@ class BatchSharder:
         the empty batch. Without it, `rows` is None and the micro-batch is not run.
 
         `total`, used with `local`: rows of the global batch; None: every rank has as many rows as this one. Raises
-        ValueError when a local batch does not have the number of rows that an even split of `total` gives this rank."""
+        ValueError when a local batch does not have the number of rows that a split of `total` gives this rank."""
         rows, offset, spare = tree.row_count(batch), 0, batch
-        shards = self.shards(rows if not local else rows * self.ranks if total is None else total)
+        by = dataclasses.replace(self, weights=None) if local and total is None else self
+        shards = by.shards(rows if not local else rows * self.ranks if total is None else total)
         if local and shards.index < self.ranks:
             offset, end = shards.shares[shards.index]
             if end - offset != rows:

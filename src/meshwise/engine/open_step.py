@@ -26,7 +26,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.logical_slices import whole_tensors
-from meshwise.engine.microbatch_runner import BatchSharder, MicroBatch, WholeModelRunner, gather_rows, placed
+from meshwise.engine.microbatch_runner import MicroBatch, WholeModelRunner, gather_rows, placed
 from meshwise.engine.step import StepAttempt, TrainingSteps
 from meshwise.engine.step_result import StepInputs, StepResult, StepTotals, mismatch_text
 from meshwise.model.forward import call_loss
@@ -47,7 +47,7 @@ class OpenStep:
         self._engine = runner.engine
         self._world = runner.engine.world
         self._plan = plan
-        self._sharder = BatchSharder(self._world, plan.row_axes, runs_empty=True, servers=plan.server)
+        self._sharder = dataclasses.replace(steps.sharder, runs_empty=True)
         self._rows: MicroBatch | None = None
         self._pending: list[MicroBatch] = []
         self._forwards: dict[WholeModelRunner, int] = {}
@@ -257,7 +257,7 @@ class OpenStep:
             samples, size = self._rows.samples, self._size
         else:
             size = count * self._sharder.ranks
-            samples = self._sharder.shards(size).samples(0, count=1)
+            samples = dataclasses.replace(self._sharder, weights=None).shards(size).samples(0, count=1)
         offset, self._offset = self._offset, self._offset + size
         return MicroBatch(None, self.counts, samples.shifted(offset))
 

@@ -30,7 +30,7 @@ from meshwise.data_parallel.batch_norm_statistics import (
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.logical_slices import LogicalSlices
-from meshwise.data_parallel.reduction import ZERO, Reduction, compressed
+from meshwise.data_parallel.reduction import CODECS, ZERO, Reduction, compressed
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.cut_agreement import agreed_schedule, cut_source, cutter
 from meshwise.engine.first_rank import on_first_rank
@@ -234,7 +234,8 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
     if scheme is not None:
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
-    storage = StorageConfig(reduction, precision, tiers, plan.outer_axes, plan.sync_axes)
+    gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
+    storage = StorageConfig(reduction, precision, tiers, plan.outer_axes, plan.sync_axes, plan.node_axes, gather)
     task = MicrobatchTask(forward, loss or no_loss, call)
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
 

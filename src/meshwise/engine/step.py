@@ -277,7 +277,8 @@ class TrainingSteps:
         world = self._world
         own = [*(sums if self._counts_loss else zeros(world)), *more]
         axes = world.mesh.names if axes is None else axes
-        equal = [axis for axis in axes if not (local and axis in self._plan.row_axes)]
+        rows = world.mesh.expand(self._plan.row_axes) if local else ()
+        equal = [axis for axis in axes if axis not in rows]
         found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal, axes=axes)
         if mismatch:
             found_inputs = dict(world.exchange((world.rank, inputs), axes=axes))

@@ -253,6 +253,16 @@ class Trainer:
         shards = self._stepping.sharder.shards(size)
         return shards.shares[shards.index]
 
+    def set_shares(self, weights: Sequence[int] | None) -> None:
+        """Let the parts of each batch have sizes proportional to `weights`, from the next `share` and step on.
+
+        weights: a positive whole number for each of the `replicas`, equal on every rank; None: even shares. The shares
+        change no result, except by rounding."""
+        if weights is not None and (len(weights) != self.replicas or min(weights) < 1):
+            raise ValueError(f"weights {list(weights)} are not {self.replicas} numbers above 0, one for each replica")
+        sharder = self._stepping.sharder
+        self._stepping.sharder = replace(sharder, weights=weights if weights is None else tuple(weights))
+
     def step(
         self, batch: Any, *, local: bool = False, total: int | None = None, only: Collection[int] | None = None
     ) -> StepResult:

@@ -14,6 +14,8 @@ REPLICAS = ("dp",)
 """Axes whose ranks hold replicas of a model, for different rows of the batch."""
 OUTER_REPLICAS = ("dp_outer",)
 """With `shards`, axes whose ranks hold replicas of the shards."""
+NODES = ("dp_node",)
+"""With `hpz`, axes whose ranks hold copies of one second shard."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,18 @@ def folded(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None
     return Mesh(tuple(fine), joint=(*joint.items(), *taken.items()))
 
 
-def hybrid(mesh: Mesh, *, shards: int) -> Mesh:
-    """Return `mesh` with `dp` as a joint axis of `dp_outer`, the replicas, and `dp_shard`, `shards` neighbours."""
+def hybrid(mesh: Mesh, *, shards: int, near: int) -> Mesh:
+    """Return `mesh` with `dp` as a joint axis of `dp_outer`, `dp_node` and `dp_shard`, without axes of degree 1.
+
+    `shards` neighbours along `dp_node dp_shard` share one copy of the state, `near` neighbours along `dp_shard` the
+    second shards. `dp_outer` has the replicas."""
     axes: list[tuple[str, int]] = []
     for name, degree in mesh.axes:
-        pair = [(OUTER_REPLICAS[0], degree // shards), ("dp_shard", shards)]
-        axes += pair if name in REPLICAS else [(name, degree)]
-    return Mesh(tuple(axes), joint=(*mesh.joint, (REPLICAS[0], (*OUTER_REPLICAS, "dp_shard"))))
+        parts = ((OUTER_REPLICAS[0], degree // shards), (NODES[0], shards // near))
+        fine = (*(part for part in parts if part[1] > 1), ("dp_shard", near))
+        axes += fine if name in REPLICAS else [(name, degree)]
+    names = tuple(name for name, _ in axes if name.startswith("dp_"))
+    return Mesh(tuple(axes), joint=(*mesh.joint, (REPLICAS[0], names)))
 
 
 def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:

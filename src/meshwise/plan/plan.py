@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY, Refusal
-from meshwise.plan.degrees import AXES, GRIDS, OUTER_REPLICAS, REPLICAS, factorisations, folded, hybrid
+from meshwise.plan.degrees import AXES, GRIDS, NODES, OUTER_REPLICAS, REPLICAS, factorisations, folded, hybrid
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
     NO_OFFLOAD,
@@ -78,6 +78,11 @@ class Plan:
         "copy each; 0: all ranks of dp share one. `dp=4x8` means `dp=32 shards=8`",
         least=0,
     )
+    hpz: int = whole_number(
+        1,
+        means="with zero=3, neighbouring ranks of dp (a node) that keep a second copy of the parameters, divided among "
+        "them. After a unit's first gather of a step, they gather it from this copy; 1: no second copy",
+    )
     microbatches: int = whole_number(
         1, means="parts of a rank's rows of a batch, which are computed one after the other"
     )
@@ -125,6 +130,10 @@ class Plan:
         means="with a codec as `wire`, 1: what it loses is added to the next gradient; 0: it is lost",
         least=0,
         most=1,
+    )
+    gather: str = one_of(
+        "exact int8 int4 fp8",
+        means="with zero=3, codec of the parameters that a forward or backward gathers; what is updated stays exact",
     )
     sync: str = one_of(
         "step local slowmo diloco gossip easgd",
@@ -211,12 +220,13 @@ class Plan:
         if reasons:
             why = f"cannot work{by and f' with {by}'}: {'; '.join(reasons)}"
             raise PlanError(f"the plan '{self}' {why}. Nearest that works: '{nearest}'")
-        if self.shards and self.dp is not None and self.dp % self.shards:
-            near = self._unchecked({"shards": math.gcd(self.dp, self.shards)})
-            raise PlanError(
-                f"the plan '{self}' cannot divide {self.dp} ranks of dp into groups of {self.shards}. "
-                f"shards must divide dp. Nearest that works: '{near}'"
-            )
+        for key, whole, of in (("shards", self.dp, "dp"), ("hpz", self.shards or self.dp, "shards or dp")):
+            if (value := getattr(self, key)) and whole is not None and whole % value:
+                near = self._unchecked({key: math.gcd(whole, value)})
+                raise PlanError(
+                    f"the plan '{self}' cannot divide {whole} ranks of dp into groups of {value}. "
+                    f"{key} must divide {of}. Nearest that works: '{near}'"
+                )
         if self.dp is not None and self._folded() is None:
             raise PlanError(
                 f"the plan '{self}' cannot divide the experts over its ranks. etp takes the innermost ranks of tp; ep "
@@ -260,7 +270,8 @@ class Plan:
         With `server`, the last ranks of dp are the servers.
 
         `ep` and `etp` name ranks of these axes; where they take a part of an axis, the axis becomes several. With
-        `shards`, dp becomes `dp_outer` (the replicas) and `dp_shard`."""
+        `shards`, dp becomes `dp_outer` (the replicas) and `dp_shard`; with `hpz`, the latter has `hpz` ranks, in
+        several `dp_node`."""
         if self.dp is None:
             raise ValueError(f"the plan '{self}' has no mesh yet: resolve(world_size) fills in dp=auto")
         mesh = self._folded()
@@ -328,6 +339,11 @@ class Plan:
         return OUTER_REPLICAS if self.shards and self.shards != self.dp else ()
 
     @property
+    def node_axes(self) -> tuple[str, ...]:
+        """With `hpz`, the axes of dp whose ranks hold copies of one second shard."""
+        return NODES if 1 < self.hpz < (self.shards or self.dp or 0) else ()
+
+    @property
     def codec(self) -> tuple[str, float] | None:
         """Name and number of the codec in `wire`; None if it is a dtype."""
         wire = Wire.parse(self.wire)
@@ -355,7 +371,10 @@ class Plan:
         """Return the mesh, with 1 for `auto`; None if `ep` and `etp` do not divide its axes."""
         axes = [(axis, (getattr(self, axis) or 1) + self.server * (axis == "dp")) for axis in AXES[:-1]]
         mesh = folded([*axes, *self._grid()], ep=self.ep, etp=self.etp)
-        return hybrid(mesh, shards=self.shards) if mesh and self.dp and self.outer_axes else mesh
+        if mesh is None or not self.dp or not (self.outer_axes or self.node_axes):
+            return mesh
+        shards = self.shards or self.dp
+        return hybrid(mesh, shards=shards, near=self.hpz if self.node_axes else shards)
 
     def _nearest_folded(self) -> "Plan":
         """Return this plan with the nearest `ep` and `etp` that its axes can be divided by."""
@@ -384,9 +403,10 @@ class Plan:
         plans = []
         servers = self.server if self.server < world_size else 0
         for filling in factorisations(world_size - servers, parts=len(AXES)):
-            changes: dict[str, int | str | None] = dict(zip(AXES, filling, strict=True))
-            changes |= {"shards": math.gcd(self.shards, filling[1]) if self.shards else 0, "server": servers}
-            if any(filling[AXES.index(axis)] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
+            changes: dict[str, Any] = dict(zip(AXES, filling, strict=True)) | {"server": servers}
+            changes["shards"] = math.gcd(self.shards, changes["dp"]) if self.shards else 0
+            changes["hpz"] = math.gcd(self.hpz, changes["shards"] or changes["dp"])
+            if any(changes[axis] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
                 continue
             plan, _ = self._unchecked(changes)._working()
             with contextlib.suppress(PlanError):

@@ -104,6 +104,8 @@ class ProfileKey:
         alone: dict[str, Any] = {
             "dp": plan.ep // math.gcd(plan.ep, plan.tp * plan.cp // plan.etp),
             "shards": 0,
+            "hpz": 1,
+            "gather": "exact",
             "pp": pieces,
             "zero": 0,
             "microbatches": 1,

@@ -275,8 +275,9 @@ class _Shard:
         return sum(self._collective("all_gather", stage, 1.0) for stage in stages)
 
     def whole(self, stage: _Stage) -> float:
-        """Return the seconds of one all-gather of a stage's parameters (zero=3), else 0."""
-        return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 and not self.cluster.shared else 0.0
+        """Return the seconds of one all-gather of a stage's parameters (zero=3, without `gather` and `hpz`), else 0."""
+        less = self.cluster.shared or self.plan.gather != "exact" or self.plan.node_axes
+        return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 and not less else 0.0
 
     def reduce(self, stage: _Stage) -> float:
         """Return the seconds of one reduction of all gradients of a stage; 0 with a codec, a lower bound."""

@@ -8,11 +8,13 @@ The batch is fixed, grows with the samples read, or follows the noise scale (`No
     |  8 ──────┘                                       | 16   ┌───┘
     |         2000  4000      samples                  |  8 ──┘
 
+`balanced_rows` gives slow replicas fewer rows of a batch.
+
 The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches. `batch_factor` is the
 factor of the learning rate for a batch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from meshwise.engine.noise_scale import NoiseScale
@@ -124,3 +126,22 @@ def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
         return schedule.floor + (1 - schedule.floor) * height
 
     return at
+
+
+_PAYS = 0.05
+"""Least part of a step's time that new shares of the rows must save."""
+
+
+def balanced_rows(rows: Sequence[int], *, seconds: Sequence[float]) -> list[int]:
+    """Return the rows of each part of a batch with which the slowest part ends first; `rows` if that saves too little.
+
+    `seconds`: busy time of a step with `rows`, by part, taken as proportional to them. Each row goes to the part that
+    would end first with it, and every part has one at least."""
+    if not all(rows):
+        return list(rows)
+    each = [max(time, 1e-9) / count for time, count in zip(seconds, rows, strict=True)]
+    found = [1] * len(rows)
+    for _ in range(sum(rows) - len(rows)):
+        found[min(range(len(rows)), key=lambda part: (found[part] + 1) * each[part])] += 1
+    longest = max(count * time for count, time in zip(found, each, strict=True))
+    return found if longest < (1 - _PAYS) * max(seconds) else list(rows)

@@ -200,12 +200,8 @@ def _text(event: RunEvent, *, of: str) -> str:
             return f"NOT FINITE at step {event.step}: {event.problem}"
         case run_events.Resume():
             return "\n".join(_resumed(event))
-        case run_events.Slow():
-            steps = ", ".join(map(str, event.steps[:_MOST_STEPS])) + " …" * (len(event.steps) > _MOST_STEPS)
-            return (
-                f"slow     rank {event.rank} made the other ranks wait in step{'s' * (len(event.steps) > 1)} {steps}: "
-                f"busy for {event.seconds:.2f} s, the other ranks for {event.others:.2f} s"
-            )
+        case run_events.Slow() | run_events.Shares():
+            return _pace(event)
         case run_events.ExpertLoad():
             return (
                 f"experts  the busiest one got {event.factor:.2f} times its even share, in {event.name}; "
@@ -231,6 +227,17 @@ def _text(event: RunEvent, *, of: str) -> str:
             head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
             return "\n".join([head, *rows, f"next: {event.following}"])
     raise TypeError(f"{type(event).__name__} has no text")
+
+
+def _pace(event: run_events.Slow | run_events.Shares) -> str:
+    if isinstance(event, run_events.Shares):
+        rows, seconds = " ".join(map(str, event.rows)), " ".join(f"{each:.3f}" for each in event.seconds)
+        return f"shares   from the next step on the replicas get {rows} rows; they were busy for {seconds} s a step"
+    steps = ", ".join(map(str, event.steps[:_MOST_STEPS])) + " …" * (len(event.steps) > _MOST_STEPS)
+    return (
+        f"slow     rank {event.rank} made the other ranks wait in step{'s' * (len(event.steps) > 1)} {steps}: "
+        f"busy for {event.seconds:.2f} s, the other ranks for {event.others:.2f} s"
+    )
 
 
 def _resumed(event: run_events.Resume) -> list[str]:

@@ -34,6 +34,7 @@ from rich.console import Console
 from torch.utils.data import Dataset, default_collate
 
 from meshwise.base.atomic_file import write_whole
+from meshwise.base.mesh import weighted_split
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.checkpoint.checkpoint_format import TensorSpec, header
 from meshwise.comm.api.job_processes import JobAttempt
@@ -48,7 +49,7 @@ from meshwise.memory.allocator import is_out_of_memory
 from meshwise.plan import PlanError
 from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train import run_events
-from meshwise.train.batch_and_lr import BatchSizes, batch_factor, lr_schedule
+from meshwise.train.batch_and_lr import BatchSizes, balanced_rows, batch_factor, lr_schedule
 from meshwise.train.console_output import OutputConsole, ProgressLines, leave_traceback
 from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
 from meshwise.train.job import Job, JobError, SampleJob
@@ -98,6 +99,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     world.link = None if job.emulate is None else EmulatedLink.parse(job.emulate)
     if world.link is not None and world.device.type == "cuda":
         raise JobError(f"emulate = {job.emulate!r} lets CPU ranks wait, and GPUs do not wait for it; leave emulate out")
+    if job.train.shares == "auto" and world.device.type == "cuda":
+        raise JobError('train.shares = "auto" measures the time of CPUs, and these ranks have GPUs; leave it out')
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -153,6 +156,10 @@ class _Run:
         started, where = time.monotonic(), None if trainer.world.rank else str(self._folder)
         self._emit(self._start_event())
         self._progress = restore_run(trainer, start=start, prepared=self._prepared, emit=self._emit)
+        if job.train.shares == "auto":
+            if len(self._progress.shares) != trainer.replicas:
+                self._progress.shares = [1] * trainer.replicas
+            trainer.set_shares(self._progress.shares)
         with stop_signals(self._signals) if job.train.save_every else contextlib.nullcontext():
             by = self._steps()
             if by not in ("", _FILE):  # the time that a signal leaves is short
@@ -226,6 +233,8 @@ class _Run:
                 self._emit(run_events.NonFinite(step, result.problem))
             for slow in pace.slow() if not trainer.plan.late else ():
                 self._emit(slow)
+            if job.shares == "auto" and pace.times:
+                self._rebalance(step, pace.times)
             if step % job.log_every == 0 and (loads := trainer.expert_imbalances()):
                 busiest = max(loads, key=loads.__getitem__)
                 self._emit(run_events.ExpertLoad(step, busiest, loads[busiest], statistics.mean(loads.values())))
@@ -304,6 +313,18 @@ class _Run:
             found = {name: scale if (scale := noise.critical(name)) < math.inf else None for name in noise.layers}
             trace, square = noise.layers[""]
             self._emit(run_events.Noise(step, found.pop(""), trace, square, found))
+
+    def _rebalance(self, step: int, times: list[list[float]]) -> None:
+        """Give slow replicas fewer rows if it pays; every rank has the same `times`, and so decides the same."""
+        trainer, mesh = self._trainer, self._trainer.world.mesh
+        groups = mesh.groups(mesh.others(trainer.plan.row_axes))
+        seconds = [max(statistics.median(times[rank]) for rank in ranks) for ranks in groups]
+        before = [stop - start for start, stop in weighted_split(self._size, weights=self._progress.shares)]
+        rows = balanced_rows(before, seconds=seconds)
+        if rows != before:
+            trainer.set_shares(rows)
+            self._progress.shares, self._size = rows, 0  # a new reader reads by these shares
+            self._emit(run_events.Shares(step, rows, seconds))
 
     def _validate(self, step: int) -> None:
         if self._data.validation is None:
@@ -457,6 +478,8 @@ class RankPace:
     def __init__(self, world: World) -> None:
         self._world = world
         self._busy: dict[int, float] = {}
+        self.times: list[list[float]] = []
+        """Busy seconds of each rank in each step, if the last call of `slow` has compared; else empty."""
 
     @contextlib.contextmanager
     def timed(self, step: int) -> Iterator[None]:
@@ -468,7 +491,7 @@ class RankPace:
 
     def slow(self, *, after: int = WINDOW) -> list[Slow]:
         """Return the slow ranks if `after` steps have been timed since the last comparison. Every rank calls it."""
-        world, steps = self._world, list(self._busy)
+        world, steps, self.times = self._world, list(self._busy), []
         if len(steps) < after:
             return []
         own = torch.tensor(list(self._busy.values()), dtype=torch.float64, device=world.device)
@@ -477,7 +500,8 @@ class RankPace:
             return []
         times = own.new_empty(world.size * len(steps))
         world.all_gather(own, into=times, axes=world.mesh.names).wait()
-        return list(slow_ranks(steps, times=times.view(world.size, len(steps)).tolist()))
+        self.times = times.view(world.size, len(steps)).tolist()
+        return list(slow_ranks(steps, times=self.times))
 
 
 def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[Slow]:

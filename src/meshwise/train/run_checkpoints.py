@@ -167,7 +167,7 @@ FREE_KEYS = (
     *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
     *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
     *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),
-    *("train.output", "train.resume", "train.accept"),
+    *("train.shares", "train.output", "train.resume", "train.accept"),
 )
 """Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""
 _SILENT_KEYS = (
@@ -180,6 +180,7 @@ _SILENT_KEYS = (
 class RunProgress:
     """The progress of a run: steps, samples read and updates applied so far, and the loss of the last step.
 
+    | shares  relative rows of the replicas with `train.shares = "auto"`
     | batch   size of the next batch, with `train.auto_batch`; 0: none chosen yet
     | noise   averaged gradient noise, if it is measured"""
 
@@ -189,6 +190,7 @@ class RunProgress:
     loss: float = 0.0
     batch: int = 0
     noise: NoiseAverage = field(default_factory=NoiseAverage)
+    shares: list[int] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunProgress":

@@ -150,6 +150,15 @@ class Slow(RunEvent):
 
 
 @dataclass(frozen=True)
+class Shares(RunEvent):
+    """Replica i gets `rows[i]` rows of each batch after `step`; until then it was busy `seconds[i]` in a step."""
+
+    step: int
+    rows: list[int]
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
 class ExpertLoad(RunEvent):
     """The loads of the experts since the last such event.
 

@@ -46,10 +46,10 @@ def verify(
     `connect()`; if that world has one rank and the plan needs more, the ranks are threads of this process. Dropout and
     other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or with random
     numbers that depend on the plan, the model is compared in eval mode, and the report says so. Raises PlanError when
-    the plan does not fit the world. With a codec as `wire`, the plan is compared with `wire=auto`, and one step checks
-    that the codec's gradient and errors add up to the true gradient. `OneBitAdam` is compared without its codec. Raises
-    ValueError without a batch, for a loss that does not return (sum, count), and when one batch gives two different
-    losses. Raises any error of model and loss."""
+    the plan does not fit the world. With a codec as `wire` or `gather`, the plan is compared without it. Then one step
+    checks that the codec's gradient and errors add up to the true gradient, and one gather checks the parameters.
+    `OneBitAdam` is compared without its codec. Raises ValueError without a batch, for a loss that does not return (sum,
+    count), and when one batch gives two different losses. Raises any error of model and loss."""
     plan = Plan.of(plan)
     if needs_of(training.get("optimizer")) == "replicas":
         training["codec"] = "none"
@@ -81,7 +81,7 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
     subject = dataclasses.replace(subject, evaluating=evaluating)
     judge = BoundJudge(subject.coarsest(trial))
     outputs = subject.listener()
-    exact = dataclasses.replace(plan, wire="auto") if plan.codec else plan
+    exact = dataclasses.replace(plan, wire="auto" if plan.codec else plan.wire, gather="exact")
     exact = dataclasses.replace(exact, staleness="0", correction="none") if plan.late else exact
     trainer = parallelize(subject.prepared(), exact, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
@@ -102,6 +102,9 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
         notes, first = (*notes, note), first or broken
     if plan.late:
         note, broken = served_contract(subject, world=world)
+        notes, first = (*notes, note), first or broken
+    if plan.gather != "exact":
+        note, broken = gather_contract(subject, world=world)
         notes, first = (*notes, note), first or broken
     if replayed:
         notes = (
@@ -165,6 +168,33 @@ def served_contract(subject: VerificationInputs, *, world: World) -> tuple[str, 
         f"{sum(map(len, logs))} gradients were applied once each, and no worker read parameters without a gradient of "
         f"more than {oldest} steps before its own"
     ), Divergence("the age of the parameters that a worker read", steps, figure) if figure.over else None
+
+
+def gather_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
+    """Return a note on the gathered parameters, and the divergence if they break the contract (collectives).
+
+    Every rank must gather what the codec makes of the stored values, shard by shard, to the last bit."""
+    trainer = parallelize(subject.prepared(), subject.plan, world=world, **subject.arguments(subject.listener()))
+    wrong = lost = 0.0
+    buckets = (bucket for unit in trainer.units for bucket in unit.buckets)
+    for bucket, codec in ((bucket, each) for bucket in buckets if (each := bucket.codec) is not None):
+        bucket.gather(exact=True).wait()
+        stored = bucket.whole.to(torch.float64, copy=True)
+        bucket.gather().wait()
+        found = bucket.whole.to(torch.float64, copy=True)
+        bucket.release_shard()
+        rows = stored.to(torch.promote_types(bucket.dtype, torch.float32)).view(bucket.group.size, -1)
+        expected = codec.decode(codec.encode(rows), elements=rows.shape[1], dtype=rows.dtype)
+        wrong = max(wrong, float((found - expected.view(-1).to(bucket.dtype)).abs().max()))
+        lost = max(lost, float((found - stored).abs().max() / stored.abs().max().clamp(min=1e-30)))
+        bucket.free()
+    trainer.close()
+    wrong, lost = max(world.exchange(wrong)), max(world.exchange(lost))
+    figure = BoundedDifference(wrong, 0.0, 1)
+    return (
+        f"note: gather={subject.plan.gather} makes the training inexact; the plan was compared with gather=exact; on "
+        f"every rank the gathered parameters are the stored ones to {lost:.1e} of a unit's largest element"
+    ), Divergence("the gathered parameters", 1, figure) if figure.over else None
 
 
 def _gradients(subject: VerificationInputs, plan: Plan, world: World) -> list[Tensor]:
