@@ -10,24 +10,9 @@
 Every size is also measured as a copy within each rank's memory, the fastest that the machine can be at that moment.
 A group of n ranks is measured alone, while the other ranks wait.
 
-Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Two bandwidths
-make measurements comparable, as nccl-tests defines them:
-
-    | algorithm bandwidth   bytes / seconds
-    | bus bandwidth         algorithm bandwidth × a factor of the group size n. With this factor, a perfect algorithm
-    |                       has the bandwidth of the slowest link for every n
-
-    | collective            bytes                                     factor
-    | all_reduce            of the tensor                            2(n−1)/n
-    | reduce_scatter        of the full input                         (n−1)/n
-    | all_gather            of the full output                        (n−1)/n
-    | all_to_all            of one rank's full input                  (n−1)/n
-    | gather, scatter       of the full tensor on the root            (n−1)/n
-    | broadcast, reduce     of the tensor                                   1
-    | send_recv             of one rank's message                           1
-
-Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is no collective: all ranks copy
-a tensor within their own memory at the same time, which bounds the speed of an exchange between them."""
+Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. The bandwidths
+of nccl-tests in docs/benchmarks.md can. `copy` is no collective: all ranks copy a tensor within their own memory
+at the same time, which bounds the speed of an exchange between them."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
