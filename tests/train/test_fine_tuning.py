@@ -141,17 +141,31 @@ def train_plainly(model: nn.Module, batches: Any) -> list[float]:
 
 KINDS = {"padded": (False, False), "packed": (True, False), "packed lora": (True, True)}
 PLANS = ["dp=2 zero=3", "tp=2", "pp=2 microbatches=2"]
-CELLS = [(plan, *kind) for plan in PLANS for kind in KINDS.values()] + [("cp=2", True, False)]
+CELLS = [(plan, *kind, {}) for plan in PLANS for kind in KINDS.values()] + [("cp=2", True, False, {})]
+SORTED = {"collator": "pad", "bucket_by_length": 2, "collator_arguments": {"multiple": 4}}
+OWN = {"collator": "pack", "dataset": f"{__file__}:own_samples"}
+CELLS += [("dp=2 zero=3", False, False, SORTED), ("cp=2", False, False, SORTED), ("dp=2", False, False, OWN)]
 
 
-@pytest.mark.parametrize("plan,pack,lora", CELLS)
+def own_samples() -> list[dict[str, Any]]:
+    """Samples of many lengths, as a tokenizer of a user makes them."""
+    return [{"input_ids": [i % 7 + 1, *range(i % 9 + 1)], "labels": [-100, *range(i % 9 + 1)]} for i in range(12)]
+
+
+@pytest.mark.parametrize("plan,pack,lora,data", CELLS)
 def test_a_job_trains_as_plain_torch_does_on_each_record_alone(
-    plan: str, pack: bool, lora: bool, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: str,
+    pack: bool,
+    lora: bool,
+    data: dict[str, Any],
+    pretrained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The norm of transformers computes in float32, which hides what a plan does below 1e-7.
     monkeypatch.setattr(transformers.models.llama.modeling_llama, "LlamaRMSNorm", nn.RMSNorm)
     adapters = {"r": 2, "target_modules": ["q_proj", "down_proj"]} if lora else None
-    job = tuning_job(tmp_path, pretrained, plan=plan, pack=pack, lora=adapters)
+    job = tuning_job(tmp_path, pretrained, plan=plan, pack=pack, lora=adapters, **data)
     model = transformers.AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float64)
     prepared = prepare(job, ranks=2)
     if adapters:
@@ -174,6 +188,24 @@ def test_a_job_trains_as_plain_torch_does_on_each_record_alone(
         expected = parameter.detach()
         assert float((trained[name] - expected).abs().max()) <= 1e-9 * float(expected.abs().max()), name
         assert parameter.requires_grad or torch.equal(expected, start[name]), name
+
+
+def test_a_collator_of_transformers_draws_the_same_masks_under_every_plan(pretrained: Path, tmp_path: Path) -> None:
+    name = "hf:DataCollatorForLanguageModeling"
+    arguments = {"mlm_probability": 0.4, "mask_replace_prob": 0.0, "random_replace_prob": 1.0}
+    fast = transformers.AutoTokenizer.from_pretrained(pretrained)
+    fast.add_special_tokens({"mask_token": "<mask>", "pad_token": "<eos>"})
+    fast.save_pretrained(tmp_path / "masking")
+    data = {
+        "collator": name,
+        "collator_arguments": arguments,
+        "dataset": f"{__file__}:own_samples",
+        "tokenizer": f"hf:{tmp_path}/masking",
+    }
+    first, second = (prepare(tuning_job(tmp_path, pretrained, plan=plan, **data), ranks=2) for plan in ("dp=2", "tp=2"))
+    for one, other in zip(first.batches(2), second.batches(2), strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert (one["labels"] >= 0).any()
 
 
 # ---- records -------------------------------------------------------------------------------------------------------
@@ -389,6 +421,7 @@ JOB_ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a long context": ({}, {"context": 65}, "exceeds the model's max_position_embeddings = 64; use 64"),
     "an unknown field": ({}, {"arguments": {"txt": "a"}}, "data.arguments: 'txt' is none of text, prompt"),
     "a missing file": ({}, {"dataset": "json:none/*.jsonl"}, "data.dataset: '.*none/.*' is neither a file"),
+    "a collator of another kind": ({}, {"collator": "pack"}, "for records it is .pad."),
     "a name": (
         {"name": "hf:no/model"},
         {},

@@ -25,6 +25,7 @@ from meshwise.optim.large_batch_optimizers import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.optim.whole_tensors import whole
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
+from meshwise.reference.gpt import IGNORED
 from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags_and_toml import flags_of, parse_flags
 from meshwise.train.job import HUB, Job, JobError, OptimizerJob, as_job_error
@@ -44,11 +45,16 @@ def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor,
     return torch.square(output - target).sum(), target.numel()
 
 
-def answer_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def answer_loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy in nats, summed over the tokens with a target, and their number: two scalar tensors.
 
-    `output`: logits (batch, tokens, vocabulary), or an output of transformers that has them."""
-    logits = output if isinstance(output, Tensor) else output.logits
+    | output   logits (batch, tokens, vocabulary), or an output of transformers that has them
+    | batch    a pair (inputs, targets); or a mapping with `targets`, or with `labels`, which are one token later"""
+    logits = getattr(output, "logits", output)
+    if not isinstance(batch, Mapping):
+        return next_token_loss(logits, batch)
+    if "targets" not in batch:
+        batch = {**batch, "targets": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)}
     return next_token_loss(logits, (batch["input_ids"], batch["targets"]))
 
 
@@ -96,7 +102,7 @@ def check_text(job: Job) -> None:
 
 def loss_function(job: Job) -> Loss:
     """Return the loss function of a job. Raises JobError for an unknown name."""
-    if job.loss == "cross-entropy" and job.data.has_records:
+    if job.loss == "cross-entropy" and (job.data.has_records or job.data.collator):
         return answer_loss
     if job.loss in LOSSES:
         return LOSSES[job.loss]
