@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from meshwise.cli.main import main
-from meshwise.model.deferred_init import build_with_values
-from meshwise.plan import Plan
+from meshwise.model.deferred_init import build_with_values, is_quantized
+from meshwise.plan import Plan, PlanError
 from meshwise.train.flags_and_toml import from_toml, to_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
 from meshwise.train.prepare_job import check_plan, prepare
@@ -206,6 +206,64 @@ def test_a_collator_of_transformers_draws_the_same_masks_under_every_plan(pretra
     for one, other in zip(first.batches(2), second.batches(2), strict=True):
         assert torch.equal(one["input_ids"], other["input_ids"])
         assert (one["labels"] >= 0).any()
+
+
+def quantized(folder: Path, model: Path, kind: str, *, plan: str = "dp=1") -> Job:
+    job = tuning_job(folder, model, plan=plan, pack=True, lora={"r": 2, "target_modules": ["q_proj", "down_proj"]})
+    return replace(job, model=replace(job.model, quantization=kind), train=replace(job.train, dtype=None))
+
+
+@pytest.mark.parametrize(
+    "kind,library", [("nf4", "bitsandbytes"), ("int8", "bitsandbytes"), ("torchao-int8", "torchao")]
+)
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+def test_adapters_of_a_quantized_model_train_as_in_plain_torch_and_are_exported(
+    kind: str, library: str, tmp_path: Path
+) -> None:
+    """In float32, in which the libraries multiply; their matrices need 64 features or more."""
+    pytest.importorskip(library)
+    config = transformers.LlamaConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    folder = tmp_path / "model"
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder)
+    job = quantized(tmp_path, folder, kind, plan="dp=2 zero=3")
+    prepared = prepare(job, ranks=2)
+    model: Any = prepared.model
+    assert sum(is_quantized(parameter) for parameter in model.parameters()) == 14, "the head stays as it is"
+    losses = train_plainly(model, prepared.batches(3))
+    summary, _ = run_job(job)
+    assert summary.loss == pytest.approx(losses[-1], rel=1e-2 if kind == "int8" else 1e-5)
+    place = str(tmp_path / "run/checkpoints/step-3")
+    assert main(["checkpoint", "export", place, str(tmp_path / "out")]) == 0
+    assert main(["checkpoint", "export", place, str(tmp_path / "merged"), "--merge"]) == 2
+    exported = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and kind != "int8":
+            found = exported[name.replace(".default", "")]
+            assert float((found - parameter).detach().abs().max()) <= 2e-3, name  # Adam's signs of noise
+    with pytest.raises(
+        PlanError, match=r"would split the quantized .*q_proj.base_layer.weight|Linear8bitLt computes something else"
+    ):
+        check_plan(prepare(replace(job, plan=Plan.parse("tp=2")), ranks=2))
+
+
+def test_quantization_needs_its_library_and_adapters(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, module, extra in (
+        ("nf4", "bitsandbytes", "bitsandbytes"),
+        ("torchao-int8", "torchao.quantization", "torchao"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(JobError, match=rf"model.quantization needs a library: .*pip install 'meshwise\[{extra}\]'"):
+            prepare(quantized(tmp_path, pretrained, kind), ranks=1)
+    with pytest.raises(JobError, match=r"model.quantization = \"nf4\" trains adapters alone; add lora = \{r = 8\}"):
+        ModelJob("hf:a", quantization="nf4")
+    assert main(["verify", write_job(quantized(tmp_path, pretrained, "nf4"), tmp_path / "job.toml")]) == 2
+    assert "verify computes in float64, and model.quantization does not" in capsys.readouterr().err
 
 
 # ---- records -------------------------------------------------------------------------------------------------------

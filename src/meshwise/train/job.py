@@ -103,6 +103,8 @@ class ModelJob:
     vocabulary of 256 and a context of `data.context`. With `hf:` keys of its configuration; `dtype` is float32."""
     lora: Arguments = field(default_factory=dict)
     """With `hf:`, settings of peft.LoraConfig, as in `r=8 lora_alpha=16`: only these adapters are trained."""
+    quantization: Literal["nf4", "int8", "torchao-int8"] | None = None
+    """With `lora`: the other matrices are kept in 4 or 8 bits, by bitsandbytes or torchao. For dp, zero and cp."""
     tensor_rules: Arguments = field(default_factory=dict)
     """With tp: the role in tensor parallelism of modules whose names match a pattern, where it is not detected:
     `blocks.*.up=colwise blocks.*.down=rowwise`. See docs/tensor.md."""
@@ -118,6 +120,8 @@ class ModelJob:
         return CutOptions(at=self.cut_at, how=self.cut)
 
     def __post_init__(self) -> None:
+        if self.quantization and not self.lora:
+            raise JobError(f'model.quantization = "{self.quantization}" trains adapters alone; add lora = {{r = 8}}')
         for pattern, part in self.tensor_rules.items():
             if not isinstance(part, str):
                 raise JobError(f'model.tensor_rules: {pattern!r} = {part!r} is not a role such as "colwise"')

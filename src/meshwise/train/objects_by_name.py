@@ -71,20 +71,24 @@ _MODELS: Mapping[str, tuple[Callable[[Any], nn.Module], type]] = {
 """Models that a job can name without a module: class, and class of the configuration."""
 
 
-def model_function(job: Job) -> Callable[[], nn.Module]:
-    """Return a function without arguments that builds the model of a job. Raises JobError for a wrong model name."""
+def model_function(job: Job) -> Callable[[], nn.Module] | nn.Module:
+    """Return a function without arguments that builds the model of a job, or a quantized model itself.
+
+    Raises JobError for a wrong model name."""
     if job.model.lora and not job.model.name.startswith(HUB):
         raise JobError(f'model.lora needs model.name = "hf:FOLDER", not {job.model.name!r}; call peft in your function')
     if job.model.name in _MODELS:
-        build: Callable[[], nn.Module] = partial(_MODELS[job.model.name][0], _configuration(job))
+        build: Callable[[], nn.Module] | nn.Module = partial(_MODELS[job.model.name][0], _configuration(job))
     elif job.model.name.startswith(HUB):
-        build = pretrained_model(job.model)
+        build = pretrained_model(job.model, seed=job.train.seed)
     elif ":" in job.model.name:
         build = bind(locate(job.model.name, key="model.name"), arguments=job.model.arguments, key="model.arguments")
     else:
         known = "'gpt', 'mixture', 'mlp' nor a 'module:function' nor hf:FOLDER"
         raise JobError(f"model.name = {job.model.name!r} is neither {known}")
     dtype = job.train.dtype
+    if isinstance(build, nn.Module) and dtype is not None:
+        raise JobError(f"train.dtype = {dtype!r} does not go with model.quantization; leave it out")
     return build if dtype is None else lambda: build().to(getattr(torch, dtype))
 
 
