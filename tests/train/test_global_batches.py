@@ -217,7 +217,7 @@ def test_streams_of_the_library_datasets_and_of_torchdata_continue() -> None:
         (
             "Counted",
             {"validation": 0.1},
-            "returned a Counted; .* A stream alone needs data.validation = 0",
+            "returned a Counted; .* A stream alone needs data.validation=0",
         ),
         ("once", {}, "returned a generator; return a list, a torch Dataset"),
         ("loader", {}, "returned a DataLoader; return .* loader with batch_size=None"),

@@ -343,7 +343,7 @@ def _load_dataset(job: DataJob, made: Dataset[Any] | None) -> RunData:
         if not usable or getattr(part, "batch_size", None) or not divisible:
             raise JobError(
                 f"data.dataset = {job.dataset!r} returned a {type(part).__name__}; return a list, a torch Dataset, a "
-                "loader with batch_size=None, or a pair (training, validation). A stream alone needs data.validation = 0"
+                "loader with batch_size=None, or a pair (training, validation). A stream alone needs data.validation=0"
             )
     size = length(train)
     if validation is None and job.validation:
