@@ -66,7 +66,7 @@ def listed() -> list[Any]:
     return [sample(number) for number in range(SIZE)]
 
 
-def tokens() -> list[dict[str, list[int]]]:
+def tokens() -> list[dict[str, Any]]:
     return [{"input_ids": [*x.tolist(), int(y[-1])], "text": "left out"} for x, y in listed()]
 
 
@@ -240,7 +240,7 @@ def once() -> Iterator[Any]:
 
 
 def loader() -> Any:
-    return torch.utils.data.DataLoader(listed(), batch_size=2)
+    return torch.utils.data.DataLoader(Counted(), batch_size=2)
 
 
 def test_keys_without_a_collator_are_refused(tmp_path: Path) -> None:

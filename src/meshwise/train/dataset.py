@@ -338,7 +338,7 @@ def _load_dataset(job: DataJob, made: Dataset[Any] | None) -> RunData:
     train, validation = made if isinstance(made, tuple) else (made, None)
     validation = list(validation) if is_stream(validation) else validation
     for part in (train, *([] if validation is None else [validation])):
-        usable = (is_stream(part) or hasattr(part, "__getitem__")) and not hasattr(part, "__next__")
+        usable = not isinstance(part, Iterator) and (is_stream(part) or getattr(part, "__getitem__", None))
         divisible = not is_stream(part) or validation is not None or not job.validation
         if not usable or getattr(part, "batch_size", None) or not divisible:
             raise JobError(

@@ -1,8 +1,7 @@
 """Make whole global batches of a stream (`SampleStream`), or with a collator that a job names (`Batches`).
 
-docs/data.md has the table of collators. Every rank reads and collates the whole global batch, so the batch is the same
-under every plan. A window of batches, sorted by length, begins at a multiple of its size; a run that resumes inside one
-reads it again."""
+docs/data.md lists the collators. Every rank reads and collates the whole global batch. A window of batches, sorted by
+length, begins at a multiple of its size; a run that resumes inside one reads it again."""
 
 import contextlib
 import inspect
@@ -25,7 +24,7 @@ from meshwise.train.job import HUB, DataJob, JobError
 from meshwise.train.objects_by_name import bind, locate
 from meshwise.train.pretrained_model import hub_folder, library
 
-Collate: TypeAlias = Callable[[Sequence[Any]], Any]
+Collate: TypeAlias = Callable[[list[Any]], Any]
 """Function from the samples of a batch to the batch."""
 TARGETS = ("targets", "labels")
 """Keys of a batch that are for the loss, not for the model."""
@@ -33,11 +32,11 @@ TARGETS = ("targets", "labels")
 
 def is_stream(dataset: object) -> bool:
     """Return True for an iterable dataset or a loader, which has no samples by number."""
-    by_number = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    return hasattr(dataset, "__iter__") and not by_number
+    by_number = getattr(dataset, "__getitem__", None) is not None and not isinstance(dataset, IterableDataset)
+    return isinstance(dataset, Iterable) and not by_number
 
 
-def opened(dataset: Any, saved: Mapping[str, Any]) -> Any:
+def opened(dataset: Any, *, saved: Mapping[str, Any]) -> Any:
     """Return a stream as a `SampleStream` from the place `saved`, and a map-style dataset as it is."""
     return SampleStream(dataset, saved=saved) if is_stream(dataset) else dataset
 
@@ -48,13 +47,13 @@ class SampleStream:
     An epoch begins with `dataset.set_epoch(epoch)`, if the dataset has this method. A dataset with `state_dict` and
     `load_state_dict` continues from its state, if the state survives JSON; of another one, samples are skipped."""
 
-    def __init__(self, dataset: Iterable[Any], *, saved: Mapping[str, Any]) -> None:
-        self._dataset: Any = dataset
+    def __init__(self, dataset: Any, *, saved: Mapping[str, Any]) -> None:
+        self._dataset = dataset
         self._before, self._end = dict(saved), 0
         self._epoch, self._taken = saved.get("epoch", 0), saved.get("taken", 0)
         # A shuffle buffer of the library datasets is not part of its state.
         is_lossy = any("BufferShuffled" in type(part).__name__ for part in reachable(dataset))
-        self._has_state = hasattr(dataset, "load_state_dict") and not is_lossy
+        self._has_state = getattr(dataset, "load_state_dict", None) is not None and not is_lossy
         if "state" in saved:
             self._dataset.load_state_dict(saved["state"])
         self._begin(skip=0 if "state" in saved else self._taken)
@@ -82,8 +81,8 @@ class SampleStream:
         return {key: position[key] for key in ("epoch", "taken")}
 
     def _begin(self, *, skip: int) -> None:
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(self._epoch)
+        if (set_epoch := getattr(self._dataset, "set_epoch", None)) is not None:
+            set_epoch(self._epoch)
         self._samples = islice(iter(self._dataset), skip, None)
 
     def _position(self) -> dict[str, Any]:

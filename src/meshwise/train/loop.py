@@ -149,7 +149,7 @@ class _Run:
         started, where = time.monotonic(), None if trainer.world.rank else str(self._folder)
         self._emit(self._start_event())
         self._progress = restore_run(trainer, start=start, prepared=self._prepared, emit=self._emit)
-        self._source = opened(self._data.train, self._progress.stream)
+        self._source = opened(self._data.train, saved=self._progress.stream)
         with stop_signals(self._signals) if job.train.save_every else contextlib.nullcontext():
             by = self._steps()
             if by not in ("", _FILE):  # the time that a signal leaves is short
@@ -318,9 +318,9 @@ class _Run:
 
     def _read(self, source: Any, numbers: range, order: SampleOrder) -> Iterator[Any]:
         workers, collate = self._job.data.workers, self._data.collate
-        given = {"numbers": numbers, "share": self._trainer.share, "order": order, "workers": workers}
+        given: dict[str, Any] = {"share": self._trainer.share, "order": order, "workers": workers}
         window = 1 if source is self._data.validation else self._data.window
-        rows = read_batches(source, **given, collate=collate, window=window)
+        rows = read_batches(source, numbers=numbers, **given, collate=collate, window=window)
         if self._job.train.dtype is None:
             return rows
         dtype = getattr(torch, self._job.train.dtype)

@@ -78,8 +78,8 @@ class Prepared:
         """Yield the first `count` global batches of the run, with all their rows."""
         size, data = BatchSizes(self.job.train).first, self.data
         order, numbers = SampleOrder(length(data.train), seed=self.job.train.seed), range(0, count * size, size)
-        given = {"collate": data.collate, "window": data.window, "order": order}
-        return read_batches(opened(data.train, {}), numbers=numbers, share=lambda rows: (0, rows), **given)
+        given: dict[str, Any] = {"collate": data.collate, "window": data.window, "order": order}
+        return read_batches(opened(data.train, saved={}), numbers=numbers, share=lambda rows: (0, rows), **given)
 
     def example(self) -> Any:
         """Return a batch of one row, by which a model is cut."""
