@@ -10,8 +10,8 @@
 #
 #     bubble of p stages and m micro-batches  =  (p-1) (f + i)        or (p-1) (f + i + w) if W comes before the send
 #
-# The *bubble* is the time in which a rank waits; f, i and w are the seconds of F, I and W of a micro-batch. GPipe is the
-# order drawn here: a rank computes all its forwards, then all its backwards.
+# The *bubble* is the time in which a rank waits; f, i and w are the seconds of F, I and W of a micro-batch. GPipe is
+# the order drawn here: a rank computes all its forwards, then all its backwards.
 #
 # Papers: Huang et al., *GPipe*, arXiv 1811.06965; Qi et al., *Zero bubble pipeline parallelism*, arXiv 2401.10241.
 
