@@ -90,10 +90,10 @@ def many(path: Path) -> Path:
     return write_lines(path, *numbers, *({"text": "six" * (1 + i % 4)} for i in range(12)), {"messages": CHAT})
 
 
-def data_job(lines: Path, tokenizer: Path, **settings: Any) -> DataJob:
+def data_job(lines: Path, folder: Path, **settings: Any) -> DataJob:
     given = {
         "dataset": f"json:{lines}",
-        "tokenizer": f"hf:{tokenizer}",
+        "tokenizer": f"hf:{folder}",
         "cache": str(lines.parent / "cache"),
         "context": 24,
     }
@@ -145,6 +145,10 @@ CELLS: list[Any] = [(plan, *kind, {}) for plan in PLANS for kind in KINDS.values
 SORTED: dict[str, Any] = {"collator": "pad", "bucket_by_length": 2, "collator_arguments": {"multiple": 4}}
 OWN: dict[str, Any] = {"collator": "pack", "dataset": f"{__file__}:own_samples"}
 CELLS += [("dp=2 zero=3", False, False, SORTED), ("cp=2", False, False, SORTED), ("dp=2", False, False, OWN)]
+
+
+def own_tokens() -> list[dict[str, Any]]:
+    return [{"input_ids": one["input_ids"]} for one in own_samples()]
 
 
 def own_samples() -> list[dict[str, Any]]:
@@ -199,7 +203,7 @@ def test_a_collator_of_transformers_draws_the_same_masks_under_every_plan(pretra
     data: dict[str, Any] = {
         "collator": name,
         "collator_arguments": arguments,
-        "dataset": f"{__file__}:own_samples",
+        "dataset": f"{__file__}:own_tokens",
         "tokenizer": f"hf:{tmp_path}/masking",
     }
     first, second = (prepare(tuning_job(tmp_path, pretrained, plan=plan, **data), ranks=2) for plan in ("dp=2", "tp=2"))

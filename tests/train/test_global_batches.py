@@ -167,6 +167,7 @@ def test_batches_are_sorted_within_a_window_and_shuffled_by_the_seed() -> None:
     orders = {str(read(texts, range(0, 6, 2), window=3, seed=seed)) for seed in range(9)}
     assert len(orders) > 2
     assert [len(batch) for batch in read(texts, range(0, 5, 2))] == [2, 2, 1]
+    assert read(texts, range(0, 8, 2), window=3) == batches[:4], "a run that ends inside a window"
 
 
 def test_samples_are_padded_and_packed() -> None:

@@ -258,7 +258,7 @@ def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:
     """Return the datasets of a job. Writes text into the cache, as a token file. Raises JobError for too few data.
 
     `made`: the dataset of the job, if it has been loaded already."""
-    if made is None and (job.pack or job.tokenizer):
+    if made is None and (job.pack or (job.tokenizer and not job.collator)):
         raise JobError(
             f"data.dataset = {job.dataset!r} names no records, and data.pack and data.tokenizer are for records; write "
             'data.dataset = "json:train.jsonl", or leave them out'
@@ -309,7 +309,7 @@ def read_batches(
     )
     for wanted, batches in zip(ranges(), loader, strict=True):
         for number, batch in zip(wanted or [numbers.start], batches, strict=True):
-            if number >= numbers.start:
+            if numbers.start <= number < numbers.stop:
                 yield batch if wanted else take_rows(batch, start=0, stop=0)
 
 
