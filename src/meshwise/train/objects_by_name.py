@@ -168,7 +168,7 @@ def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> Optim
     if ":" not in name and name not in kinds:
         near, known = _nearest(name, kinds), ", ".join(kinds)
         hint = near if known in near else f"{near} The classes are {known}"
-        raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}")
+        raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}. Of a library: 'module:Class'")
     found: Any = kinds[name] if name in kinds else locate(name, key=f"{key}.name")
     try:
         found = whole(found) if is_whole else found
