@@ -132,7 +132,7 @@ def export_dcp(
     state: dict[str, dict[str, Any]] = defaultdict(dict)
 
     def read(meta: Tensor) -> Tensor:
-        held = replace(slices[id(meta)], tensor=torch.empty_like(slices[id(meta)].tensor, device="cpu"))
+        held = replace(one := slices[id(meta)], tensor=torch.empty(one.tensor.shape, dtype=one.tensor.dtype))
         reader.fill([held])
         return torch.view_as_complex(held.tensor) if meta.is_complex() else held.tensor
 
