@@ -483,7 +483,6 @@ JOB_ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a long context": ({}, {"context": 65}, "exceeds the model's max_position_embeddings = 64; use 64"),
     "an unknown field": ({}, {"arguments": {"txt": "a"}}, "data.arguments: 'txt' is none of text, prompt"),
     "a missing file": ({}, {"dataset": "json:none/*.jsonl"}, "data.dataset: '.*none/.*' is neither a file"),
-    "a collator of another kind": ({}, {"collator": "pack"}, "needs data.dataset; for records it is .pad."),
     "a name": (
         {"name": "hf:no/model"},
         {},

@@ -249,6 +249,8 @@ def test_keys_without_a_collator_are_refused(tmp_path: Path) -> None:
         DataJob(dataset="a:b", bucket_by_length=3)
     with pytest.raises(JobError, match=r"data.collator = 'pad' needs data.dataset"):
         DataJob(collator="pad")
+    with pytest.raises(JobError, match=r"data.collator = 'pack' needs data.dataset; for records it is .pad."):
+        DataJob(dataset="json:a", collator="pack")
     with pytest.raises(JobError, match=r"data.dataset yields no samples"):
         SampleStream(Counted(0), saved={}).take(3, stop=3)
     growing = job(tmp_path, "listed", bucket=2, collator="pad")
