@@ -184,12 +184,12 @@ class Batches(Dataset[list[Any]]):
         order = list(range(0, len(samples), step))
         made = []
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             if self.window > 1:
                 samples.sort(key=_length)
                 order = [step * number for number in torch.randperm(self.window).tolist()]
             for number, at in enumerate(order):
-                torch.manual_seed(seed + number * step)
+                torch.default_generator.manual_seed(seed + number * step)
                 made.append(self.collate(samples[at : at + step]))
         return made
 

@@ -65,7 +65,7 @@ def pretrained_model(job: ModelJob, *, seed: int) -> Callable[[], nn.Module] | n
         kind = auto.AutoModelForCausalLM
         whole = kind.from_pretrained(folder, config=config, dtype=config.dtype, quantization_config=quantized)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             return peft.get_peft_model(whole, adapters)  # type: ignore[no-any-return, union-attr]
     weights = {
         (file, entry): tensors.get_tensor(entry)  # a view of the mapped file
