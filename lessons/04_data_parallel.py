@@ -106,7 +106,7 @@ print(f"{len(single)} parameters after {STEPS} steps: one process, by hand and m
 # %% [markdown]
 # ## Exercise
 #
-# Two ranks have summed losses 6.0 and 2.0 over 3 rows and 1 row. Write `answer(sums, rows)`: the loss of the batch,
+# Two ranks have summed losses 6.0 and 4.0 over 3 rows and 1 row. Write `answer(sums, rows)`: the loss of the batch,
 # from lists with one entry for each rank.
 
 # %%
@@ -118,7 +118,7 @@ def answer(sums, rows):
 
 def check(answer):
     """Return what is wrong with an answer, or an empty text."""
-    for sums, rows in (([6.0, 2.0], [3, 1]), ([6.0, 4.0], [3, 1]), ([5.0, 0.0], [5, 0])):
+    for sums, rows in (([6.0, 4.0], [3, 1]), ([6.0, 2.0], [3, 1]), ([5.0, 0.0], [5, 0])):
         try:
             got = answer(sums, rows)
         except ZeroDivisionError:

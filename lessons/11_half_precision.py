@@ -122,7 +122,7 @@ def check(answer):
     if answer(8.0, 5, False, 10) != (4.0, 0):
         return f"an overflow at scale 8 gives (4.0, 0), not {answer(8.0, 5, False, 10)}"
     if answer(8.0, 5, True, 10) != (8.0, 6):
-        return "a good step before the patience is over only counts"
+        return f"good step 6 of 10 only counts: (8.0, 6), not {answer(8.0, 5, True, 10)}"
     got = answer(8.0, 9, True, 10)
     return "" if got == (16.0, 0) else f"the tenth good step gives (16.0, 0), not {got}"
 

@@ -10,6 +10,9 @@
 #
 #     bubble of p stages and m micro-batches  =  (p-1) (f + i)        or (p-1) (f + i + w) if W comes before the send
 #
+# The *bubble* is the time in which a rank waits; f, i and w are the seconds of F, I and W of a micro-batch. GPipe is
+# the order drawn here: a rank computes all its forwards, then all its backwards.
+#
 # Papers: Huang et al., *GPipe*, arXiv 1811.06965; Qi et al., *Zero bubble pipeline parallelism*, arXiv 2401.10241.
 
 # %%
@@ -132,8 +135,8 @@ print(cut)
 # %% [markdown]
 # ## Exercise
 #
-# Write `answer(p, m)`: the fraction of a step in which a rank of GPipe waits, when every micro-batch takes the same
-# time on every stage.
+# Write `answer(p, m)`: the fraction of a step in which a rank waits, with p stages and m micro-batches in the order of
+# GPipe. Every forward takes one time on every stage, and every backward another.
 
 # %%
 

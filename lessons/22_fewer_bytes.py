@@ -2,7 +2,8 @@
 # # 22. Fewer bytes: compression, local steps, servers
 #
 # Where links are slow, send less, or less often. Each method below is another algorithm than synchronous training. So
-# it is compared in two ways: with the same algorithm written for one process (a replay), and by a law that must hold.
+# it is compared in three ways: with the same algorithm written for one process (a replay), by a law that must hold, and
+# with the library's line.
 #
 #     top-k with error feedback    send the k largest of  gradient + error;  keep the rest as the new error
 #                                  law: sum of what was sent + errors that are left = sum of all gradients
@@ -21,9 +22,9 @@ import torch.distributed as dist
 import meshwise as mw
 from classroom import RANKS, run_mesh, run_plain
 
-D, STEPS, LR = 32, 24, 0.2
+D, STEPS, LR = 64, 24, 0.2
 generator = torch.Generator().manual_seed(0)
-X = torch.randn(64, D, generator=generator).double()
+X = torch.randn(256, D, generator=generator).double()
 Y = X @ torch.randn(D, generator=generator).double()
 
 
@@ -48,13 +49,16 @@ def zeros():
 
 # %% [markdown]
 # ## Top-k with error feedback
+#
+# Each rank sums one part of the gradient, as in a reduce-scatter. So of each part a rank sends the k/4 largest numbers.
 
 
 # %%
 def largest(x, k):
     kept = zeros()
-    index = x.abs().topk(k).indices
-    kept[index] = x[index]
+    for part, of_part in zip(x.chunk(RANKS), kept.chunk(RANKS), strict=True):
+        index = part.abs().topk(k // RANKS).indices
+        of_part[index] = part[index]
     return kept
 
 
@@ -82,8 +86,8 @@ def top_k_replay(k):
     return w
 
 
-print("sent of 32   loss")
-for k in (32, 8, 2):
+print("sent of 64   loss")
+for k in (64, 16, 4):
     w = run_plain(lambda group, k=k: top_k(group, k))[0]
     torch.testing.assert_close(w, top_k_replay(k), rtol=1e-9, atol=1e-12)
     print(f"{k:10}   {loss(w):.4f}")
@@ -148,25 +152,38 @@ print(f"server: loss {loss(w):.4f}; its link carries {2 * (RANKS - 1)} tensors a
 # %% [markdown]
 # ## With meshwise
 #
-# H = 1 and k = all are synchronous SGD, and so is `dp=4`.
+# Each method but the server is a word of a plan. The same model, loss and optimizer run under each of them, and give
+# the numbers of the replays above.
+
 
 # %%
+def with_meshwise(plan, **sync):
+    def train(world):
+        model = torch.nn.Linear(D, 1, bias=False).double()
+        torch.nn.init.zeros_(model.weight)
+        options = mw.Options(sync=sync)
+        trainer = mw.parallelize(
+            model, plan, loss=half_square, optimizer=torch.optim.SGD, world=world, lr=LR, options=options
+        )
+        for _ in range(STEPS):
+            trainer.step((X, Y))
+        return next(value[0].clone() for _, value in trainer.full_parameters())
+
+    return run_mesh(train)[0]
 
 
-def with_meshwise(world):
-    model = torch.nn.Linear(D, 1, bias=False).double()
-    torch.nn.init.zeros_(model.weight)
-    half_square = lambda out, batch: ((out[:, 0] - batch[1]).square().sum() / 2, len(batch[1]))  # noqa: E731
-    trainer = mw.parallelize(model, "dp=4", loss=half_square, optimizer=torch.optim.SGD, world=world, lr=LR)
-    for _ in range(STEPS):
-        trainer.step((X, Y))
-    return next(value[0].clone() for _, value in trainer.full_parameters())
+def half_square(output, batch):
+    return (output[:, 0] - batch[1]).square().sum() / 2, len(batch[1])
 
 
-ours = run_mesh(with_meshwise)[0]
-for same in (top_k_replay(D), local_replay(1)):
-    torch.testing.assert_close(ours, same, rtol=1e-9, atol=1e-12)
-print("dp=4 is both at their synchronous setting, to 1e-9")
+for plan, sync, replay in (
+    ("dp=4", {}, local_replay(1)),
+    ("dp=4 zero=1 wire=topk:0.25", {}, top_k_replay(D // 4)),
+    ("dp=4 sync=local every=4", {}, local_replay(4)),
+    ("dp=4 sync=diloco every=4", {"outer_lr": 0.7, "outer_momentum": 0.5}, local_replay(4, 0.5, 0.7)),
+):
+    torch.testing.assert_close(with_meshwise(plan, **sync), replay, rtol=1e-9, atol=1e-12)
+    print(f"{plan:28} the numbers of the replay, to 1e-9")
 
 # %% [markdown]
 # ## Exercise

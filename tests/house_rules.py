@@ -424,6 +424,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.model.parameter_table.matrices_decay": 2,
     "meshwise.reference.gpt.next_token_loss": 2,
     "meshwise.train.objects_by_name.answer_loss": 2,
+    "meshwise.train.global_batches.without_targets": 2,
     "meshwise.reference.mixture_gpt.balanced_loss": 2,
     "meshwise.train.objects_by_name.mean_squared_error": 2,
 }

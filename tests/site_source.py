@@ -23,6 +23,7 @@ GUIDES: Mapping[str, Sequence[tuple[str, str]]] = {
     "Guides": (
         ("Come from DDP, FSDP, DeepSpeed, Megatron", "coming_from.md"),
         ("Fine-tune a model of Hugging Face", "fine_tuning.md"),
+        ("Bring your data", "data.md"),
         ("Fit a bigger model", "memory.md"),
         ("Make it faster: choose a plan", "planner.md"),
         ("Long sequences", "context.md"),

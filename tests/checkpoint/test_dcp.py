@@ -28,6 +28,7 @@ from free_port import free_port
 from meshwise.checkpoint.checkpoint_format import DamageError
 from meshwise.checkpoint.dcp_format import export_dcp, import_dcp
 from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
 from meshwise.reference import next_token_loss
 from meshwise.testing import run
 
@@ -138,6 +139,55 @@ def test_a_training_goes_from_torch_to_a_plan_and_back(form: str, name: str, pla
     set_optimizer_state_dict(again, other, state["optimizer"], options=FLAT if form == "torchtitan" else None)
     assert other.param_groups[0]["lr"] == 1e-2
     assert train(case, again, other) == pytest.approx(train(case, model, optimizer), rel=1e-9, abs=1e-9)
+
+
+class Turning(nn.Module):
+    """A layer with a complex matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ self.turn).abs()
+
+
+def turning_step(model: Any) -> tuple[Tensor, float]:
+    return model(torch.ones(2, 3, dtype=torch.float64)).square().sum(), 2.0
+
+
+def trained_turning(world: World, folder: Path) -> None:
+    def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+        return output.square().sum(), len(batch)
+
+    trainer = parallelize(Turning(), "dp=2 zero=3", loss=squares, world=world, optimizer=torch.optim.Adam, lr=1e-2)
+    for _ in range(2):
+        trainer.step(torch.ones(2, 3, dtype=torch.float64))
+    trainer.save(folder)
+
+
+def test_complex_parameters_and_their_state_come_out_as_complex(tmp_path: Path) -> None:
+    run(2, trained_turning, args=(tmp_path / "run",))
+    export_dcp(tmp_path / "run", into=tmp_path / "out")
+    plain_model, fresh = Turning(), Turning()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (plain_model, fresh)]
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        total, count = turning_step(model)
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step(plain_model, optimizers[0])
+    state = {"model": fresh.state_dict(), "optimizer": get_optimizer_state_dict(fresh, optimizers[1])}
+    load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    fresh.load_state_dict(state["model"])
+    set_optimizer_state_dict(fresh, optimizers[1], state["optimizer"])
+    for _ in range(2):
+        assert float((fresh.turn - plain_model.turn).detach().abs().max()) < 1e-9
+        step(plain_model, optimizers[0])
+        step(fresh, optimizers[1])
 
 
 def test_an_import_says_what_it_cannot_read(tmp_path: Path) -> None:

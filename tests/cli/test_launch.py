@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -199,6 +200,21 @@ def test_the_job_of_azure_is_read_by_its_library(job: Path, capsys: pytest.Captu
     assert read.limits.timeout == 86400
     program = read.command.replace("${{outputs.shared}}", "/shared")
     assert subprocess.run(["bash", "-nc", program], check=False).returncode == 0
+
+
+def test_slurm_itself_accepts_the_file(job: Path) -> None:
+    """Where a Slurm with two free nodes of 8 GPUs answers: tests/cli/local_slurm.sh starts one."""
+    if shutil.which("sinfo") is None or subprocess.run(["sinfo"], capture_output=True, check=False).returncode:
+        pytest.skip("no Slurm answers")
+
+    def checked(*words: str) -> subprocess.CompletedProcess[str]:
+        assert main(["launch", str(job), "--for", "slurm", "--write", "demo.sbatch", *words]) == 0
+        return subprocess.run(
+            ["sbatch", "--test-only", "demo.sbatch"], capture_output=True, text=True, check=False, timeout=30
+        )
+
+    assert checked("--nodes", "2").returncode == 0
+    assert "Requested node configuration is not available" in checked("--nodes", "20").stderr
 
 
 def test_the_script_of_ray_is_python(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

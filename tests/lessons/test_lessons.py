@@ -136,38 +136,43 @@ def test_lessons_run_on_processes(capfd: pytest.CaptureFixture[str]) -> None:
 
 # ---- the mission -----------------------------------------------------------------------------------------------------
 
-MISSION = {  # what a user should be able to learn or do: the words of its lesson, and its page
-    "collectives and their bandwidths": ("Nine collectives", "view.md"),
-    "how collectives are made": ("An all-reduce is", "architecture.md"),
-    "data parallel training": ("Data parallel training by hand", "architecture.md"),
-    "overlap of communication": ("Buckets and overlap", "architecture.md"),
-    "large batches": ("Batch size and learning rate", "large_batch.md"),
-    "stale gradients": ("Stale gradients", "glossary.md"),
-    "sharded state": ("ZeRO 1, 2 and 3", "plans.md"),
-    "state on other tiers": ("Tiers", "memory.md"),
-    "recomputation": ("Recomputation", "memory.md"),
-    "half precision": ("Half precision", "precision.md"),
-    "tensor parallelism": ("Tensor parallel, forward and backward", "tensor.md"),
-    "1D, 2D, 2.5D, 3D": ("From 1D to 3D", "tensor.md"),
-    "sequence parallelism": ("Sequence parallel", "tensor.md"),
-    "long sequences": ("Context parallel: ring attention", "context.md"),
-    "mixtures of experts": ("Mixtures of experts", "experts.md"),
-    "pipelines": ("A pipeline, forward and backward", "pipeline.md"),
-    "schedules": ("Schedules are tables", "pipeline.md"),
-    "all axes together": ("Three axes at once", "plans.md"),
-    "choosing a plan": ("Choosing a plan", "planner.md"),
-    "checkpoints, faults, restarts": ("Faults and resume", "faults.md"),
-    "fewer bytes": ("Fewer bytes", "plans.md"),
-    "a trillion parameters": ("A trillion parameters", "simulation.md"),
-    "starting on a cluster": ("Faults and resume", "clusters.md"),
-    "hardware and links": ("Hardware and links", "simulation.md"),
+MISSION = {  # what a user should learn or do: words of its lesson, its page, and an entry of the API with a word of it
+    "collectives and their bandwidths": ("Nine collectives", "view.md", "World all_to_all"),
+    "how collectives are made": ("An all-reduce is", "architecture.md", "World reduce_scatter"),
+    "data parallel training": ("Data parallel training by hand", "architecture.md", "parallelize dp=auto"),
+    "overlap of communication": ("Buckets and overlap", "architecture.md", "measure trainer"),
+    "large batches": ("Batch size and learning rate", "large_batch.md", "StepResult noise"),
+    "stale gradients": ("Stale gradients", "glossary.md", "Plan sync="),
+    "sharded state": ("ZeRO 1, 2 and 3", "plans.md", "Plan zero="),
+    "state on other tiers": ("Tiers", "memory.md", "SwapConfig folder"),
+    "recomputation": ("Recomputation", "memory.md", "Plan recompute="),
+    "half precision": ("Half precision", "precision.md", "LossScale"),
+    "tensor parallelism": ("Tensor parallel, forward and backward", "tensor.md", "Plan tp="),
+    "1D, 2D, 2.5D, 3D": ("From 1D to 3D", "tensor.md", "Plan tp_mode="),
+    "sequence parallelism": ("Sequence parallel", "tensor.md", "Plan sequence_parallel="),
+    "long sequences": ("Context parallel: ring attention", "context.md", "Plan context="),
+    "mixtures of experts": ("Mixtures of experts", "experts.md", "Trainer expert_imbalances"),
+    "pipelines": ("A pipeline, forward and backward", "pipeline.md", "CutOptions"),
+    "schedules": ("Schedules are tables", "pipeline.md", "Plan schedule="),
+    "all axes together": ("Three axes at once", "plans.md", "Mesh coordinate"),
+    "choosing a plan": ("Choosing a plan", "planner.md", "needs"),
+    "checkpoints, faults, restarts": ("Faults and resume", "faults.md", "Trainer restore"),
+    "fewer bytes": ("Fewer bytes", "plans.md", "Plan wire="),
+    "a trillion parameters": ("A trillion parameters", "simulation.md", "needs"),
+    "starting on a cluster": ("Faults and resume", "clusters.md", "connect"),
+    "hardware and links": ("Hardware and links", "simulation.md", "measure"),
 }
 
 
-def test_every_row_of_the_mission_has_a_lesson_and_a_page() -> None:
+def test_every_row_of_the_mission_has_a_lesson_a_page_and_an_entry_of_the_api() -> None:
+    entries = dict(
+        re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/api.md").read_text(), re.MULTILINE | re.DOTALL)
+    )
     titles = [title_of(path) for path in LESSONS]
     used = set()
-    for row, (lesson, page) in MISSION.items():
+    for row, (lesson, page, api) in MISSION.items():
+        entry, _, word = api.partition(" ")
+        assert word in entries[entry], f"{row}: {api}"
         found = [title for title in titles if lesson in title]
         assert len(found) == 1, f"{row}: {found}"
         used |= set(found)

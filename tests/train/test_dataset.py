@@ -274,7 +274,7 @@ def test_a_dataset_function_may_bring_its_own_validation_data(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("Stream", "returned a Stream; return a map-style"),
+        ("Stream", "returned a Stream; .* A stream alone needs data.validation=0"),
         ("Endless", "returned a Endless without a length"),
         ("nothing", "holds 0 samples"),
         ("Squars", "no function 'Squars' in .*; did you mean 'Squares'?"),

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from meshwise.cli.main import main
-from meshwise.model.deferred_init import build_with_values
-from meshwise.plan import Plan
+from meshwise.model.deferred_init import build_with_values, is_quantized
+from meshwise.plan import Plan, PlanError
 from meshwise.train.flags_and_toml import from_toml, to_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
 from meshwise.train.prepare_job import check_plan, prepare
@@ -90,10 +90,10 @@ def many(path: Path) -> Path:
     return write_lines(path, *numbers, *({"text": "six" * (1 + i % 4)} for i in range(12)), {"messages": CHAT})
 
 
-def data_job(lines: Path, tokenizer: Path, **settings: Any) -> DataJob:
+def data_job(lines: Path, folder: Path, **settings: Any) -> DataJob:
     given = {
         "dataset": f"json:{lines}",
-        "tokenizer": f"hf:{tokenizer}",
+        "tokenizer": f"hf:{folder}",
         "cache": str(lines.parent / "cache"),
         "context": 24,
     }
@@ -141,17 +141,35 @@ def train_plainly(model: nn.Module, batches: Any) -> list[float]:
 
 KINDS = {"padded": (False, False), "packed": (True, False), "packed lora": (True, True)}
 PLANS = ["dp=2 zero=3", "tp=2", "pp=2 microbatches=2"]
-CELLS = [(plan, *kind) for plan in PLANS for kind in KINDS.values()] + [("cp=2", True, False)]
+CELLS: list[Any] = [(plan, *kind, {}) for plan in PLANS for kind in KINDS.values()] + [("cp=2", True, False, {})]
+SORTED: dict[str, Any] = {"collator": "pad", "bucket_by_length": 2, "collator_arguments": {"multiple": 4}}
+OWN: dict[str, Any] = {"collator": "pack", "dataset": f"{__file__}:own_samples"}
+CELLS += [("dp=2 zero=3", False, False, SORTED), ("cp=2", False, False, SORTED), ("dp=2", False, False, OWN)]
 
 
-@pytest.mark.parametrize("plan,pack,lora", CELLS)
+def own_tokens() -> list[dict[str, Any]]:
+    return [{"input_ids": one["input_ids"]} for one in own_samples()]
+
+
+def own_samples() -> list[dict[str, Any]]:
+    """Samples of many lengths, as a tokenizer of a user makes them."""
+    return [{"input_ids": [i % 7 + 1, *range(i % 9 + 1)], "labels": [-100, *range(i % 9 + 1)]} for i in range(12)]
+
+
+@pytest.mark.parametrize("plan,pack,lora,data", CELLS)
 def test_a_job_trains_as_plain_torch_does_on_each_record_alone(
-    plan: str, pack: bool, lora: bool, pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: str,
+    pack: bool,
+    lora: bool,
+    data: dict[str, Any],
+    pretrained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The norm of transformers computes in float32, which hides what a plan does below 1e-7.
     monkeypatch.setattr(transformers.models.llama.modeling_llama, "LlamaRMSNorm", nn.RMSNorm)
     adapters = {"r": 2, "target_modules": ["q_proj", "down_proj"]} if lora else None
-    job = tuning_job(tmp_path, pretrained, plan=plan, pack=pack, lora=adapters)
+    job = tuning_job(tmp_path, pretrained, plan=plan, pack=pack, lora=adapters, **data)
     model = transformers.AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float64)
     prepared = prepare(job, ranks=2)
     if adapters:
@@ -176,6 +194,80 @@ def test_a_job_trains_as_plain_torch_does_on_each_record_alone(
         assert parameter.requires_grad or torch.equal(expected, start[name]), name
 
 
+def test_a_collator_of_transformers_draws_the_same_masks_under_every_plan(pretrained: Path, tmp_path: Path) -> None:
+    name = "hf:DataCollatorForLanguageModeling"
+    arguments = {"mlm_probability": 0.4, "mask_replace_prob": 0.0, "random_replace_prob": 1.0}
+    fast = transformers.AutoTokenizer.from_pretrained(pretrained)
+    fast.add_special_tokens({"mask_token": "<mask>", "pad_token": "<eos>"})
+    fast.save_pretrained(tmp_path / "masking")
+    data: dict[str, Any] = {
+        "collator": name,
+        "collator_arguments": arguments,
+        "dataset": f"{__file__}:own_tokens",
+        "tokenizer": f"hf:{tmp_path}/masking",
+    }
+    first, second = (prepare(tuning_job(tmp_path, pretrained, plan=plan, **data), ranks=2) for plan in ("dp=2", "tp=2"))
+    for one, other in zip(first.batches(2), second.batches(2), strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert (one["labels"] >= 0).any()
+
+
+def quantized(folder: Path, model: Path, kind: Any, *, plan: str = "dp=1") -> Job:
+    job = tuning_job(folder, model, plan=plan, pack=True, lora={"r": 2, "target_modules": ["q_proj", "down_proj"]})
+    return replace(job, model=replace(job.model, quantization=kind), train=replace(job.train, dtype=None))
+
+
+@pytest.mark.parametrize(
+    "kind,library", [("nf4", "bitsandbytes"), ("int8", "bitsandbytes"), ("torchao-int8", "torchao")]
+)
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+def test_adapters_of_a_quantized_model_train_as_in_plain_torch_and_are_exported(
+    kind: Any, library: str, tmp_path: Path
+) -> None:
+    """In float32, in which the libraries multiply; their matrices need 64 features or more."""
+    pytest.importorskip(library)
+    config = transformers.LlamaConfig(
+        vocab_size=264, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    folder = tmp_path / "model"
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(folder)
+    job = quantized(tmp_path, folder, kind, plan="dp=2 zero=3")
+    prepared = prepare(job, ranks=2)
+    model: Any = prepared.model
+    assert sum(is_quantized(parameter) for parameter in model.parameters()) == 14, "the head stays as it is"
+    losses = train_plainly(model, prepared.batches(3))
+    summary, _ = run_job(job)
+    assert summary.loss == pytest.approx(losses[-1], rel=1e-2 if kind == "int8" else 1e-5)
+    place = str(tmp_path / "run/checkpoints/step-3")
+    assert main(["checkpoint", "export", place, str(tmp_path / "out")]) == 0
+    assert main(["checkpoint", "export", place, str(tmp_path / "merged"), "--merge"]) == 2
+    exported = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and kind != "int8":
+            found = exported[name.replace(".default", "")]
+            assert float((found - parameter).detach().abs().max()) <= 2e-3, name  # Adam's signs of noise
+    with pytest.raises(PlanError, match=r"would split the quantized .*q_proj.base_layer.weight"):
+        run_job(replace(job, plan=Plan.parse("tp=2")))
+
+
+def test_quantization_needs_its_library_and_adapters(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, module, extra in (
+        ("nf4", "bitsandbytes", "bitsandbytes"),
+        ("torchao-int8", "torchao.quantization", "torchao"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(JobError, match=rf"model.quantization needs a library: .*pip install 'meshwise\[{extra}\]'"):
+            prepare(quantized(tmp_path, pretrained, kind), ranks=1)
+    with pytest.raises(JobError, match=r"model.quantization = \"nf4\" trains adapters alone; add lora = \{r = 8\}"):
+        ModelJob("hf:a", quantization="nf4")
+    assert main(["verify", write_job(quantized(tmp_path, pretrained, "nf4"), tmp_path / "job.toml")]) == 2
+    assert "verify computes in float64, and model.quantization does not" in capsys.readouterr().err
+
+
 # ---- records -------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +290,7 @@ def test_records_are_packed_in_their_order_with_targets_inside_each(
 ) -> None:
     lines = write_lines(tmp_path / "a.jsonl", {"text": "abc"}, "", {"prompt": "12", "completion": "34"}, {"text": "z"})
     rows = load_rows(data_job(lines, pretrained, context=12, pack=True)).train
-    assert len(rows) == 1  # type: ignore[arg-type]
+    assert len(rows) == 1
     assert shown(rows[0], tokenizer) == (
         "a b c <eos> 1 2 3 4 <eos> z <eos> <eos>",
         "b c <eos> . . 3 4 <eos> . <eos> . .",
@@ -240,7 +332,7 @@ def test_a_record_that_exceeds_the_context_is_cut_or_left_out_and_counted(
         tmp_path / "a.jsonl", {"text": "abcdef"}, {"text": "xy"}, {"prompt": "12345", "completion": "6"}
     )
     found = load_rows(data_job(lines, pretrained, context=4, overlong=overlong))
-    rows = [shown(found.train[i], tokenizer)[0] for i in range(len(found.train))]  # type: ignore[arg-type]
+    rows = [shown(found.train[i], tokenizer)[0] for i in range(len(found.train))]
     text = " ".join(rows).replace(" <eos>", "")
     assert text == " ".join(filter(None, [kept, "x y", "5 6" if overlong == "split" else ""]))
     left_out = {"truncate": 1, "drop": 2, "split": 0}[overlong]  # the answer begins behind the context
@@ -268,7 +360,7 @@ def test_shards_and_fields_of_other_names_are_read(pretrained: Path, tmp_path: P
     with gzip.open(tmp_path / "part-2.jsonl.gz", "wt") as file:
         file.write('{"content": "two"}\n')
     found = load_rows(data_job(tmp_path / "part-*", pretrained, arguments={"text": "content"}))
-    assert len(found.train) == 2  # type: ignore[arg-type]
+    assert len(found.train) == 2
 
 
 def test_parquet_and_saved_datasets_are_read(pretrained: Path, tmp_path: Path) -> None:

@@ -10,15 +10,9 @@
 Every size is also measured as a copy within each rank's memory, the fastest that the machine can be at that moment.
 A group of n ranks is measured alone, while the other ranks wait.
 
-Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Two bandwidths
-make measurements comparable, as nccl-tests defines them:
-
-    | algorithm bandwidth   bytes of the full tensor / seconds; of a message its bytes
-    | bus bandwidth         algorithm bandwidth × `bus_factor`. With this factor of the group size, a perfect algorithm
-    |                       has the bandwidth of the slowest link for every size
-
-Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. `copy` is no collective: all ranks copy
-a tensor within their own memory at the same time, which bounds the speed of an exchange between them."""
+Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. The bandwidths
+of nccl-tests in docs/benchmarks.md can. `copy` is no collective: all ranks copy a tensor within their own memory
+at the same time, which bounds the speed of an exchange between them."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence

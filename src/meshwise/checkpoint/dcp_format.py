@@ -132,15 +132,16 @@ def export_dcp(
     state: dict[str, dict[str, Any]] = defaultdict(dict)
 
     def read(meta: Tensor) -> Tensor:
-        held = replace(slices[id(meta)], tensor=torch.empty(meta.shape, dtype=meta.dtype))
+        held = replace(one := slices[id(meta)], tensor=torch.empty(one.tensor.shape, dtype=one.tensor.dtype))
         reader.fill([held])
-        return held.tensor
+        return torch.view_as_complex(held.tensor) if meta.is_complex() else held.tensor
 
     for source, stored in index.tensors.items():
         slot, _, name = source.rpartition("/")
         kind, _, key = slot.partition("/")
-        meta = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        slices[id(meta)] = StoredSlice.of_full(meta, name=name, slot=slot)
+        real = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        meta = torch.view_as_complex(real) if stored.shape and name in index.extra.get("complex", ()) else real
+        slices[id(meta)] = StoredSlice.of_full(real, name=name, slot=slot)
         if slot in ("parameter", "buffer"):
             aliases = (alias for alias, first in index.aliases.items() if first == name)
             model |= dict.fromkeys((name, *aliases), meta)

@@ -53,6 +53,7 @@ from meshwise.checkpoint.checkpoint_format import (
 )
 from meshwise.data_parallel.stored_slices import StoredSlice, buffers
 from meshwise.layout.layout import Rectangle
+from meshwise.model.deferred_init import is_quantized
 
 PARTS = "model.safetensors.index.json"
 """File that says which file holds each tensor, for a model in several files."""
@@ -276,6 +277,7 @@ def _fill(module: nn.Module, reader: CheckpointReader) -> dict[str, Tensor]:
     parameters = [
         StoredSlice.of_full(parameter.detach(), name=name, slot="parameter")
         for name, parameter in module.named_parameters()
+        if not is_quantized(parameter)
     ]
     known = {name for key in reader.index.tensors for _, _, name in [key.rpartition("/")]}
     wanted = [*parameters, *(buffer for buffer in buffers([module]) if buffer.name in known)]

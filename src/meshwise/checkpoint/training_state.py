@@ -85,6 +85,7 @@ class TrainingState:
             "ranks": engine.world.size,
             "optimizer": optimizer_name(self._optimizer),
             "dtypes": {row.name: dtype_name(row.dtype) for row in engine.table.rows if row.dtype.itemsize < 4},
+            "complex": [row.name for row in engine.table.rows if row.dtype.is_complex],
             "groups": describe_groups(self._optimizer, names=self._groups()),
             **extra,
         }

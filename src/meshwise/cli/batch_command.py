@@ -4,12 +4,8 @@ Each trial is a run in the folder `folder`, beside `study.html`, `study.png` and
 trials that are missing, so a study can be stopped at any time (`train_trials`).
 
 All trials read the same number of samples, at a constant rate after a warm-up over the first tenth. So the steps to a
-loss do not depend on the length of a trial. McCandlish et al. (arXiv 1812.06162, eq. 2.11) found that the steps S and
-samples E to a loss follow, for the best rate of each batch,
-
-    (S / S_min - 1) (E / E_min - 1) = 1,    which is    S = S_min + E_min / batch,    critical batch = E_min / S_min
-
-`BatchStudy` fits S_min and E_min."""
+loss do not depend on the length of a trial. `BatchStudy` fits S_min and E_min of McCandlish et al. (arXiv 1812.06162,
+eq. 2.11): (S / S_min - 1) (E / E_min - 1) = 1 for the steps S and samples E to a loss. See docs/large_batch.md."""
 
 import base64
 import contextlib

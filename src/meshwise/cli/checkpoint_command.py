@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from torch import nn
+
 from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, damages, is_checkpoint
 from meshwise.checkpoint.checkpoint_format import INDEX, CheckpointIndex, DamageError, SaveError, read_index
 from meshwise.checkpoint.dcp_format import export_dcp, import_dcp
@@ -150,7 +152,11 @@ def _export(flags: argparse.Namespace, console: OutputConsole) -> int:
         console.print("\n".join(map(str, files)), markup=False)
         return 0
     job, average = _job(flags), flags.average
-    done = export(flags.checkpoint, into=flags.into, build=model_function(job), merge=flags.merge, average=average)
+    if job.model.quantization and flags.merge:
+        raise JobError("--merge would round the adapters to the quantized model; leave it out, and merge with peft")
+    model = model_function(job)
+    build = (lambda: model) if isinstance(model, nn.Module) else model
+    done = export(flags.checkpoint, into=flags.into, build=build, merge=flags.merge, average=average)
     if job.model.name.startswith(HUB):
         _keep_settings(hub_folder(job.model.name, key="model.name"), into=flags.into)
     name = with_tokenizer(job).data.tokenizer

@@ -1,11 +1,6 @@
 """The command `meshwise draw`: draw a schedule, an attention, a model's stages, a mesh, experts, or a measured step.
 
-| draw schedule   when each rank computes which micro-batch, for a plan or a table of actions
-| draw attention  which rank computes which part of an attention over split tokens, and the balance of the ranks
-| draw cut        the pipeline stages into which a job's model is cut
-| draw mesh       the rank at each coordinate of a plan's mesh, and the ranks that share a node
-| draw experts    the experts, tokens and parts of matrices of each rank in a mixture
-| draw timeline   the actions of each rank in a measured step of a run, beside the ideal times of its schedule"""
+docs/view.md has the drawings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +9,6 @@ from typing import Annotated
 
 import torch
 import tyro
-from torch.utils.data import default_collate
 
 from meshwise.attention.mask_pattern import parse_pattern
 from meshwise.attention.token_attention import work_table
@@ -123,7 +117,7 @@ def _draw_cut(words: Sequence[str]) -> None:
         raise JobError(f"the plan '{plan}' has one stage; give one with pp, as in --plan 'pp=4 microbatches=8'")
     source = build_with_values(prepared.model, seed=job.train.seed)
     source.fill_buffers()
-    rows = default_collate([prepared.data.train[0]] * job.train.batch)
+    rows = next(prepared.batches(1))
     make = cutter(source.module, plan=plan, schedule=plan_schedule(plan), where=job.model.cut_options)
     cpu = torch.device("cpu")
     cut = cut_source(source, plan=plan, make=make, example=rows, forward=default_forward, device=cpu)

@@ -17,7 +17,7 @@ from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import run
 from meshwise.train.console_output import OutputConsole, leave_traceback, text_table
 from meshwise.train.flags_and_toml import read_job
-from meshwise.train.job import StudiedJob, check_least
+from meshwise.train.job import JobError, StudiedJob, check_least
 from meshwise.train.prepare_job import check_plan, prepare
 from meshwise.verify import Report, verify
 
@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     """Verify the job that the arguments describe, and return the exit status. Raises JobError or PlanError."""
     job = read_job(arguments, prog="meshwise verify", kind=VerifyJob)
     size, comm = local_ranks(job), checked_comm(job.comm)
+    if job.model.quantization:
+        raise JobError(f"verify computes in {job.dtype}, and model.quantization does not; verify without it")
     prepared = prepare(job, ranks=size)
     if not is_rank():
         check_plan(prepared)

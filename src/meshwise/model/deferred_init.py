@@ -125,6 +125,11 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
     return ParameterSource(module, record=record)
 
 
+def is_quantized(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter whose class is of bitsandbytes or torchao."""
+    return any(type(tensor).__module__.startswith(QUANTIZING) for tensor in (parameter.data, parameter))
+
+
 def set_quantized_aside(module: nn.Module, *, plan: Plan) -> Callable[[], None]:
     """Make the quantized parameters of bitsandbytes and torchao plain attributes; return a function that undoes this.
 
@@ -134,7 +139,7 @@ def set_quantized_aside(module: nn.Module, *, plan: Plan) -> Callable[[], None]:
         (path, part, key, parameter)
         for path, part in module.named_modules()
         for key, parameter in part.named_parameters(recurse=False)
-        if type(parameter.data).__module__.startswith(QUANTIZING) or type(parameter).__module__.startswith(QUANTIZING)
+        if is_quantized(parameter)
     ]
     if found and max(plan.tp, plan.ep, plan.pp) > 1:
         name = _join(found[0][0], found[0][2])

@@ -1,12 +1,6 @@
 """Compute the size of each global batch (`BatchSizes`) and the learning rate of each step (`lr_schedule`).
 
-The batch is fixed, grows with the samples read, or follows the noise scale (`NoiseAverage`):
-
-    | train.ramp = [8, 8, 4000], train.batch = 24     | train.auto_batch = [8, 64]
-    | 24             ┌──────                           | 64               ┌──────   the noise scale has
-    | 16       ┌─────┘                                 | 32       ┌───────┘         passed 16, 32, 64
-    |  8 ──────┘                                       | 16   ┌───┘
-    |         2000  4000      samples                  |  8 ──┘
+The batch is fixed, grows with the samples read, or follows the noise scale: docs/large_batch.md draws both.
 
 `balanced_rows` gives slow replicas fewer rows of a batch.
 

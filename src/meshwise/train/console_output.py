@@ -3,9 +3,8 @@
 `OutputConsole` prints to a terminal, a pipe whose reader may have ended, or a file on a full disk. `ProgressLines`
 prints events, on a terminal with a progress line that is redrawn, else as plain lines.
 
-`leave_traceback` writes the traceback of a failed rank into a file, and adds a short note to the error. The note names
-the line of the user's own code, and the file. The traceback itself passes through launcher, loop, engine and torch;
-only some two of its forty lines are the user's. `notes` returns such notes."""
+`leave_traceback` writes the traceback of a failed rank into a file, and adds a note to the error: the line of the
+user's own code, and the file. Of the forty lines of a traceback some two are the user's. `notes` returns notes."""
 
 import io
 import select

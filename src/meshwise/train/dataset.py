@@ -1,25 +1,9 @@
 """Load the training and validation data of a run (`load_data`), and yield this rank's rows of each global batch.
 
-`read_batches` yields the rows. Here two ranks read global batches of B = 8 samples; `SampleOrder` maps each global
-number to a sample of the dataset:
-
-    global number     0 … 7           8 … 15         …
-    global batch      └─ step 0 ─┘    └─ step 1 ─┘
-    rank 0 reads      0 … 3           8 … 11
-    rank 1 reads      4 … 7           12 … 15
-
-torch's DataLoader reads, pins and collates. Global numbers follow from a count of samples, so a sampler has no state.
-
-`SampleOrder` shuffles, as a pure function of seed and global number. Step s reads the numbers s·B … (s+1)·B − 1:
-
-    | number   0 1 2 3 4 5 | 6 7 8 9 10 11 | 12 …         B = 6, seven samples
-    | sample   3 0 6 1 5 2   4|2 5 0 3  6    1 4|…         a new permutation every seven numbers
-
-So every plan trains on the same global batches, and every batch is full: an epoch's last batch also has samples of the
-next epoch. A checkpoint stores only the count. The permutation of an epoch is a keyed Feistel network on two digits in
-base ⌈√size⌉. It is applied again until the result is below `size` (Black and Rogaway, *Ciphers with Arbitrary Finite
-Domains*, 2002). Its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014). Memory and time per
-sample do not depend on `size`.
+docs/data.md shows which samples a rank reads. Global numbers follow from a count of samples, so a sampler has no state.
+`SampleOrder` maps a number to a sample; its permutation of an epoch is a keyed Feistel network on two digits in base
+⌈√size⌉, applied again until the result is below `size` (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*,
+2002). Its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 
 `token_file` joins texts into one file of byte tokens in a cache folder; `open_tokens` maps it into memory. A token is a
 byte (0 … 255). A zero byte precedes every text file, so that a model learns where a text begins. The ranks of a machine
@@ -34,6 +18,7 @@ import hashlib
 import math
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,13 +29,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.base.tensor_tree import take_rows
 from meshwise.comm.api.streams import gpu_count
 from meshwise.model.forward import Forward
 from meshwise.train.console_output import counted
+from meshwise.train.global_batches import Batches, Collate, SampleStream, is_stream, named_collator, without_targets
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.objects_by_name import bind, locate
 
@@ -207,21 +193,24 @@ ShareFunction: TypeAlias = Callable[[int], tuple[int, int]]
 class RunData:
     """The datasets of a run.
 
-    | train        map-style dataset to train on
+    | train        map-style dataset to train on, or a stream of samples
     | validation   map-style dataset for the validation; None without one
     | summary      one line about the data, for the user
     | text         True if the samples are `TextDataset`'s pairs of byte windows
     | content      text that a resumed run compares: size and digest of a text, or a dataset's number of samples
     | forward      function of a model and a batch that calls the model; None: `default_forward`
-    | largest      largest token of rows of tokens; None for other data"""
+    | largest      largest token of rows of tokens; None for other data
+    | collate, window   collator of whole global batches, as in `read_batches`, and how many are sorted by length"""
 
-    train: Dataset[Any]
-    validation: Dataset[Any] | None
+    train: Any
+    validation: Any
     summary: str
     text: bool
     content: str
     forward: Forward | None = None
     largest: int | None = None
+    collate: Collate | None = None
+    window: int = 1
 
 
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -269,7 +258,7 @@ def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:
     """Return the datasets of a job. Writes text into the cache, as a token file. Raises JobError for too few data.
 
     `made`: the dataset of the job, if it has been loaded already."""
-    if made is None and (job.pack or job.tokenizer):
+    if made is None and (job.pack or (job.tokenizer and not job.collator)):
         raise JobError(
             f"data.dataset = {job.dataset!r} names no records, and data.pack and data.tokenizer are for records; write "
             'data.dataset = "json:train.jsonl", or leave them out'
@@ -277,53 +266,51 @@ def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:
     return _load_text(job) if job.dataset is None else _load_dataset(job, made)
 
 
-def length(dataset: Dataset[Any]) -> int:
-    """Return the number of samples of a map-style dataset. Raises JobError for a dataset without a length."""
+def length(dataset: Any) -> int:
+    """Return the number of samples of a map-style dataset, or sys.maxsize for a stream. Raises JobError without one."""
     try:
-        return len(dataset)  # type: ignore[arg-type]
+        return sys.maxsize if is_stream(dataset) else len(dataset)
     except TypeError as error:
         raise JobError(f"data.dataset returned a {type(dataset).__name__} without a length; add __len__") from error
 
 
 def read_batches(
-    dataset: Dataset[Any], *, numbers: range, share: ShareFunction, order: SampleOrder | None = None, workers: int = 0
+    source: Any,
+    *,
+    numbers: range,
+    share: ShareFunction,
+    order: SampleOrder | None = None,
+    workers: int = 0,
+    collate: Collate | None = None,
+    window: int = 1,
 ) -> Iterator[Any]:
     """Yield this rank's rows of each global batch, collated by torch. A rank without rows gets a batch of 0 rows.
 
+    | source, order, window   as in `Batches`
     | numbers     global numbers to read; its step is the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
     | share       the rows of a global batch that this rank reads
-    | order       maps a global number to a sample; None: sample i has the number i
-    | workers     processes that read ahead; 0: this process reads"""
-    rows = _Rows(numbers, share, order)
+    | workers     processes that read ahead; 0: this process reads, as it does for a stream
+    | collate     collator of whole global batches: all rows are yielded"""
+    size = numbers.step * window
+
+    def ranges() -> Iterator[range]:
+        for start in range(numbers.start - numbers.start % size * (window > 1), numbers.stop, size):
+            rows = size if window > 1 else min(size, numbers.stop - start)
+            begin, end = (0, rows) if collate else share(rows)
+            yield range(start + begin, start + end, numbers.step)
+
     loader: DataLoader[Any] = DataLoader(
-        dataset,
-        batch_sampler=rows,
-        num_workers=workers,
+        Batches(source, order, collate or default_collate, window),
+        batch_size=None,
+        sampler=(wanted or range(numbers.start, numbers.start + 1) for wanted in ranges()),
+        num_workers=0 if isinstance(source, SampleStream) else workers,
         pin_memory=gpu_count() > 0,
         generator=torch.Generator(),
     )
-    for (start, stop), batch in zip(rows.bounds(), loader, strict=True):
-        yield batch if start < stop else take_rows(batch, start=0, stop=0)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Batch sampler of this rank's samples. For a batch without rows it yields one sample, for its shape."""
-
-    numbers: range
-    share: ShareFunction
-    order: SampleOrder | None
-
-    def bounds(self) -> Iterator[tuple[int, int]]:
-        for first in self.numbers:
-            size = min(self.numbers.step, self.numbers.stop - first)
-            start, stop = self.share(size)
-            yield first + start, first + stop
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start, stop in self.bounds():
-            wanted = range(start, stop) if start < stop else range(self.numbers.start, self.numbers.start + 1)
-            yield list(wanted) if self.order is None else self.order.indices(wanted.start, stop=wanted.stop)
+    for wanted, batches in zip(ranges(), loader, strict=True):
+        for number, batch in zip(wanted or [numbers.start], batches, strict=True):
+            if numbers.start <= number < numbers.stop:
+                yield batch if wanted else take_rows(batch, start=0, stop=0)
 
 
 def _load_text(job: DataJob) -> RunData:
@@ -349,11 +336,14 @@ def _load_dataset(job: DataJob, made: Dataset[Any] | None) -> RunData:
     assert job.dataset is not None
     made = made or bind(locate(job.dataset, key="data.dataset"), arguments=job.arguments, key="data.arguments")()
     train, validation = made if isinstance(made, tuple) else (made, None)
+    validation = list(validation) if is_stream(validation) else validation
     for part in (train, *([] if validation is None else [validation])):
-        if not isinstance(part, Dataset) or isinstance(part, IterableDataset):
+        usable = not isinstance(part, Iterator) and (is_stream(part) or getattr(part, "__getitem__", None))
+        divisible = not is_stream(part) or validation is not None or not job.validation
+        if not usable or getattr(part, "batch_size", None) or not divisible:
             raise JobError(
-                f"data.dataset = {job.dataset!r} returned a {type(part).__name__}; return a map-style "
-                "torch.utils.data.Dataset, or a pair of them (training, validation)"
+                f"data.dataset = {job.dataset!r} returned a {type(part).__name__}; return a list, a torch Dataset, a "
+                "loader with batch_size=None, or a pair (training, validation). A stream alone needs data.validation=0"
             )
     size = length(train)
     if validation is None and job.validation:
@@ -364,8 +354,13 @@ def _load_dataset(job: DataJob, made: Dataset[Any] | None) -> RunData:
     if length(train) < 1 or (validation is not None and length(validation) < 1):
         samples = counted(size, of="sample")
         raise JobError(f"data.dataset = {job.dataset!r} holds {samples}; training and validation need one or more each")
-    counts = _counts(train, validation)
-    return RunData(train, validation, f"{job.dataset}: {counts}", text=False, content=counts)
+    window = max(1, job.bucket_by_length)
+    counts = f"a {type(train).__name__}" if is_stream(train) else _counts(train, validation)
+    collate = named_collator(job) or (default_collate if is_stream(train) else None)
+    forward, summary = without_targets if job.collator else None, f"{job.dataset}: {counts}"
+    return RunData(
+        train, validation, summary, text=False, content=counts, forward=forward, collate=collate, window=window
+    )
 
 
 def _counts(train: Dataset[Any], validation: Dataset[Any] | None) -> str:

@@ -103,6 +103,8 @@ class ModelJob:
     vocabulary of 256 and a context of `data.context`. With `hf:` keys of its configuration; `dtype` is float32."""
     lora: Arguments = field(default_factory=dict)
     """With `hf:`, settings of peft.LoraConfig, as in `r=8 lora_alpha=16`: only these adapters are trained."""
+    quantization: Literal["nf4", "int8", "torchao-int8"] | None = None
+    """With `lora`: the other matrices are kept in 4 or 8 bits, by bitsandbytes or torchao. For dp, zero and cp."""
     tensor_rules: Arguments = field(default_factory=dict)
     """With tp: the role in tensor parallelism of modules whose names match a pattern, where it is not detected:
     `blocks.*.up=colwise blocks.*.down=rowwise`. See docs/tensor.md."""
@@ -118,6 +120,8 @@ class ModelJob:
         return CutOptions(at=self.cut_at, how=self.cut)
 
     def __post_init__(self) -> None:
+        if self.quantization and not self.lora:
+            raise JobError(f'model.quantization = "{self.quantization}" trains adapters alone; add lora = {{r = 8}}')
         for pattern, part in self.tensor_rules.items():
             if not isinstance(part, str):
                 raise JobError(f'model.tensor_rules: {pattern!r} = {part!r} is not a role such as "colwise"')
@@ -131,9 +135,9 @@ class DataJob:
     """Text files, folders (with all files in them) and globs. Each byte is a token. `python-stdlib` is the source text
     of Python's standard library, which every machine with Python has."""
     dataset: str | None = None
-    """In place of `files`: a function `package.module:function` or `path/to/file.py:function`. It returns a map-style
-    torch Dataset, or a pair of Datasets (training, validation). `json:FILES`, `parquet:FILES` (with globs) or
-    `datasets:FOLDER`: records with `text`, `prompt` and `completion`, or `messages`. See docs/fine_tuning.md."""
+    """In place of `files`: a function `package.module:function` or `path/to/file.py:function`. It returns a list, a
+    torch Dataset or IterableDataset, or a pair (training, validation): docs/data.md. `json:FILES`, `parquet:FILES` with
+    globs, or `datasets:FOLDER`: records with `text`, `prompt` and `completion`, or `messages`: docs/fine_tuning.md."""
     arguments: Arguments = field(default_factory=dict)
     """Keyword arguments of the `dataset` function. With records, other names of their fields: `text=content`."""
     tokenizer: str | None = None
@@ -141,6 +145,13 @@ class DataJob:
     pack: bool = False
     """With records: fill rows of `context` tokens with several records, which do not attend to each other; otherwise
     each record is a row, padded to `context` tokens."""
+    collator: str | None = None
+    """With `dataset`: how samples of different lengths become a batch. `pad` (also for records), `pack` (rows of
+    `context` tokens), `hf:CLASS` of transformers, or your own `module:function`, from a list of samples to a batch."""
+    collator_arguments: Arguments = field(default_factory=dict)
+    """Keyword arguments of the collator, as in `multiple=8` for `pad`."""
+    bucket_by_length: int = 0
+    """With `collator`: so many global batches are read at once and sorted by length, in an order from the seed."""
     overlong: Literal["truncate", "drop", "split"] = "truncate"
     """What happens to a record of more than `context` tokens; `split` makes several parts of it."""
     context: int = 256
@@ -148,7 +159,7 @@ class DataJob:
     validation: float = 0.05
     """Fraction of the data kept for validation: the last bytes of a text, or random samples of a single dataset."""
     workers: int = 0
-    """Processes per rank that read ahead; 0: the rank itself reads, which is fast enough for text."""
+    """Processes per rank that read ahead, not for a stream; 0: the rank itself reads, which is fast enough for text."""
     cache: str | None = None
     """Folder for the file of tokens, made from the text. Default: `meshwise` in $XDG_CACHE_HOME or in ~/.cache."""
 
@@ -159,7 +170,11 @@ class DataJob:
 
     def __post_init__(self) -> None:
         check_least(self, least=1, names="context", table="data.")
-        check_least(self, least=0, names="workers", table="data.")
+        check_least(self, least=0, names="workers bucket_by_length", table="data.")
+        if self.collator is None and (self.bucket_by_length or self.collator_arguments):
+            raise JobError('bucket_by_length and collator_arguments need a collator; add data.collator = "pad"')
+        if self.collator is not None and (self.dataset is None or (self.has_records and self.collator != "pad")):
+            raise JobError(f'data.collator = {self.collator!r} needs data.dataset; for records it is "pad"')
         if not 0 <= self.validation < 1:
             raise JobError(f"data.validation = {self.validation} is a fraction of the data: from 0 up to below 1")
         if not self.files and self.dataset is None:

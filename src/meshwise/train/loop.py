@@ -1,17 +1,12 @@
 """The training loop: `train` runs a job on the ranks of a world, from the first sample to the files at the end.
 
-    at the start  restore a checkpoint, if there is one to resume from (`run_checkpoints`)
-    each step     learning rate → this rank's rows (`dataset`) → trainer.step → events → validation, checkpoint when due
-    at the end    write the full parameters, validate, generate text (`generate`)
-
 Every rank calls `train`; rank 0 prints, and writes all files except the checkpoints and failure reports.
 `StepTimelines` measures some steps action by action.
 
-Slow ranks make other ranks wait: collectives make every rank's step as long as the slowest rank's. So the ranks compare
-their busy time (`RankPace`): the time of the step without waits in collectives, which comm's flight recorder measures.
-They exchange these times every 20 steps. A rank is slow in a step if its busy time is more than twice the other ranks'
-median, and 50 ms above it (`slow_ranks`). Slow GPUs are not found, because on CUDA not the process, but the device
-waits for a collective."""
+Collectives make every rank's step as long as the slowest rank's. So every 20 steps the ranks exchange their busy times
+(`RankPace`): the time of the step without waits in collectives. A rank is slow in a step if its busy time is more than
+twice the other ranks' median, and 50 ms above it (`slow_ranks`). Slow GPUs are not found, because on CUDA not the
+process, but the device waits for a collective."""
 
 import contextlib
 import itertools
@@ -31,7 +26,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch.utils.data import Dataset, default_collate
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.base.mesh import weighted_split
@@ -52,6 +46,7 @@ from meshwise.train import run_events
 from meshwise.train.batch_and_lr import BatchSizes, balanced_rows, batch_factor, lr_schedule
 from meshwise.train.console_output import OutputConsole, ProgressLines, leave_traceback
 from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
+from meshwise.train.global_batches import SampleStream, opened
 from meshwise.train.job import Job, JobError, SampleJob
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.run_checkpoints import (
@@ -107,7 +102,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         loss=prepared.loss,
         optimizer=prepared.optimizer,
         world=world,
-        options=prepared.options(example=default_collate([prepared.data.train[0]])),
+        options=prepared.options(example=prepared.example()),
         **prepared.optimizer_arguments,
     )
     claim = partial(claim_run_folder, job, path=start.folder, attempt=attempt)
@@ -144,6 +139,7 @@ class _Run:
         self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
         self._rate = lr_schedule(job.schedule, steps=job.train.steps)
         self._sizes, self._size = BatchSizes(job.train), 0
+        self._source: Any = None
         self._reader: Iterator[Any] = iter(())
         self._signals: list[str] = []
         self._validation: float | None = None
@@ -160,6 +156,7 @@ class _Run:
             if len(self._progress.shares) != trainer.replicas:
                 self._progress.shares = [1] * trainer.replicas
             trainer.set_shares(self._progress.shares)
+        self._source = opened(self._data.train, saved=self._progress.stream)
         with stop_signals(self._signals) if job.train.save_every else contextlib.nullcontext():
             by = self._steps()
             if by not in ("", _FILE):  # the time that a signal leaves is short
@@ -257,7 +254,8 @@ class _Run:
         traced = profile(self._trainer, into=self._folder / PROFILE) if step == self._job.train.profile else None
         try:
             with traced or contextlib.nullcontext():
-                return self._trainer.step(batch, local=True, total=self._size)
+                whole = self._data.collate is not None
+                return self._trainer.step(batch, local=not whole, total=None if whole else self._size)
         except NonFiniteError as error:
             self._emit(run_events.NonFinite(step, str(error)))
             if not self._trainer.plan.apart_axes:
@@ -288,6 +286,8 @@ class _Run:
         job = self._job.train
         self._checkpoints.report_published()
         if job.save_every and (step % job.save_every == 0 or last):
+            if isinstance(self._source, SampleStream):
+                self._progress.stream = self._source.state(self._progress.samples)
             extra = run_extra(self._prepared, progress=self._progress, ranks=self._trainer.world.size)
             self._checkpoints.save(step, extra=extra)
 
@@ -299,7 +299,7 @@ class _Run:
             self._size = size
             numbers = range(done.samples, done.samples + (job.steps - done.step) * size, size)
             order = SampleOrder(length(self._data.train), seed=job.seed)
-            self._reader = self._read(self._data.train, numbers, order)
+            self._reader = self._read(self._source, numbers, order)
         return next(self._reader)
 
     def _note_noise(self, step: int, result: StepResult) -> None:
@@ -333,13 +333,15 @@ class _Run:
         size = length(self._data.validation)
         most = size if job.validate_batches is None else min(size, job.validate_batches * job.batch)
         batches = self._read(self._data.validation, range(0, most, job.batch), SampleOrder(size, seed=0))
-        result = self._trainer.evaluate(batches, local=True)
+        result = self._trainer.evaluate(batches, local=self._data.collate is None)
         self._validation = result.loss
         self._emit(run_events.Validation(step, result.loss, result.tokens))
 
-    def _read(self, dataset: Dataset[Any], numbers: range, order: SampleOrder) -> Iterator[Any]:
-        share, workers = self._trainer.share, self._job.data.workers
-        rows = read_batches(dataset, numbers=numbers, share=share, order=order, workers=workers)
+    def _read(self, source: Any, numbers: range, order: SampleOrder) -> Iterator[Any]:
+        workers, collate = self._job.data.workers, self._data.collate
+        given: dict[str, Any] = {"share": self._trainer.share, "order": order, "workers": workers}
+        window = 1 if source is self._data.validation else self._data.window
+        rows = read_batches(source, numbers=numbers, **given, collate=collate, window=window)
         if self._job.train.dtype is None:
             return rows
         dtype = getattr(torch, self._job.train.dtype)

@@ -25,6 +25,7 @@ from meshwise.optim.large_batch_optimizers import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.optim.whole_tensors import whole
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
+from meshwise.reference.gpt import IGNORED
 from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags_and_toml import flags_of, parse_flags
 from meshwise.train.job import HUB, Job, JobError, OptimizerJob, as_job_error
@@ -44,11 +45,16 @@ def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor,
     return torch.square(output - target).sum(), target.numel()
 
 
-def answer_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def answer_loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy in nats, summed over the tokens with a target, and their number: two scalar tensors.
 
-    `output`: logits (batch, tokens, vocabulary), or an output of transformers that has them."""
-    logits = output if isinstance(output, Tensor) else output.logits
+    | output   logits (batch, tokens, vocabulary), or an output of transformers that has them
+    | batch    a pair (inputs, targets); or a mapping with `targets`, or with `labels`, which are one token later"""
+    logits = getattr(output, "logits", output)
+    if not isinstance(batch, Mapping):
+        return next_token_loss(logits, batch)
+    if "targets" not in batch:
+        batch = {**batch, "targets": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)}
     return next_token_loss(logits, (batch["input_ids"], batch["targets"]))
 
 
@@ -65,20 +71,24 @@ _MODELS: Mapping[str, tuple[Callable[[Any], nn.Module], type]] = {
 """Models that a job can name without a module: class, and class of the configuration."""
 
 
-def model_function(job: Job) -> Callable[[], nn.Module]:
-    """Return a function without arguments that builds the model of a job. Raises JobError for a wrong model name."""
+def model_function(job: Job) -> Callable[[], nn.Module] | nn.Module:
+    """Return a function without arguments that builds the model of a job, or a quantized model itself.
+
+    Raises JobError for a wrong model name."""
     if job.model.lora and not job.model.name.startswith(HUB):
         raise JobError(f'model.lora needs model.name = "hf:FOLDER", not {job.model.name!r}; call peft in your function')
     if job.model.name in _MODELS:
-        build: Callable[[], nn.Module] = partial(_MODELS[job.model.name][0], _configuration(job))
+        build: Callable[[], nn.Module] | nn.Module = partial(_MODELS[job.model.name][0], _configuration(job))
     elif job.model.name.startswith(HUB):
-        build = pretrained_model(job.model)
+        build = pretrained_model(job.model, seed=job.train.seed)
     elif ":" in job.model.name:
         build = bind(locate(job.model.name, key="model.name"), arguments=job.model.arguments, key="model.arguments")
     else:
         known = "'gpt', 'mixture', 'mlp' nor a 'module:function' nor hf:FOLDER"
         raise JobError(f"model.name = {job.model.name!r} is neither {known}")
     dtype = job.train.dtype
+    if isinstance(build, nn.Module) and dtype is not None:
+        raise JobError(f"train.dtype = {dtype!r} does not go with model.quantization; leave it out")
     return build if dtype is None else lambda: build().to(getattr(torch, dtype))
 
 
@@ -96,7 +106,7 @@ def check_text(job: Job) -> None:
 
 def loss_function(job: Job) -> Loss:
     """Return the loss function of a job. Raises JobError for an unknown name."""
-    if job.loss == "cross-entropy" and job.data.has_records:
+    if job.loss == "cross-entropy" and (job.data.has_records or job.data.collator):
         return answer_loss
     if job.loss in LOSSES:
         return LOSSES[job.loss]
@@ -158,7 +168,7 @@ def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> Optim
     if ":" not in name and name not in kinds:
         near, known = _nearest(name, kinds), ", ".join(kinds)
         hint = near if known in near else f"{near} The classes are {known}"
-        raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}")
+        raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}. Of a library: 'module:Class'")
     found: Any = kinds[name] if name in kinds else locate(name, key=f"{key}.name")
     try:
         found = whole(found) if is_whole else found

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
-from meshwise.base.tensor_tree import map_tensors
+from meshwise.base.tensor_tree import map_tensors, take_rows
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.engine.cut_agreement import plan_schedule
 from meshwise.engine.parallelize import Options, parallelize
@@ -27,6 +26,7 @@ from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.batch_and_lr import BatchSizes
 from meshwise.train.console_output import counted
 from meshwise.train.dataset import STDLIB, RunData, SampleOrder, length, load_data, read_batches
+from meshwise.train.global_batches import opened
 from meshwise.train.job import HUB, ROW_KINDS, Job, JobError
 from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer, optimizer_options
 from meshwise.train.pretrained_model import check_rows_fit
@@ -77,9 +77,14 @@ class Prepared:
 
     def batches(self, count: int) -> Iterator[Any]:
         """Yield the first `count` global batches of the run, with all their rows."""
-        size, dataset = BatchSizes(self.job.train).first, self.data.train
-        order = SampleOrder(length(dataset), seed=self.job.train.seed)
-        return read_batches(dataset, numbers=range(0, count * size, size), share=lambda rows: (0, rows), order=order)
+        size, data = BatchSizes(self.job.train).first, self.data
+        order, numbers = SampleOrder(length(data.train), seed=self.job.train.seed), range(0, count * size, size)
+        given: dict[str, Any] = {"collate": data.collate, "window": data.window, "order": order}
+        return read_batches(opened(data.train, saved={}), numbers=numbers, share=lambda rows: (0, rows), **given)
+
+    def example(self) -> Any:
+        """Return a batch of one row, by which a model is cut."""
+        return take_rows(next(self.batches(1)), start=0, stop=1)
 
     def rehearsal_subject(self, *, imbalance: float = 1.0) -> RehearsalSubject:
         """Return the model, loss, optimizer and first global batch of the job, for a rehearsal by the simulator.
@@ -123,6 +128,8 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
     if data.largest is not None:
         module = shapes_of(model, seed=0).module
         check_rows_fit(module, largest=data.largest, context=job.data.context, packed=job.data.pack)
+    if data.window > 1 and (job.train.ramp or job.train.auto_batch):
+        raise JobError(f"data.bucket_by_length needs batches of one size; leave out {sizes.key}")
     if sizes.most > (size := length(data.train)):
         raise JobError(
             f"{sizes.key} = {counted(sizes.most, of='sample')}, but the training data has only {size:,}: a step would "
@@ -141,8 +148,8 @@ def check_plan(prepared: Prepared) -> None:
     """Split the model by its plan, on one rank and without tensor values. Raises PlanError if that is impossible.
 
     Any other error is ignored, because missing values may be its cause; otherwise, the ranks raise it again."""
-    job, example = prepared.job, default_collate([prepared.data.train[0]])
-    options = prepared.options(example=map_tensors(lambda tensor: tensor.to("meta"), example))
+    job = prepared.job
+    options = prepared.options(example=map_tensors(lambda tensor: tensor.to("meta"), prepared.example()))
     world = TraceWorld(rank=0, mesh=job.plan.mesh())
     try:
         source = shapes_of(prepared.model, seed=job.train.seed)
@@ -168,6 +175,7 @@ def _absolute(job: Job) -> Job:
         data={
             "files": tuple(name if name == STDLIB else _absolute_path(name) for name in data.files),
             "dataset": data.dataset and _absolute_name(data.dataset),
+            "collator": data.collator and _absolute_name(data.collator),
             "cache": data.cache and _absolute_path(data.cache),
             "tokenizer": data.tokenizer and _absolute_name(data.tokenizer),
         },

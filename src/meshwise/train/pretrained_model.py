@@ -27,13 +27,22 @@ _EXTRAS: Mapping[str, str] = {
     "huggingface_hub": "hf",
     "pyarrow.parquet": "datasets",
     "torch.utils.tensorboard": "tensorboard",
+    "torchao.quantization": "torchao",
 }
 """Extra that installs a library, where it has another name."""
+_QUANTIZED: Mapping[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "nf4": ("bitsandbytes", lambda auto, _: auto.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
+    "int8": ("bitsandbytes", lambda auto, _: auto.BitsAndBytesConfig(load_in_8bit=True)),
+    "torchao-int8": ("torchao.quantization", lambda auto, ao: auto.TorchAoConfig(ao.Int8WeightOnlyConfig())),
+}
+"""Library of each `model.quantization`, and its settings from transformers and this library."""
 _LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
-def pretrained_model(job: ModelJob) -> Callable[[], nn.Module]:
+def pretrained_model(job: ModelJob, *, seed: int) -> Callable[[], nn.Module] | nn.Module:
     """Return a function that builds the model of `hf:FOLDER_OR_NAME`. Its parameters are fp32, unless `dtype` is given.
+
+    A quantized model is returned itself: every rank holds it whole, with adapters that begin by `seed`.
 
     Raises JobError for a name that cannot be fetched, a model that transformers does not know, wrong arguments of the
     configuration or of LoRA, and missing weights. The function raises it for weights of another model."""
@@ -50,6 +59,14 @@ def pretrained_model(job: ModelJob) -> Callable[[], nn.Module]:
     if unknown:
         raise JobError(f"model.arguments: {next(iter(unknown))!r} is no key of {folder}/config.json; write one of it")
     config.name_or_path = job.name.removeprefix(HUB)
+    if job.quantization:
+        name, settings_of = _QUANTIZED[job.quantization]
+        quantized = settings_of(auto, library(name, key="model.quantization"))
+        kind = auto.AutoModelForCausalLM
+        whole = kind.from_pretrained(folder, config=config, dtype=config.dtype, quantization_config=quantized)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return peft.get_peft_model(whole, adapters)  # type: ignore[no-any-return, union-attr]
     weights = {
         (file, entry): tensors.get_tensor(entry)  # a view of the mapped file
         for file in index.files

@@ -1,23 +1,7 @@
 """Make or find the folder of a training run, write its checkpoints, and resume from one.
 
-    runs/demo/job.toml                  the resolved job; `meshwise train runs/demo/job.toml` runs it again
-    runs/demo/metrics.jsonl             every event, one JSON object a line
-    runs/demo/checkpoints/              with train.save_every
-    runs/demo/launch                    torchrun's name for the job (run ID), if torchrun may start the ranks again
-    runs/demo/tensorboard/              with train.loggers = ["tensorboard"]
-    runs/demo/timeline.json             with train.timeline
-    runs/demo/profile/                  with train.profile
-    runs/demo/parameters.safetensors    the full parameters and buffers at the end
-    runs/demo/failure-rank-1.txt        the traceback of a rank that failed
-    runs/demo/stop                      made by a user, or by a cluster before its time limit: the run saves and ends
-
-    | train.resume      folder                          begins from (`find_run_start`)
-    | (none)            a new one                       nothing
-    | auto              `output`, if it exists          its newest valid checkpoint; nothing without one
-    | a folder          a new one                       that checkpoint, or the newest valid one of that run
-
-Ranks that torchrun has started again find the folder by the run ID in `launch`, and resume from its checkpoints.
-If it has none, they begin where the first start began.
+docs/checkpoints.md shows the folder. Ranks that torchrun starts again find it by the run ID in `launch`, and resume
+from its checkpoints. If it has none, they begin where the first start began.
 
 A resumed run reads the samples and sets the learning rates of a run without interruption (`restore_run`). The trainer
 restores the model, the optimizer and (under the same plan) the random generators. In addition, a run has three counts
@@ -182,7 +166,8 @@ class RunProgress:
 
     | shares  relative rows of the replicas with `train.shares = "auto"`
     | batch   size of the next batch, with `train.auto_batch`; 0: none chosen yet
-    | noise   averaged gradient noise, if it is measured"""
+    | noise   averaged gradient noise, if it is measured
+    | stream  position in the training data, if they are a stream (`SampleStream.state`)"""
 
     step: int = 0
     samples: int = 0
@@ -191,6 +176,7 @@ class RunProgress:
     batch: int = 0
     noise: NoiseAverage = field(default_factory=NoiseAverage)
     shares: list[int] = field(default_factory=list)
+    stream: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "RunProgress":

@@ -2,14 +2,7 @@
 
 The training loop emits events through an `EventDispatcher`. Its sinks print the events (`console_output`), write them
 to metrics.jsonl (`JsonLines`), and pass them to the loggers of the job (`logger_maker`). Only rank 0 has sinks. In
-metrics.jsonl an event has the lower-case name of its class.
-
-    | train.loggers         what rank 0 calls
-    | "tensorboard"         SummaryWriter(folder/tensorboard)       extra `tensorboard`
-    | "wandb"               wandb.init, run.log, run.finish        extra `wandb`
-    | "mlflow"              mlflow.start_run, log_metrics, end_run  extra `mlflow`
-    | "aim"                 aim.Run(repo=folder), track, close      extra `aim`
-    | "my_module:Callback"  Callback(folder, job), then callback.write(event) for every event, callback.close()
+metrics.jsonl an event has the lower-case name of its class. docs/checkpoints.md lists the loggers.
 
 The dataclasses that are derived from `RunEvent` are the events: Start, Step, Validation, Saved, End and others."""
 

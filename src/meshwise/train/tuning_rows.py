@@ -1,16 +1,11 @@
 """Turn texts, prompts and chats into rows of tokens with the loss on answers alone (`load_rows`).
 
-    | in data.dataset    records                                   record                            loss on
-    | json:FILES         lines of files, folders or globs          {"text": …}                       all tokens
-    | parquet:FILES      rows of files                             {"prompt": …, "completion": …}    the completion
-    | datasets:FOLDER    of save_to_disk of Hugging Face datasets  {"messages": [{"role": …}, …]}    the assistant
-
-A record is tokenized once, into a cache file that ranks map into memory:
+docs/fine_tuning.md shows records and a packed row. A record is tokenized once, into a file that ranks map into memory:
 
     | N words, uint32          R integers, int64            R integers, int64              two integers, int64
     | tokens; bit 31: loss     first word of each record    its first token with a loss    largest token, R
 
-A row of `context` tokens is one record, or packed, as many as fit, in their order: docs/fine_tuning.md shows one."""
+A row of `context` tokens is one record, or packed, as many as fit, in their order."""
 
 import contextlib
 import functools
@@ -26,12 +21,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from meshwise.model.forward import default_forward
 from meshwise.reference.gpt import IGNORED
 from meshwise.train.console_output import counted
 from meshwise.train.dataset import (
@@ -44,6 +36,7 @@ from meshwise.train.dataset import (
     open_tokens,
     text_files,
 )
+from meshwise.train.global_batches import pack, pad, without_targets
 from meshwise.train.job import DataJob, JobError
 from meshwise.train.pretrained_model import hub_folder, library
 
@@ -57,17 +50,13 @@ _FIELDS = ("text", "prompt", "completion", "messages", "tools")
 _TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|chat_template|special_tokens|added_tokens).*|merges\.txt|.*\.model")
 
 
-def _without_targets(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    """Call the model on the entries of a batch of rows that it knows, except the targets, which are for the loss."""
-    return default_forward(model, {key: value for key, value in batch.items() if key != "targets"})
-
-
-class TuningRows(Dataset[dict[str, Tensor]]):
+class TuningRows(Dataset[dict[str, Any]]):
     """Rows of tokens from a cache file: dicts of int64 tensors `(context,)`.
 
     A target is the next token of the same record, or -100 where it has no loss or is missing. `position_ids` begin anew
-    with each packed record. Without `pack`, a record is padded at its end, with an `attention_mask` in their place.
-    `largest` is the largest token, `summary` a line for the user, `content` what a resumed run compares."""
+    with each packed record. Without `pack`, a record is padded at its end, with an `attention_mask` in their place; for
+    a collator, it is an array of its length. `largest` is the largest token, `summary` a line for the user, `content`
+    what a resumed run compares."""
 
     def __init__(self, path: Path, *, job: DataJob) -> None:
         self._path, self._job, context = path, job, job.context
@@ -93,20 +82,18 @@ class TuningRows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self._rows) - 1
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        context, at = self._job.context, 0
-        inputs, targets, positions = (np.full(context, value, np.int64) for value in (0, IGNORED, 0))
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        samples = []
         for part in range(self._rows[index], self._rows[index + 1]):
             words = self._words[self._starts[part] :][: self._sizes[part]]
-            positions[at:] = np.arange(context - at)
-            inputs[at : at + len(words)] = words & ~_LOSS
-            at += len(words)
-            targets[at - len(words) : at - 1] = np.where(words[1:] & _LOSS, inputs[at - len(words) + 1 : at], IGNORED)
-        mask = (np.arange(context) < at).astype(np.int64)
-        positions[at:] = np.arange(context - at)
-        row = {"input_ids": inputs, "targets": targets}
-        row |= {"position_ids": positions} if self._job.pack else {"attention_mask": mask}
-        return {key: torch.from_numpy(values) for key, values in row.items()}
+            tokens = (words & ~_LOSS).astype(np.int64)
+            targets = np.append(np.where(words[1:] & _LOSS, tokens[1:], IGNORED), IGNORED)
+            samples.append({"input_ids": tokens, "targets": targets})
+        if self._job.collator:
+            return samples[0]
+        context = self._job.context
+        batch = pack(samples, context=context) if self._job.pack else pad(samples, multiple=context)
+        return {key: rows[0] for key, rows in batch.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the arguments, so that a worker process maps the file again; a pickled map would be a copy."""
@@ -136,7 +123,7 @@ def load_rows(job: DataJob) -> RunData:
         raise JobError(f"data.dataset = {job.dataset!r} has no row to train on: {rows.summary}; give more records")
     data = load_data(job, made=rows)
     summary = f"{data.summary} of {counted(job.context, of='token')}; {rows.summary}"
-    return replace(data, summary=summary, content=rows.content, forward=_without_targets, largest=rows.largest)
+    return replace(data, summary=summary, content=rows.content, forward=without_targets, largest=rows.largest)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

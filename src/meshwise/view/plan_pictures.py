@@ -1,20 +1,9 @@
 """Draw the timeline, memory and mesh of plans as pictures (`pictures`), all plans to the same scale.
 
-`timeline_picture` has a row for every rank, and time to the right:
-
-    | rank 0  ┃ F0 ┃ F1 ┃░░░░┃   B0   ┃▒ F2 ▒┃ … ┃ update ┃    computations, with the waits drawn over them
-    |           ▂▂▂▂▂▂    ▂▂▂▂▂                                collectives, messages and moves between tiers, each on
-    |                                                          its own track, if there are any
-
-`memory_pictures` draws one area for each category of memory, above one another. `mesh_picture` has a cell for each
-rank, in grids of the two innermost axes; cells of a node have one colour:
-
-    | pp 0                  pp 1
-    |       tp 0  tp 1            tp 0  tp 1
-    | dp 0 [  0 ][  1 ]     dp 0 [  4 ][  5 ]
-    | dp 1 [  2 ][  3 ]     dp 1 [  6 ][  7 ]
-
-The next two axes arrange the grids in rows and columns. A long axis is shown by its first indices and its last index.
+`timeline_picture` has a row for every rank, and time to the right; `memory_pictures` draws one area for each category
+of memory, above one another. `mesh_picture` has a cell for each rank, in grids of the two innermost axes; cells of a
+node have one colour: docs/view.md. The next two axes arrange the grids in rows and columns. A long axis is shown
+by its first indices and its last index.
 `picture_sheet` is one picture of all plans, `page` an HTML page about them."""
 
 import math
