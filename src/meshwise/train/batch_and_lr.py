@@ -2,10 +2,8 @@
 
 The batch is fixed, grows with the samples read, or follows the noise scale: docs/large_batch.md draws both.
 
-`balanced_rows` gives slow replicas fewer rows of a batch.
-
 The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches. `batch_factor` is the
-factor of the learning rate for a batch."""
+factor of the learning rate for a batch. `balanced_rows` gives slow replicas fewer rows."""
 
 import math
 from collections.abc import Callable, Sequence
