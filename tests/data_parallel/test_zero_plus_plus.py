@@ -117,8 +117,6 @@ def test_encoded_gathers_go_with_the_other_axes(plan: str) -> None:
 
 
 def test_what_is_saved_and_loaded_is_exact(tmp_path: Path) -> None:
-    """A load between two steps also replaces the second shards of frozen parameters."""
-
     def first(world: World) -> dict[str, Tensor]:
         trainer = parallelize(Case(frozen=True).model(), "dp=4 zero=3 hpz=2 gather=int4", world=world, **TRAINING)
         trainer.step(batches()[0])
