@@ -154,8 +154,8 @@ class GlooTransport:
 
     def receive_any(self, x: Tensor, *, label: str) -> int:
         """Block until some rank has sent a message with this `label`, size and dtype into `x`; return the rank."""
-        assert self._group is not None, "the world was closed"
-        work = self._group.recv_anysource([x], _tag(label, x))
+        assert self.group is not None, "the world was closed"
+        work = self.group.recv_anysource([x], _tag(label, x))
         work.wait()
         return int(work._source_rank())
 
