@@ -202,7 +202,7 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_h
     assert len(set(done)) == last, "a step that was done twice had the same loss"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGUSR1 to a rank"])
+@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGINT to the session", "SIGUSR1 to a rank"])
 def test_a_signal_lets_all_ranks_save_and_end_and_the_printed_command_goes_on(how: str, folder: Path) -> None:
     words = [*own("nothing"), "--train.steps=1000000", "--train.save-every=1000000"]
     command = Command(sys.executable, "-m", "meshwise", *words, folder=folder)
@@ -210,13 +210,15 @@ def test_a_signal_lets_all_ranks_save_and_end_and_the_printed_command_goes_on(ho
     number = signal.Signals[how.split(maxsplit=1)[0]]
     if "launcher" in how:
         command.process.send_signal(number)
+    elif "session" in how:
+        os.killpg(command.process.pid, number)  # Ctrl-C in a terminal
     else:
         rows = subprocess.run(["ps", "-eo", "sess=,pid="], capture_output=True, text=True, check=True).stdout
         pairs = [row.split() for row in rows.splitlines()]
         os.kill(max(int(pid) for session, pid in pairs if session == str(command.process.pid)), number)  # a rank
     status, out, _ = command.end()
 
-    assert status == (-signal.SIGTERM if "launcher" in how else 0)
+    assert status == {"launcher": -signal.SIGTERM, "session": 130, "rank": 0}[how.rsplit(maxsplit=1)[-1]]
     assert not command.left()
     done = steps(folder / "run")
     [line] = [line for line in out.splitlines() if line.startswith("stopped")]

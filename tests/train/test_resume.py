@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
+from meshwise.checkpoint.checkpoint_format import DamageError, SaveError, read_index
 from meshwise.comm.api.job_processes import JobAttempt
 from meshwise.plan import Plan
 from meshwise.train.dataset import SampleOrder
@@ -266,6 +266,21 @@ def test_the_oldest_checkpoints_go(job: Job) -> None:
     root = Path(job.train.output) / "checkpoints"
     assert sorted(path.name for path in root.glob("step-*")) == ["step-6", "step-8"]
     assert [event["step"] for event in events(root.parent, "saved")] == [3, 6, 8]
+
+
+def test_the_checkpoint_of_the_lowest_validation_loss_is_kept_and_a_resumed_run_knows_it(job: Job) -> None:
+    root = Path(job.train.output) / "checkpoints"
+    rates = change(job, "data", validation=0.2)
+    run_job(change(rates, "train", validate_every=1, keep_best=True, save_every=0))
+    losses = {event["step"]: event["loss"] for event in events(root.parent, "validation")}
+    best = min(losses, key=losses.__getitem__)
+    assert [path.name for path in root.iterdir() if path.is_dir()] == ["best"]
+    saved = read_index(root / "best").extra["user"]["progress"]
+    assert (saved["step"], saved["best"]) == (best, losses[best])
+
+    worse = change(change(rates, "optimizer", lr=50.0), "train", accept=("optimizer.lr",), steps=STEPS + 2)
+    run_job(change(worse, "train", validate_every=1, keep_best=True, save_every=0, resume="auto"))
+    assert read_index(root / "best").extra["user"]["progress"] == saved
 
 
 def test_a_save_that_fails_is_said_and_the_run_goes_on(job: Job) -> None:

@@ -297,10 +297,12 @@ class TrainJob:
     with `resume = "auto"` the run in the folder continues."""
     save_every: int = 0
     """Steps between checkpoints, which are written into the folder `checkpoints` of the run. The last step writes a
-    checkpoint too. A run with checkpoints saves and ends after SIGTERM, SIGUSR1, or, looked for each `log_every` steps,
-    a file `stop` in its folder. 0: no checkpoints."""
+    checkpoint too. A run with checkpoints saves and ends after Ctrl-C, SIGTERM, SIGUSR1, or, looked for each
+    `log_every` steps, a file `stop` in its folder. 0: no checkpoints."""
     keep_last: int = 3
     """Number of checkpoints to keep; older checkpoints are removed when a new checkpoint is complete."""
+    keep_best: bool = False
+    """Keep a checkpoint of the lowest validation loss too, in `checkpoints/best`, whatever `save_every` is."""
     resume: str | None = None
     """Where the run begins. `auto`: at the newest valid checkpoint in `output`, or at the start without a checkpoint.
     The folder of a run or of a checkpoint: a new run begins at that checkpoint. Default: at the start. Ranks that their

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from meshwise.train.global_batches import SampleStream, opened
 from meshwise.train.job import Job, JobError, SampleJob
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.run_checkpoints import (
+    BEST,
     CHECKPOINTS,
     JOB,
     METRICS,
@@ -164,6 +166,7 @@ class _Run:
                 return RunSummary(self._progress.loss, self._validation, where)
         self._write_parameters()
         self._validate(self._progress.step)
+        self._checkpoints.finish()
         if job.sample.length:
             text = generate(trainer, sample=job.sample, context=job.data.context, seed=job.train.seed)
             self._emit(run_events.Sample(self._progress.step, job.sample.prompt, text))
@@ -286,10 +289,13 @@ class _Run:
         job = self._job.train
         self._checkpoints.report_published()
         if job.save_every and (step % job.save_every == 0 or last):
-            if isinstance(self._source, SampleStream):
-                self._progress.stream = self._source.state(self._progress.samples)
-            extra = run_extra(self._prepared, progress=self._progress, ranks=self._trainer.world.size)
-            self._checkpoints.save(step, extra=extra)
+            self._save(step, f"step-{step}")
+
+    def _save(self, step: int, name: str) -> None:
+        if isinstance(self._source, SampleStream):
+            self._progress.stream = self._source.state(self._progress.samples)
+        extra = run_extra(self._prepared, progress=self._progress, ranks=self._trainer.world.size)
+        self._checkpoints.save(step, name=name, extra=extra)
 
     def _next_batch(self) -> Any:
         """Return this rank's rows of the next global batch, and set its size; a new size begins a new reader."""
@@ -334,8 +340,11 @@ class _Run:
         most = size if job.validate_batches is None else min(size, job.validate_batches * job.batch)
         batches = self._read(self._data.validation, range(0, most, job.batch), SampleOrder(size, seed=0))
         result = self._trainer.evaluate(batches, local=self._data.collate is None)
-        self._validation = result.loss
+        self._validation, best = result.loss, self._progress.best
         self._emit(run_events.Validation(step, result.loss, result.tokens))
+        if job.keep_best and (best is None or result.loss < best):
+            self._progress.best = result.loss
+            self._save(step, BEST)
 
     def _read(self, source: Any, numbers: range, order: SampleOrder) -> Iterator[Any]:
         workers, collate = self._job.data.workers, self._data.collate
@@ -360,11 +369,22 @@ _FILE = "the file `stop`"
 
 @contextlib.contextmanager
 def stop_signals(received: list[str]) -> Iterator[None]:
-    """Append the names of SIGTERM and SIGUSR1 (of Slurm) to `received` inside the block; they do nothing else there.
+    """Append the names of Ctrl-C, SIGTERM and SIGUSR1 (of Slurm) to `received` inside the block, and do nothing else.
+    A Ctrl-C more than a second after the first signal raises KeyboardInterrupt: a launcher repeats the first at once.
 
     Python handles signals in the main thread. A run in another thread leaves the handlers as they are."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1) if threading.current_thread() is threading.main_thread() else ()
-    kept = {one: signal.signal(one, lambda it, _: received.append(signal.Signals(it).name)) for one in numbers}
+    began = math.inf
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        nonlocal began
+        if number == signal.SIGINT and time.monotonic() - began > 1:
+            raise KeyboardInterrupt
+        began = min(began, time.monotonic())
+        received.append(signal.Signals(number).name)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    kept = {one: signal.signal(one, handle) for one in numbers if in_main_thread}
     try:
         yield
     finally:

@@ -45,7 +45,7 @@ from meshwise.train.run_events import Resume, RunEvent, Saved, SaveFailed
 TIMELINE = "timeline.json"
 """Name of the file with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
 JOB, METRICS, PARAMETERS = "job.toml", "metrics.jsonl", "parameters.safetensors"
-CHECKPOINTS, PROFILE, LAUNCH, STOP = "checkpoints", "profile", "launch", "stop"
+CHECKPOINTS, BEST, PROFILE, LAUNCH, STOP = "checkpoints", "best", "profile", "launch", "stop"
 """Names in the run's folder, as in the table above."""
 
 
@@ -151,7 +151,7 @@ FREE_KEYS = (
     *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
     *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
     *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),
-    *("train.shares", "train.output", "train.resume", "train.accept"),
+    *("train.keep_best", "train.shares", "train.output", "train.resume", "train.accept"),
 )
 """Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""
 _SILENT_KEYS = (
@@ -167,6 +167,7 @@ class RunProgress:
     | shares  relative rows of the replicas with `train.shares = "auto"`
     | batch   size of the next batch, with `train.auto_batch`; 0: none chosen yet
     | noise   averaged gradient noise, if it is measured
+    | best    lowest validation loss so far, with `train.keep_best`
     | stream  position in the training data, if they are a stream (`SampleStream.state`)"""
 
     step: int = 0
@@ -175,6 +176,7 @@ class RunProgress:
     loss: float = 0.0
     batch: int = 0
     noise: NoiseAverage = field(default_factory=NoiseAverage)
+    best: float | None = None
     shares: list[int] = field(default_factory=list)
     stream: dict[str, Any] = field(default_factory=dict)
 
@@ -300,7 +302,7 @@ def _text(value: Any) -> str:
 
 
 class RunCheckpoints:
-    """Saves checkpoints of `trainer` into `root`/step-N. All ranks call `save` and `finish` at the same step."""
+    """Saves checkpoints of `trainer` into folders of `root`. All ranks call `save` and `finish` at the same step."""
 
     def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[RunEvent], None]) -> None:
         self._trainer = trainer
@@ -308,20 +310,19 @@ class RunCheckpoints:
         self._keep_last = keep_last
         self._emit = emit
         self._saving: PendingSave | None = None
-        self._step = 0
+        self._step, self._name = 0, ""
         self._began = 0.0
         self._held = 0.0
         self._reported = True
         self._failed: SaveError | None = None
 
-    def save(self, step: int, *, extra: Mapping[str, Any]) -> None:
-        """Wait for the previous save, then start to save the state after `step`, and `extra` (JSON values). If one of
-        the two saves fails, `SaveFailed` is emitted and nothing is raised."""
+    def save(self, step: int, *, name: str, extra: Mapping[str, Any]) -> None:
+        """Wait for the previous save, then start to save the state after `step`, and `extra` (JSON values), into the
+        folder `name`. If one of the two saves fails, `SaveFailed` is emitted and nothing is raised."""
         self._await()
-        self._step, self._began, self._reported = step, time.monotonic(), False
+        self._step, self._name, self._began, self._reported = step, name, time.monotonic(), False
         try:
-            folder = self._root / f"step-{step}"
-            self._saving = self._trainer.save(folder, extra=extra, wait=False, keep_last=self._keep_last)
+            self._saving = self._trainer.save(self._root / name, extra=extra, wait=False, keep_last=self._keep_last)
         except SaveError as error:
             self._fail(error)
         self._held = time.monotonic() - self._began
@@ -355,7 +356,7 @@ class RunCheckpoints:
 
     def _report(self) -> None:
         self._reported = True
-        path = str(self._root / f"step-{self._step}")
+        path = str(self._root / self._name)
         self._emit(Saved(self._step, path, time.monotonic() - self._began, self._held))
 
     def _fail(self, error: SaveError) -> None:
