@@ -111,7 +111,7 @@ class DataParallel:
         self._started, self._last = 0, last
         if loss is not None and loss.requires_grad:
             leaves = reached(loss) if self._incomplete else None
-            absent = self._expect(leaves, in_place=keep and not (reduces or self._incomplete))
+            absent = self._expect(leaves)
             hidden = self._incomplete and leaves is None
             self._reducing = reduces and not hidden
             self._on_gradient = None if keep else discard_gradient
@@ -127,10 +127,10 @@ class DataParallel:
         self._reducing = False
 
     def accumulate(self, on_gradient: GradientCallback | None = None) -> None:
-        """Accumulate the gradients of a backward that the caller runs next; or pass them to `on_gradient`."""
+        """Accumulate the gradients of backwards that the caller runs, until `reduce`; or pass them to `on_gradient`."""
         self._on_gradient = on_gradient
         self._reducing = False
-        self._expect(None, in_place=on_gradient is None)
+        self._expect(None)
 
     def collect(self) -> bool:
         """Take the gradients that a backward has left in `.grad`; return True if some have not arrived."""
@@ -220,9 +220,9 @@ class DataParallel:
             self._start(all_of_them=False)
         self.world.progress()  # other ranks may wait for this rank's part of the last reduction
 
-    def _expect(self, leaves: set[int] | None, *, in_place: bool) -> bool:
+    def _expect(self, leaves: set[int] | None) -> bool:
         """Expect gradients of all trainable parameters, or of those with an id in `leaves`; return True if fewer."""
-        fewer = [gradients.expect(leaves, in_place=in_place) for gradients in self._order]
+        fewer = [gradients.expect(leaves) for gradients in self._order]
         return any(fewer)
 
     def _stop(self) -> None:

@@ -18,7 +18,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import Work, World
 from meshwise.pipeline.run.pipeline_stage import Stage, StageError, signature
-from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input, split_pays
+from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input
 from meshwise.pipeline.schedules.schedule_table import (
     COMPUTE,
     RECEIVES,
@@ -142,8 +141,6 @@ class _Walk:
         self._sending: dict[int, deque[list[Work]]] = defaultdict(deque)
         self._waited: dict[int, int] = defaultdict(int)
         self._arrived = self._acknowledged()
-        computed = [action for action in self._rows[self._rank] if action.kind in COMPUTE]
-        self._adjacent = {_place(one) for one, next_ in pairwise(computed) if next_ == one._replace(kind=ActionKind.W)}
 
     def run(self) -> dict[int, Any]:
         """Run the actions of this rank's row in order; an error gets a note with the action and the rank."""
@@ -219,13 +216,14 @@ class _Walk:
         flight = self._flights[place]
         assert flight.outputs is not None
         flight.weights = WeightBackward()
-        trained = self._stages[stage].module.parameters
-        whole = whole or (place in self._adjacent and not split_pays(flight.leaves, parameters=trained()))
         if flight.outputs and whole:
             torch.autograd.backward(flight.outputs, flight.gradients)
         elif flight.outputs:
             flight.weights = backward_input(
-                flight.outputs, gradients=flight.gradients, received=flight.leaves, parameters=trained()
+                flight.outputs,
+                gradients=flight.gradients,
+                received=flight.leaves,
+                parameters=self._stages[stage].module.parameters(),
             )
         flight.outputs, flight.gradients = [], []
         if stage > 0:

@@ -132,13 +132,6 @@ def backward_input(
     return later
 
 
-def split_pays(received: Sequence[Tensor], *, parameters: Iterable[Tensor]) -> bool:
-    """Return whether W has the arithmetic to pay for calls of autograd of 0.1 ms: 2^21 products for each parameter."""
-    rows = max((leaf.numel() // max(1, leaf.shape[-1]) for leaf in received if leaf.dim()), default=0)
-    sizes = [parameter.numel() for parameter in parameters if parameter.requires_grad]
-    return rows * sum(sizes) >= len(sizes) << 21
-
-
 def is_reentrant(values: Iterable[Tensor]) -> bool:
     """Return whether a node of torch's reentrant checkpoint is in the graph of these values."""
     return _Graph([value.grad_fn for value in values if value.grad_fn is not None]).is_reentrant
