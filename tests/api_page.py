@@ -187,7 +187,7 @@ def _signature(value: Any) -> str:
     if first is not None:
         shown.insert(first, "*")
     text = f"({', '.join(shown)})"
-    return "" if len(text) > 400 or "<factory>" in text or " at 0x" in text else text
+    return "" if len(text) > 600 or "<factory>" in text or " at 0x" in text else text
 
 
 def _summary(value: Any) -> list[str]:

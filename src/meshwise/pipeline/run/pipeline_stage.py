@@ -224,6 +224,9 @@ def nan_like(tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
     """Return NaN (integers: 0) in the shape and dtype of a tensor. If `fresh`, it has memory, and may be written to."""
     if _nan(tensor.dtype, device)._version:  # a model has written to it
         _nan.cache_clear()
+    if device.type == "meta" and not fresh:  # contiguous, as what the piece returns: no operation copies it first
+        with without_modes():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     nan = _nan(tensor.dtype, device).expand(tensor.shape)
     return nan.clone(memory_format=torch.contiguous_format) if fresh else nan
 
@@ -231,7 +234,8 @@ def nan_like(tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
 @cache
 def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-    with torch.inference_mode(mode=False):  # a tensor of inference mode has no version
+    # A rehearsal records no operation that only the first step of a process has; inference mode has no versions.
+    with without_modes(), torch.inference_mode(mode=False):
         return torch.full((), value, dtype=dtype, device=device)
 
 
