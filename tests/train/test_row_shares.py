@@ -91,7 +91,7 @@ def test_wrong_shares_are_refused() -> None:
     with pytest.raises(ValueError, match=r"weights \[1, 2\] are not 1 numbers above 0"):
         trainer.set_shares([1, 2])
     for plan in ("dp=2 sync=local every=2", "dp=1 server=1 staleness=1"):
-        with pytest.raises(PlanError, match="uneven shares change the result; leave them out"):
+        with pytest.raises(PlanError, match="shares change the result; leave out train"):
             run(2, refused_shares, args=(plan,))
     with pytest.raises(JobError, match="gives uneven micro-batches"):
         TrainJob(shares="auto", noise=True)

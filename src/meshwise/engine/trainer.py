@@ -259,7 +259,7 @@ class Trainer:
         weights: a positive whole number for each of the `replicas`, equal on every rank; None: even shares. The shares
         change no result, except by rounding. Raises PlanError if replicas update apart."""
         if self.plan.apart_axes:
-            raise PlanError(f"'{self.plan}' updates replicas apart, so uneven shares change the result; leave them out")
+            raise PlanError(f"'{self.plan}' lets replicas differ, so shares change the result; leave out train.shares")
         if weights is not None and (len(weights) != self.replicas or min(weights) < 1):
             raise ValueError(f"weights {list(weights)} are not {self.replicas} numbers above 0, one for each replica")
         sharder = self._stepping.sharder
