@@ -181,8 +181,8 @@ REFUSED_TEXT = [
     ("xyz=1", "unknown plan key 'xyz'; the keys are dp tp pp cp context cp_heads ep etp dispatch chunk zero shards"),
     ("dp", "'dp' in the plan 'dp' is not key=value; write it as in 'dp=2 zero=1'"),
     ("dp=2 dp=4", "dp is given twice in the plan 'dp=2 dp=4'"),
-    ("dp=0", "dp=0: dp is 1 and up, or `auto` (None in Python). Nearest that works: 'dp=1'"),
-    ("dp=two", "dp='two': dp is a whole number, 1 and up, or `auto` (None in Python); write it as in 'dp=1'"),
+    ("dp=0", "dp=0: dp is 1 and up, `4x8` (see `shards`), or `auto` (None in Python). Nearest that works: 'dp=1'"),
+    ("dp=two", "dp='two': dp is a whole number, 1 and up, `4x8` (see `shards`), or `auto` (None in Python); write it"),
     ("zero=auto", "zero=auto: zero is a whole number, 0 to 3; write it as in 'zero=3'"),
     ("sequence_parallel=true", "sequence_parallel is a whole number, 0 to 1; write it as in 'sequence_parallel=1'"),
     ("dp=2 DP=4", "dp is given twice in the plan 'dp=2 DP=4'"),
@@ -197,6 +197,9 @@ REFUSED_TEXT = [
     ("wire=in8", "qsgd:4, powersgd:4, topk:0.01 (or another number). Nearest that works: 'wire=int8'"),
     ("wire=topk:2", "Nearest that works: 'wire=topk:0.01'"),
     ("wire=int8:3", "Nearest that works: 'wire=int8'"),
+    ("server=1 staleness=asynch", "is none of 2, 0, async (or another number). Nearest that works: 'staleness=async'"),
+    ("server=1 staleness=1.5", "Nearest that works: 'staleness="),
+    ("correction=dc", "is none of dc:0.04, none (or another number). Nearest that works: 'correction=dc:0.04'"),
     ("microbatches=0", "microbatches=0: microbatches is 1 and up. Nearest that works: 'microbatches=1'"),
 ]  # fmt: skip
 

@@ -108,6 +108,12 @@ def test_what_the_users_own_module_raises_passes_through(own: Path) -> None:
 def test_a_loss_is_one_of_ours_or_the_users(own: Path) -> None:
     assert loss_function(Job()) is next_token_loss
     assert loss_function(Job(loss="mse")) is mean_squared_error
+    padded, logits = loss_function(Job(data=DataJob(dataset="own:chats", collator="pad"))), torch.randn(1, 3, 5)
+    tokens = {"tokens": torch.tensor([[1, 2, 3]]), "labels": torch.tensor([[1, 2, 3]])}
+    summed = torch.nn.functional.cross_entropy(logits[0, :2], torch.tensor([2, 3]), reduction="sum")
+    assert list(map(float, padded(logits, tokens))) == pytest.approx([float(summed), 2])
+    with pytest.raises(ValueError, match="needs a key 'labels' or 'targets'; the samples have"):
+        padded(logits, {"tokens": tokens["tokens"]})
     assert loss_function(Job(loss=f"{own}:loss"))(torch.ones(2, 3), None) == (torch.tensor(6.0), 6)
     with pytest.raises(JobError, match="loss = 'mes' is neither cross-entropy nor balanced nor mse"):
         loss_function(Job(loss="mes"))

@@ -18,7 +18,7 @@ from meshwise.comm.api import flight_recorder
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.testing import agree, outcome, run
 from meshwise.train import loop
 from meshwise.train.batch_and_lr import balanced_rows
@@ -82,10 +82,17 @@ def test_a_step_is_one_process_under_any_shares(plan: str, local: bool) -> None:
         agree(found, expected(Case()), bound=BOUND)
 
 
+def refused_shares(world: World, plan: str) -> None:
+    parallelize(Case().model(), plan, world=world, **TRAINING).set_shares([1] * Plan.parse(plan).row_parts)
+
+
 def test_wrong_shares_are_refused() -> None:
     trainer = parallelize(Case().model(), "dp=1", **TRAINING)
     with pytest.raises(ValueError, match=r"weights \[1, 2\] are not 1 numbers above 0"):
         trainer.set_shares([1, 2])
+    for plan in ("dp=2 sync=local every=2", "dp=1 server=1 staleness=1"):
+        with pytest.raises(PlanError, match="shares change the result; leave out train"):
+            run(2, refused_shares, args=(plan,))
     with pytest.raises(JobError, match="gives uneven micro-batches"):
         TrainJob(shares="auto", noise=True)
 
@@ -109,6 +116,11 @@ def slowed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def job(folder: Path, shares: str) -> Job:
     made = change(short(folder), "train", steps=24, batch=8, dtype="float64", keep_last=24, shares=shares)
     return dataclasses.replace(made, plan=Plan(dp=2, zero=3))
+
+
+def test_servers_get_no_shares(tmp_path: Path) -> None:
+    served = dataclasses.replace(job(tmp_path, "auto"), plan=Plan(dp=1, server=1))
+    assert len(steps(Path(str(run_job(served)[0].folder)))) == 24
 
 
 def test_a_slow_rank_gets_fewer_rows_and_the_run_is_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -257,7 +257,9 @@ class Trainer:
         """Let the parts of each batch have sizes proportional to `weights`, from the next `share` and step on.
 
         weights: a positive whole number for each of the `replicas`, equal on every rank; None: even shares. The shares
-        change no result, except by rounding."""
+        change no result, except by rounding. Raises PlanError if replicas update apart."""
+        if self.plan.apart_axes:
+            raise PlanError(f"'{self.plan}' lets replicas differ, so shares change the result; leave out train.shares")
         if weights is not None and (len(weights) != self.replicas or min(weights) < 1):
             raise ValueError(f"weights {list(weights)} are not {self.replicas} numbers above 0, one for each replica")
         sharder = self._stepping.sharder

@@ -126,10 +126,7 @@ class Plan:
         form=WIRE_FORM,
     ).field("auto")
     feedback: int = whole_number(
-        1,
-        means="with a codec as `wire`, 1: what it loses is added to the next gradient; 0: it is lost",
-        least=0,
-        most=1,
+        1, means="with a codec as `wire`, 1: what it loses is added to the next gradient; 0: lost", least=0, most=1
     )
     gather: str = one_of(
         "exact int8 int4 fp8",
@@ -142,20 +139,18 @@ class Plan:
     )
     every: int = whole_number(1, means="with `sync` other than `step`, steps between two agreements")
     server: int = whole_number(
-        0,
-        means="ranks besides the workers of dp that hold the optimizer and shards of the parameters",
-        least=0,
+        0, means="ranks besides the workers of dp that hold the optimizer and shards of the parameters", least=0
     )
     staleness: str = Key(
         "with `server`, by how many steps a worker may run ahead of the slowest one; 0: all step together",
         words=("0", "async"),
-        parse=partial(matching, key="staleness", pattern=r"async|0|[1-9]\d{0,5}", example="1"),
+        parse=partial(matching, key="staleness", pattern=r"async|0|[1-9]\d{0,5}", examples=("2", "0", "async")),
         form="or another number",
     ).field("0")
     correction: str = Key(
         "with `staleness`, how servers correct late gradients: `dc:0.04` is DC-ASGD with this factor",
         words=("none",),
-        parse=partial(matching, key="correction", pattern=r"none|dc:\d+(\.\d+)?", example="dc:0.04"),
+        parse=partial(matching, key="correction", pattern=r"none|dc:\d+(\.\d+)?", examples=("dc:0.04", "none")),
         form="`dc:0.04`",
     ).field("none")
     offload: str = Key(

@@ -88,7 +88,7 @@ class Key:
         if self.words:
             form = "or the path of a file" if self.file else self.form
             return ", ".join(filter(None, [*(f"`{word}`" for word in self.words), form]))
-        auto = ", or `auto` (None in Python)" if self.auto else ""
+        auto = ", `4x8` (see `shards`), or `auto` (None in Python)" if self.auto else ""
         size = ", with K, M, G or T for powers of 1024" if self.size else ""
         return (f"{self.least} and up" if self.most is None else f"{self.least} to {self.most}") + auto + size
 
@@ -299,11 +299,14 @@ def _near(word: str, words: tuple[str, ...]) -> str:
     return (difflib.get_close_matches(word, words, n=1, cutoff=0.3) or words[:1])[0]
 
 
-def matching(text: str, *, key: str, pattern: str, example: str) -> str:
-    """Return `text` if it matches a regular expression. Raises PlanError, with the value `example`, if not."""
+def matching(text: str, *, key: str, pattern: str, examples: tuple[str, ...]) -> str:
+    """Return `text` if it matches a regular expression. Raises PlanError, with the nearest of `examples`, if not."""
     if re.fullmatch(pattern, text):
         return text
-    raise PlanError(f"{key}={text} is no value. Nearest that works: '{key}={example}'")
+    raise PlanError(
+        f"{key}={text} is none of {', '.join(examples)} (or another number). "
+        f"Nearest that works: '{key}={_near(text, examples)}'"
+    )
 
 
 _UNQUOTED = r'(?=(?:[^"]*"[^"]*")*[^"]*$)'

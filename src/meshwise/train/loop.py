@@ -179,7 +179,7 @@ class _Run:
         job, trainer = self._job, self._trainer
         return run_events.Start(
             plan=str(job.plan),
-            mesh=trainer.world.mesh.picture(),
+            mesh=trainer.world.mesh.picture() + f"\nserver={job.plan.server}: the last of dp" * (job.plan.server > 0),
             stages="" if trainer.cut is None else str(trainer.cut),
             device=_device(trainer.world),
             parameters=sum(row.numel for row in trainer.table.rows),
@@ -323,7 +323,7 @@ class _Run:
     def _rebalance(self, step: int, times: list[list[float]]) -> None:
         """Give slow replicas fewer rows if it pays; every rank has the same `times`, and so decides the same."""
         trainer, mesh = self._trainer, self._trainer.world.mesh
-        groups = mesh.groups(mesh.others(trainer.plan.row_axes))
+        groups = mesh.groups(mesh.others(trainer.plan.row_axes))[: trainer.replicas]  # the servers are the last
         seconds = [max(statistics.median(times[rank]) for rank in ranks) for ranks in groups]
         before = [stop - start for start, stop in weighted_split(self._size, weights=self._progress.shares)]
         rows = balanced_rows(before, seconds=seconds)

@@ -53,9 +53,11 @@ def answer_loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     logits = getattr(output, "logits", output)
     if not isinstance(batch, Mapping):
         return next_token_loss(logits, batch)
+    if not batch.keys() & {"targets", "labels"}:
+        raise ValueError(f"loss = 'cross-entropy' needs a key 'labels' or 'targets'; the samples have {sorted(batch)}")
     if "targets" not in batch:
         batch = {**batch, "targets": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)}
-    return next_token_loss(logits, (batch["input_ids"], batch["targets"]))
+    return next_token_loss(logits, (logits, batch["targets"]))
 
 
 LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "balanced": balanced_loss, "mse": mean_squared_error}

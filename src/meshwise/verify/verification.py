@@ -153,10 +153,8 @@ def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, D
 
 def served_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
     """Return a note on the servers' logs of a run with the plan's staleness, and the divergence if it is exceeded."""
-    plan, trainer = (
-        subject.plan,
-        parallelize(subject.prepared(), subject.plan, world=world, **subject.arguments(subject.listener())),
-    )
+    plan = subject.plan
+    trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(subject.listener()))
     for batch in subject.converted():
         trainer.step(batch)
     logs = trainer.update_log()
@@ -165,8 +163,8 @@ def served_contract(subject: VerificationInputs, *, world: World) -> tuple[str, 
     figure = BoundedDifference(oldest, math.inf if plan.bound is None else plan.bound, steps)
     return (
         f"contract: degenerate point, invariant. staleness=0 was compared. At staleness={plan.staleness}, "
-        f"{sum(map(len, logs))} gradients were applied once each, and no worker read parameters without a gradient of "
-        f"more than {oldest} steps before its own"
+        f"{sum(map(len, logs))} gradients were applied once each, and the parameters that a worker read were at "
+        f"most {oldest} steps behind"
     ), Divergence("the age of the parameters that a worker read", steps, figure) if figure.over else None
 
 
