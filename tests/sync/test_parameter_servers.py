@@ -200,6 +200,25 @@ def test_late_servers_are_the_replay_of_their_log(
         require_equal(found, expected)
 
 
+@pytest.mark.parametrize("correction", ["none", "dc:0.04"])
+def test_averaged_parameters_in_between_leave_no_trace(correction: str) -> None:
+    """Every rank leaves the block with the newest parameters, and the log says so."""
+
+    def main(world: World) -> tuple[dict[str, Tensor], Log, Any]:
+        trainer = made(world, f"dp=2 server=1 staleness=1 correction={correction}")
+        average = trainer.average(0.9)
+        train(trainer, last=3, slow=[0])
+        with average.applied():
+            trainer.evaluate([batch(0)])
+        train(trainer, first=3, slow=[0])
+        return dict(copied(trainer)), trainer.update_log(), shards(trainer)
+
+    found, logs, parts = run(3, main)[0]
+    check_log(logs, workers=2, bound=1)
+    factor = {"dc": float(correction[3:])} if correction != "none" else {}
+    require_equal(found, replay(logs, parts, workers=2, training=ADAM, **factor))
+
+
 def held_up(world: Any, bound: int, ended: list[int]) -> Log:
     """Train; worker 0 begins its second step when worker 1, which `ended` counts, cannot go on."""
     trainer = made(world, f"dp=2 server=1 staleness={bound}")

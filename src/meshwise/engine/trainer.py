@@ -67,15 +67,23 @@ AVERAGE = "average"
 class ParameterAverage:
     """Average of a trainer's parameters; `Trainer.average` makes it. `swapped`: True inside of `applied`."""
 
-    def __init__(self, engine: Engine, *, optimizer: optim.Optimizer, decay: float, wait: Callable[[], None]) -> None:
-        """`wait`: waits until a save under way has copied its tensors."""
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        optimizer: optim.Optimizer,
+        decay: float,
+        wait: Callable[[], None],
+        publish: Callable[[], None],
+    ) -> None:
+        """`wait`: waits until a save under way has copied its tensors. `publish`: sends parameters to the ranks."""
         if not 0 < decay < 1:
             raise ValueError(f"average({decay}): the decay is between 0 and 1, as in average(0.999)")
         self.decay = decay
         self.swapped = False
         self._engine = engine
         self._optimizer = optimizer
-        self._wait = wait
+        self._wait, self._publish = wait, publish
         self._hook = optimizer.register_step_post_hook(lambda *_: self._move())
 
     @contextlib.contextmanager
@@ -116,7 +124,7 @@ class ParameterAverage:
             value = parameter.detach().clone()
             parameter.detach().copy_(average)
             average.copy_(value)
-        self._engine.publish()
+        self._publish()
         self.swapped = not self.swapped
 
 
@@ -318,8 +326,9 @@ class Trainer:
             raise PlanError(f"the average is kept on the device, and offload={self.plan.offload}; use offload=none")
         if self._average is not None:
             self._average.close()
-        wait = self._state.wait_staged
-        self._average = ParameterAverage(self._engine, optimizer=self.optimizer, decay=decay, wait=wait)
+        publish = self._engine.publish if self._servers is None else self._servers.pull
+        given: dict[str, Any] = {"wait": self._state.wait_staged, "publish": publish}
+        self._average = ParameterAverage(self._engine, optimizer=self.optimizer, decay=decay, **given)
         return self._average
 
     def _refuse_averaged(self) -> None:
