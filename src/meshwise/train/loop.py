@@ -98,6 +98,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         raise JobError(f"emulate = {job.emulate!r} lets CPU ranks wait, and GPUs do not wait for it; leave emulate out")
     if job.train.shares == "auto" and world.device.type == "cuda":
         raise JobError('train.shares = "auto" measures the time of CPUs, and these ranks have GPUs; leave it out')
+    if job.train.shares == "auto" and job.plan.apart_axes:
+        raise JobError(f'train.shares = "auto" needs ranks that update together, unlike "{job.plan}"; leave it out')
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -323,13 +325,15 @@ class _Run:
     def _rebalance(self, step: int, times: list[list[float]]) -> None:
         """Give slow replicas fewer rows if it pays; every rank has the same `times`, and so decides the same."""
         trainer, mesh = self._trainer, self._trainer.world.mesh
-        groups = mesh.groups(mesh.others(trainer.plan.row_axes))
+        groups = mesh.groups(mesh.others(trainer.plan.row_axes))[: trainer.replicas]  # servers have no rows
         seconds = [max(statistics.median(times[rank]) for rank in ranks) for ranks in groups]
         before = [stop - start for start, stop in weighted_split(self._size, weights=self._progress.shares)]
         rows = balanced_rows(before, seconds=seconds)
         if rows != before:
             trainer.set_shares(rows)
-            self._progress.shares, self._size = rows, 0  # a new reader reads by these shares
+            self._progress.shares = rows
+            if self._data.collate is None:  # else each rank reads the whole batch
+                self._size = 0  # a new reader reads by these shares
             self._emit(run_events.Shares(step, rows, seconds))
 
     def _validate(self, step: int) -> None:
