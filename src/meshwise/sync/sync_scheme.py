@@ -219,6 +219,8 @@ def sync_scheme(name: str, *, every: int, replicas: int, settings: Mapping[str, 
             hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
             raise ValueError(f"sync has no setting {key!r}; {hint}")
     scheme = dataclasses.replace(SCHEMES[name], every=every, **settings)
+    if scheme.elastic and "blend" in settings:
+        raise ValueError("sync: the blend of easgd is 1 - outer_lr / replicas; leave blend out, and set outer_lr")
     if scheme.elastic:
         scheme = dataclasses.replace(scheme, blend=max(0.0, 1 - scheme.outer_lr / replicas))
     if scheme.after and scheme.delay:
