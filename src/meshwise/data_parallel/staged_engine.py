@@ -180,17 +180,14 @@ class Engine:
 
     def sum_ties(self) -> None:
         """Sum the gradients of each tied parameter over its stages; all of them then hold the sum (collective)."""
-        for name, stages in self._tied().items():
-            self._sum_tie(name, stages)
-
-    def _tied(self) -> dict[str, list[int]]:
-        """Return the stages that hold each tied parameter, in order, by its name."""
         holders: dict[str, list[int]] = {}
         for index, table in self._tables.items():
             for row in table.rows:
                 if row.trainable:
                     holders.setdefault(row.name, []).append(index)
-        return {name: stages for name, stages in holders.items() if len(stages) > 1}
+        for name, stages in holders.items():
+            if len(stages) > 1:
+                self._sum_tie(name, stages)
 
     def _sum_tie(self, name: str, stages: Sequence[int]) -> None:
         own = {index: engine.accumulated(name) for index, engine in self._stages.items() if index in stages}
