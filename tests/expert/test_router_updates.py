@@ -121,7 +121,7 @@ def test_a_rate_without_a_bias_and_replicas_that_differ_are_refused() -> None:
         return model
 
     options = Options(expert_bias_rate=RATE)
-    with pytest.raises(PlanError, match="e_score_correction_bias of the router beside .*use sync=step"):
+    with pytest.raises(PlanError, match=r"e_score_correction_bias of the router beside .*use sync=step"):
         run(2, lambda world: parallelize(frozen, "dp=2 sync=local", world=world, loss=loss, options=options))
 
 

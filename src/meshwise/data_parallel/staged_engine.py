@@ -109,11 +109,10 @@ class Engine:
         """Round this rank's masters into the parameters, and send these to the ranks that do not gather before use."""
         for bucket in self.buckets:
             bucket.round_off()
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.fresh = False  # frozen parameters too: a checkpoint may have set them
-        held = [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable or bucket.shared]
-        for work in [bucket.publish() for bucket in held]:
+        held = [bucket for unit in self.units for bucket in unit.buckets]
+        for bucket in held:
+            bucket.second_is_current = False  # frozen parameters too: a checkpoint may have set them
+        for work in [bucket.publish() for bucket in held if bucket.trainable or bucket.shared]:
             work.wait()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -180,14 +179,17 @@ class Engine:
 
     def sum_ties(self) -> None:
         """Sum the gradients of each tied parameter over its stages; all of them then hold the sum (collective)."""
+        for name, stages in self._tied().items():
+            self._sum_tie(name, stages)
+
+    def _tied(self) -> dict[str, list[int]]:
+        """Return the stages that hold each tied parameter, in order, by its name."""
         holders: dict[str, list[int]] = {}
         for index, table in self._tables.items():
             for row in table.rows:
                 if row.trainable:
                     holders.setdefault(row.name, []).append(index)
-        for name, stages in holders.items():
-            if len(stages) > 1:
-                self._sum_tie(name, stages)
+        return {name: stages for name, stages in holders.items() if len(stages) > 1}
 
     def _sum_tie(self, name: str, stages: Sequence[int]) -> None:
         own = {index: engine.accumulated(name) for index, engine in self._stages.items() if index in stages}

@@ -229,7 +229,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         policy.undo.callback(use_attend(module, flex_only=True))
     reduction = ZERO[plan.zero]
     if plan.server:
-        reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own=plan.late)
+        reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own_gradients=plan.late)
     if plan.codec:
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
     if scheme is not None:

@@ -41,7 +41,7 @@ from meshwise.engine.open_step import OpenStep
 from meshwise.engine.staged_runner import MicrobatchRunner
 from meshwise.engine.step import TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
-from meshwise.expert.expert_parallel import crowded, imbalances
+from meshwise.expert.expert_parallel import fullest_mixture, imbalances
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.allocator import memory_errors_explained
@@ -293,7 +293,7 @@ class Trainer:
         itself; nonfinite='end', which may have updated some units; and an error in a stage of pp. Messages of that step
         may be under way, so the next step raises StageError."""
         self._refuse_averaged()
-        with memory_errors_explained(self.plan, memory=self.memory, more=lambda: crowded(self._engine.modules)):
+        with memory_errors_explained(self.plan, memory=self.memory, hint=lambda: fullest_mixture(self._engine.modules)):
             return self._stepping.step(batch, local=local, total=total, only=only)
 
     def open_step(self) -> OpenStep:
@@ -356,7 +356,9 @@ class Trainer:
                 digest, rows = batch_digest(batch, contents=number == 0, before=digest), rows + row_count(batch)
                 self._runner.begin(-1 - number)  # numbers that no step has: random draws depend on them
                 micro_batches = self._stepping.sharder.split(batch, local=local, total=None, count=splits)
-                with memory_errors_explained(self.plan, memory=self.memory, more=lambda: crowded(self._engine.modules)):
+                with memory_errors_explained(
+                    self.plan, memory=self.memory, hint=lambda: fullest_mixture(self._engine.modules)
+                ):
                     loss, count = self._runner.evaluate(micro_batches)
                 total += loss
                 tokens += count

@@ -47,8 +47,8 @@ class ServedGradient(NamedTuple):
     applied: int
 
 
-def oldest_read(log: Sequence[ServedGradient]) -> int:
-    """Return the largest number of steps between a gradient of a server's log and one that its parameters lacked.
+def largest_staleness(log: Sequence[ServedGradient]) -> int:
+    """Return the most steps by which a gradient in a server's log is later than one that its parameters lacked.
 
     Under `staleness=k` it is at most k. Raises ValueError if a gradient or version is in the log twice."""
     made = {(row.worker, row.clock): row.applied for row in log}

@@ -136,7 +136,7 @@ class SyncScheme:
     blend: float = 0.0
     """Share of a replica's own parameters that it keeps when the agreed parameters are applied: 0 to below 1."""
     elastic: bool = False
-    """True: replicas move towards the agreed parameters of before, and `blend` is 1 - outer_lr / replicas (EASGD)."""
+    """True: replicas move towards the previous agreed parameters, and `blend` is 1 - outer_lr / replicas (EASGD)."""
 
     def __post_init__(self) -> None:
         smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0}

@@ -47,7 +47,7 @@ from meshwise.train import run_events
 from meshwise.train.batch_and_lr import BatchSizes, balanced_rows, batch_factor, lr_schedule
 from meshwise.train.console_output import OutputConsole, ProgressLines, leave_traceback
 from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
-from meshwise.train.global_batches import SampleStream, opened
+from meshwise.train.global_batches import SampleStream, sample_source
 from meshwise.train.job import Job, JobError, SampleJob
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.run_checkpoints import (
@@ -160,7 +160,7 @@ class _Run:
             if len(self._progress.shares) != trainer.replicas:
                 self._progress.shares = [1] * trainer.replicas
             trainer.set_shares(self._progress.shares)
-        self._source = opened(self._data.train, saved=self._progress.stream)
+        self._source = sample_source(self._data.train, saved=self._progress.stream)
         with stop_signals(self._signals) if job.train.save_every else contextlib.nullcontext():
             by = self._steps()
             if by not in ("", _FILE):  # the time that a signal leaves is short

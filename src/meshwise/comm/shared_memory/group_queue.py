@@ -29,7 +29,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import memmove
-from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor

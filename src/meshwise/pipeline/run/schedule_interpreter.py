@@ -142,6 +142,7 @@ class _Walk:
         self._sending: dict[int, deque[list[Work]]] = defaultdict(deque)
         self._waited: dict[int, int] = defaultdict(int)
         self._arrived = self._acknowledged()
+        # Places whose W follows its B at once: one backward for both may be faster.
         computed = [action for action in self._rows[self._rank] if action.kind in COMPUTE]
         self._adjacent = {_place(one) for one, next_ in pairwise(computed) if next_ == one._replace(kind=ActionKind.W)}
 
@@ -196,8 +197,10 @@ class _Walk:
     def _forward(self, place: Place) -> None:
         index, flight, stage = place[1], self._flights[place], self._stages[place[0]]
         last = stage.index + 1 == stage.count
-        notes = not last and (stage.index, self._jobs[index].shapes) not in self._agreed
-        result = stage.run(self._jobs[index].call, received=flight.received, shapes=flight.shapes, notes=notes)
+        note_shapes = not last and (stage.index, self._jobs[index].shapes) not in self._agreed
+        result = stage.run(
+            self._jobs[index].call, received=flight.received, shapes=flight.shapes, note_shapes=note_shapes
+        )
         flight.received = {}
         if last:
             training = torch.is_grad_enabled()
