@@ -27,18 +27,10 @@ What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The 
 add up to the sums of the true gradients. The owner's error of step 3 is a part of it. PowerSGD (Vogels et al., arXiv
 1905.13727) takes Q of the last step for the next one; after a load it begins anew.
 
-A codec makes rows of bytes from rows of floating-point numbers, and approximate numbers again:
-
-    | wire        bytes for n elements, in b = n / 256 blocks    a value becomes
-    | 1bit        n / 8 + 4 b                                    its sign times the block's mean magnitude
-    | int8, int4  n + 4 b, n / 2 + 4 b                           the nearest of 255 (15) even levels
-    | qsgd:B      n B / 8 + 4 b                                  one of its two nearest levels, at random
-    | fp8         n + 4 b                                        its nearest float8_e4m3
-    | topk:F      k (element size + 4), k = max(1, F n)          itself if among the k largest of the row, else 0
-
-A block of 256 elements has its own fp32 scale: its largest magnitude, or its mean magnitude for `1bit` (Tang et al.,
-arXiv 2102.02888). `qsgd` rounds up with a probability that makes the expected value exact (Alistarh et al., arXiv
-1610.02132). Its random numbers are hashed from value, place and scale, so they need no state."""
+A codec makes rows of bytes from rows of floating-point numbers, and approximate numbers again. docs/synchronisation.md
+has the bytes of each. A block of 256 elements has its own fp32 scale: its largest magnitude, or its mean magnitude for
+`1bit` (Tang et al., arXiv 2102.02888). `qsgd` rounds up with a probability that makes the expected value exact
+(Alistarh et al., arXiv 1610.02132). Its random numbers are hashed from value, place and scale, so they need no state."""
 
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
