@@ -30,7 +30,7 @@ add up to the sums of the true gradients. The owner's error of step 3 is a part 
 A codec makes rows of bytes from rows of floating-point numbers, and approximate numbers again. docs/synchronisation.md
 has the bytes of each. A block of 256 elements has its own fp32 scale: its largest magnitude, or its mean magnitude for
 `1bit` (Tang et al., arXiv 2102.02888). `qsgd` rounds up with a probability that makes the expected value exact
-(Alistarh et al., arXiv 1610.02132). Its random numbers are hashed from value, place and scale, so they need no state."""
+(Alistarh et al., arXiv 1610.02132). Its random numbers are hashed from value, place and scale, without state."""
 
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping

@@ -31,7 +31,12 @@ class ExpertCapacity:
         self._capacity, self._mixture = capacity, mixture
         self._tokens = 0
 
-    def note_tokens(self, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
+    def limit(self, module: nn.Module, *, experts: nn.Module) -> None:
+        """Register the hooks; `module`: the module around the experts."""
+        module.register_forward_pre_hook(self._note_tokens, with_kwargs=True)
+        experts.register_forward_pre_hook(self._drop, with_kwargs=True)
+
+    def _note_tokens(self, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
         """Note the tokens of a sample before the module around the experts runs.
 
         Raises ValueError unless it gets hidden states (samples, tokens, features)."""
@@ -43,7 +48,7 @@ class ExpertCapacity:
             )
         self._tokens = hidden.size(1)
 
-    def drop(self, experts: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def _drop(self, experts: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Return the arguments of the experts without the dropped pairs."""
         if given[0].is_meta:
             return None
@@ -80,9 +85,8 @@ def limit_experts(module: nn.Module, *, capacity: float) -> None:
 
     Call it before the experts are divided."""
     for name, mixture in find_mixtures(module).items() if capacity else ():
-        limit, around = ExpertCapacity(capacity, mixture=mixture), module.get_submodule(name.rpartition(".")[0])
-        around.register_forward_pre_hook(limit.note_tokens, with_kwargs=True)
-        module.get_submodule(name).register_forward_pre_hook(limit.drop, with_kwargs=True)
+        around, experts = module.get_submodule(name.rpartition(".")[0]), module.get_submodule(name)
+        ExpertCapacity(capacity, mixture=mixture).limit(around, experts=experts)
 
 
 def check_capacity(module: nn.Module, *, capacity: float, plan: Plan, rules: Mapping[str, str] | None) -> None:
