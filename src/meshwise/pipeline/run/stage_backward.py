@@ -135,10 +135,10 @@ def backward_input(
 def split_pays(received: Sequence[Tensor], *, parameters: Iterable[Tensor]) -> bool:
     """Return whether a separate W saves more time than its calls of autograd cost, 0.1 ms for each parameter.
 
-    It does from 2^21 products for each parameter on."""
+    It does from 2^21 products for each parameter on. Without values it is True: a rehearsal counts W apart from B."""
     rows = max((leaf.numel() // max(1, leaf.shape[-1]) for leaf in received if leaf.dim()), default=0)
-    sizes = [parameter.numel() for parameter in parameters if parameter.requires_grad]
-    return rows * sum(sizes) >= len(sizes) << 21
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return any(one.is_meta for one in trained) or rows * sum(one.numel() for one in trained) >= len(trained) << 21
 
 
 def is_reentrant(values: Iterable[Tensor]) -> bool:
