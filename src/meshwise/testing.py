@@ -6,18 +6,14 @@
 - `count` counts the collectives of a block of code, to compare with a formula
 - `SavedForBackward` measures the bytes that a forward saves for its backward
 
-docs/testing.md has a whole test. An outcome holds the figures to compare, by name: tensors and numbers in nested
-mappings and sequences. Outcomes agree when they hold the same names, and each pair of tensors differs by at most the
-bound:
+docs/testing.md has a whole test, and the rules of the reference. An outcome holds the figures to compare, by name:
+tensors and numbers in nested mappings and sequences. Outcomes agree when they hold the same names, and each pair of
+tensors differs by at most the bound:
 
     relative difference of a and b  =  max |a − b|  /  max(max |b|, floor)
     floor                           =  max |b| of the family  ·  128 eps / bound
 
-b is the trusted side. A family is the tensors of one mapping or sequence, such as all gradients; a number is its own.
-
-The reference is the usual loop of plain torch, with three rules of the engine. A parameter that the loss did not reach
-has the gradient zero. A parameter with a wider master is updated in the master, then rounded. Dropout is the same
-function of seed, step, sample and place."""
+b is the trusted side. A family is the tensors of one mapping or sequence; a number is its own."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
