@@ -31,6 +31,7 @@ GUIDES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("Large batches", "large_batch.md"),
         ("Half precision", "precision.md"),
         ("Split your own model", "tensor.md"),
+        ("Test split models", "testing.md"),
         ("Pipelines", "pipeline.md"),
         ("Start on a cluster", "clusters.md"),
         ("Recover from faults", "faults.md"),

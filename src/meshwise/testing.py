@@ -6,65 +6,14 @@
 - `count` counts the collectives of a block of code, to compare with a formula
 - `SavedForBackward` measures the bytes that a forward saves for its backward
 
-A whole test:
-
-    def main(world):
-        trainer = parallelize(build, "dp=4 zero=3", loss=loss, world=world, lr=1e-3)
-        return outcome(trainer, batches=batches)
-
-    agree(run(4, main)[0], alone(build, loss=loss, batches=batches, lr=1e-3), bound=1e-9)
-
-An outcome holds the figures to compare, by name: tensors and numbers in nested mappings and sequences.
-
-    {"loss": 2.31, "grad_norm": 0.8, "gradients": {"embed.weight": Tensor, …}, "parameters": {…}}
-
-Two outcomes agree when they hold the same names, and the relative difference of every pair of tensors is at most the
-bound.
-
-The project's own engine on one rank could make the same mistakes as on many ranks. So the reference (`ReferenceRun`) is
-the usual loop of plain torch:
-
-    | output = model(batch)
-    | total, count = loss(output, batch)          # over the whole global batch
-    | (total / count).backward()
-    | norm = clip_grad_norm_(parameters, …)       # torch's own
-    | optimizer.step()                            # torch's own, over the full tensors
-
-Three rules are the same as in the engine. A parameter that the loss did not reach has the gradient zero (torch's
-optimizers would skip it, and its weight decay). A parameter with a wider master is updated in the master, then rounded.
-Dropout is the same function of seed, step, sample and place.
-
-`difference` is the relative difference of two tensors, as `agree` and `verify` define it:
+docs/testing.md has a whole test, and the rules of the reference. An outcome holds the figures to compare, by name:
+tensors and numbers in nested mappings and sequences. Outcomes agree when they hold the same names, and each pair of
+tensors differs by at most the bound:
 
     relative difference of a and b  =  max |a − b|  /  max(max |b|, floor)
+    floor                           =  max |b| of the family  ·  128 eps / bound
 
-b is the trusted side. The full tensor has one scale. An element that is small by cancellation has the rounding error of
-its large terms, and an element-wise ratio would report this error as a difference.
-
-The floor is for tensors in which every element is small. An example is the bias of an attention's keys: softmax does
-not depend on it, so its gradient is zero. The computed gradient is only rounding, under any plan: about 1e-18 where
-other gradients are 1e-2. The tensors of one mapping or sequence, such as all gradients, are a family, and each number
-is its own family. A family gives the scale below which a tensor is rounding:
-
-    floor  =  max |b| of the family  ·  128 eps / bound
-
-In float64 with the bound 1e-9 the floor is 3e-5 of the family's largest element.
-
-Collectives and saved bytes are compared with formulas:
-
-    with world.record() as records:
-        trainer.step(batch)
-    count(records).check({"reduce_scatter[dp]": (2, 8 * psi), "all_gather[dp]": (2, 8 * psi), …})
-
-The name of a row is the kind and the axes, as a call record prints: `kind[axis·axis]`. Its value is (calls, bytes). The
-bytes are the payload of the whole collective as one rank sees it.
-
-    with SavedForBackward(model) as saved:
-        model(batch)
-    assert saved.bytes == layers * bytes_per_layer
-
-Peak memory of a process mixes activations with parameters, buffers and the allocator's cache. The saved bytes are exact
-and equal on every machine."""
+b is the trusted side. A family is the tensors of one mapping or sequence; a number is its own."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

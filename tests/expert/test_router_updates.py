@@ -111,6 +111,19 @@ def test_a_rate_without_a_bias_and_replicas_that_differ_are_refused() -> None:
     with pytest.raises(PlanError, match=message):
         run(2, lambda world: trainer_of(world, "dp=2 sync=local every=2", "balance over the batch", rate=0.0))
 
+    def frozen() -> nn.Module:
+        """A bias that is a parameter without gradient, as in ERNIE 4.5."""
+        model = build("biased", tied=False)
+        for module in [each for each in model.modules() if "e_score_correction_bias" in each._buffers]:
+            bias = module._buffers.pop("e_score_correction_bias")
+            assert bias is not None
+            module.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+        return model
+
+    options = Options(expert_bias_rate=RATE)
+    with pytest.raises(PlanError, match=r"e_score_correction_bias of the router beside .*use sync=step"):
+        run(2, lambda world: parallelize(frozen, "dp=2 sync=local", world=world, loss=loss, options=options))
+
 
 def plain() -> nn.Module:
     return GPT(GPTConfig(vocabulary=16, context=4, layers=1, heads=1, width=4))

@@ -14,7 +14,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.reference import next_token_loss
-from meshwise.sync.parameter_servers import ParameterServers, ServedGradient, oldest_read
+from meshwise.sync.parameter_servers import ParameterServers, ServedGradient, largest_staleness
 from meshwise.testing import agree, alone, outcome, run, whole
 from meshwise.verify.verification import verify
 from meshwise.verify.verification_report import Report
@@ -33,7 +33,7 @@ def shards(trainer: Trainer) -> dict[str, list[tuple[int, int]]]:
     """Return which elements of each parameter each server has."""
     found = {}
     for place, size in ((bucket.place, bucket.group.size) for unit in trainer.units for bucket in unit.buckets):
-        bounds = [place.shard(rank) for rank in range(place.without, size)]
+        bounds = [place.shard(rank) for rank in range(place.ranks_without_shard, size)]
         for piece in place.pieces:
             own = [[min(max(at, piece.start), piece.stop) - piece.start for at in bound] for bound in bounds]
             found[piece.row.name] = [(low, high) for low, high in own]
@@ -200,6 +200,25 @@ def test_late_servers_are_the_replay_of_their_log(
         require_equal(found, expected)
 
 
+@pytest.mark.parametrize("correction", ["none", "dc:0.04"])
+def test_averaged_parameters_in_between_leave_no_trace(correction: str) -> None:
+    """Every rank leaves the block with the newest parameters, and the log says so."""
+
+    def main(world: World) -> tuple[dict[str, Tensor], Log, Any]:
+        trainer = made(world, f"dp=2 server=1 staleness=1 correction={correction}")
+        average = trainer.average(0.9)
+        train(trainer, last=3, slow=[0])
+        with average.applied():
+            trainer.evaluate([batch(0)])
+        train(trainer, first=3, slow=[0])
+        return dict(copied(trainer)), trainer.update_log(), shards(trainer)
+
+    found, logs, parts = run(3, main)[0]
+    check_log(logs, workers=2, bound=1)
+    factor = {"dc": float(correction[3:])} if correction != "none" else {}
+    require_equal(found, replay(logs, parts, workers=2, training=ADAM, **factor))
+
+
 def held_up(world: Any, bound: int, ended: list[int]) -> Log:
     """Train; worker 0 begins its second step when worker 1, which `ended` counts, cannot go on."""
     trainer = made(world, f"dp=2 server=1 staleness={bound}")
@@ -349,7 +368,7 @@ def test_a_worker_notices_a_server_that_does_not_wait(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("log", [[(0, 1, 0, 1), (0, 1, 0, 2)], [(0, 1, 0, 1), (1, 1, 0, 1)]])
 def test_a_log_with_a_gradient_or_a_version_twice_is_refused(log: list[tuple[int, int, int, int]]) -> None:
     with pytest.raises(ValueError, match="twice"):
-        oldest_read([ServedGradient(*row) for row in log])
+        largest_staleness([ServedGradient(*row) for row in log])
 
 
 def test_a_hundred_steps_raise_and_nothing_is_applied_twice() -> None:
@@ -371,5 +390,5 @@ def test_a_hundred_steps_raise_and_nothing_is_applied_twice() -> None:
     logs, raised, found, parts = run(5, main)[0]
     assert raised >= 100
     assert [len(log) for log in logs] == [3 * 70 - raised] * 2
-    assert max(oldest_read(log) for log in logs) >= 1
+    assert max(largest_staleness(log) for log in logs) >= 1
     require_equal(found, replay(logs, parts, workers=3, training=ADAM))

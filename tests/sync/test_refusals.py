@@ -24,6 +24,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dp=2 sync=diloco every=4", {"graph": "ring"}, "write graph=all"),
     ("dp=2 sync=diloco every=4", {"group": 2}, "write group=0"),
     ("dp=2 sync=local every=4", {"group": 3}, "group=3 does not divide the 2 replicas"),
+    ("dp=2 sync=easgd", {"blend": 0.5}, "leave blend out, and set outer_lr"),
     ("dp=3 sync=gossip", {"graph": "groups:2"}, "does not divide the 3 replicas of the plan; write graph=ring"),
     ("dp=3 sync=gossip", {"graph": "star"}, "graph='star' is no graph"),
     ("dp=3 sync=gossip", {"graph": "0-1"}, "would never agree. Write graph=0-1,1-2"),

@@ -24,6 +24,8 @@ from meshwise.train import loop
 from meshwise.train.batch_and_lr import balanced_rows
 from meshwise.train.job import Job, JobError, TrainJob
 from run_job import run_job
+from train.test_global_batches import job as job_of_data
+from train.test_global_batches import losses
 from train.test_resume import change, events, killed_after, short, steps
 from train.test_slow_ranks import Clocks
 
@@ -102,9 +104,10 @@ def slowed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     clocks, seen, step = Clocks(), list[tuple[int, int]](), Trainer.step
 
     def slow(self: Trainer, batch: Any, **given: Any) -> Any:
+        start, stop = (0, row_count(batch)) if given["local"] else self.share(row_count(batch))
         result = step(self, batch, **given)
-        seen.append((self.world.rank, row_count(batch)))
-        clocks.passes(row_count(batch) * (0.03 if self.world.rank == 1 else 0.01))
+        seen.append((self.world.rank, stop - start))
+        clocks.passes(max(stop - start, 1) * (0.03 if self.world.rank == 1 else 0.01))
         return result
 
     monkeypatch.setattr(Trainer, "step", slow)
@@ -142,3 +145,22 @@ def test_a_slow_rank_gets_fewer_rows_and_the_run_is_the_same(monkeypatch: pytest
     run_job(change(job(tmp_path / "auto", "auto"), "train", output=str(resumed), resume="auto"))
     assert sorted(seen) == [(0, 6)] * 3 + [(1, 2)] * 3
     assert steps(resumed) == steps(auto)[21:], "bit for bit"
+
+
+@pytest.mark.parametrize("plan, ranks", [("dp=2", 2), ("dp=2 server=1", 3)])
+def test_new_shares_inside_a_window_of_a_stream_leave_out_no_sample(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: str, ranks: int
+) -> None:
+    seen = slowed(monkeypatch)
+    for how in ("even", "auto"):
+        made = job_of_data(tmp_path, "Stateful", plan=plan, bucket=3, collator="pad")
+        run_job(change(made, "train", steps=24, batch=8, output=str(tmp_path / how), shares=how), ranks=ranks)
+    assert seen.count((1, 2)) == seen.count((0, 6)) == 4, "20 steps end inside a window of 3 batches"
+    assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "even"), rel=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 sync=local every=2", "dp=1 server=1 staleness=1"])
+def test_replicas_that_update_apart_have_even_shares(plan: str, tmp_path: Path) -> None:
+    apart = dataclasses.replace(job(tmp_path, "auto"), plan=Plan.parse(plan))
+    with pytest.raises(JobError, match=r"needs ranks that update together, unlike .*; leave it out"):
+        run_job(apart)

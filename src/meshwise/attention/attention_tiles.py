@@ -126,7 +126,7 @@ class ScoreRules:
 
 @dataclass(frozen=True)
 class TileRun:
-    """Neighbouring local keys or queries; `tile`: their positions; None if every pair counts as it is, without mask."""
+    """Neighbouring local keys or queries. `tile`: their positions, for a mask; None if no pair is masked."""
 
     start: int
     stop: int
@@ -247,7 +247,7 @@ class TiledAttention:
         return runs
 
     def _kernel(self, pair: TilePair | None, part: Tensor, k: Tensor, v: Tensor) -> "_Kernel":
-        """Return the attention of folded queries on keys. `pair`: their tiles; None if every score counts as it is."""
+        """Return the attention of folded queries on keys. `pair`: their tiles, for a mask; None without a mask."""
         rules, mask, keep, modify = self.rules, None, None, None
         if pair is not None:
             groups = part.size(2) // (pair.queries.stop - pair.queries.start)

@@ -126,7 +126,7 @@ class TrainingState:
         )
         fill(index, needed=needed, world=world)
         on_all_ranks(lambda: self._finish_load(index, refill, generators), world=world)
-        self._update.mark_loaded()
+        self._update.broken = False
         self._engine.publish()
         return index.extra
 

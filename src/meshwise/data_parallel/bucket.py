@@ -48,9 +48,9 @@ class Bucket:
     | whole      all elements; the model's parameters are views of it. Empty while a ZeRO-3 unit is not in use
     | shared     True if the ranks of a host hold one `whole` in shared memory: gather and publish then copy nothing
     | is_sharded True if only the shard exists between uses (ZeRO-3)
-    | second     under `hpz`, this rank's part of a copy of `whole` that the ranks along `near` hold; `fresh` from a
-    |            gather to the next update
-    | codec      of gathered parameters; None: they travel in their dtype
+    | second     under `hpz`, this rank's part of the second copy of `whole`, which the ranks along `near` hold
+    | second_is_current   True from the gather that fills the second copy until the next update
+    | codec      codec of gathered parameters; None: they travel in their dtype
     | kept       the elements that this rank stores between uses, from element `kept_from` of the bucket on
     | owned      (start, stop) of the elements that this rank updates; `shard` its equal part of the bucket
     | master     the owned elements, unrounded; the parameters themselves if dtype and device are equal; None if frozen
@@ -62,7 +62,7 @@ class Bucket:
     | sparse     indices of the pieces that got a sparse gradient in this step
     | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies"""
 
-    fresh = has_master = local = False
+    second_is_current = has_master = local = False
     factor = 1.0
 
     def __init__(self, rows: Sequence[ParameterRow], *, world: World, storage: StorageConfig) -> None:
@@ -195,7 +195,7 @@ class Bucket:
         if self.shared:
             return Work()
         self.world.streams.resize(self.whole, size=self._bytes)
-        if self.second is not None and self.fresh and not exact:
+        if self.second is not None and self.second_is_current and not exact:
             return self.world.all_gather(self.second, into=self.whole, axes=self.near)
         kept, codec, wide = self.fetch_shard().wait(), self.codec, torch.promote_types(self.dtype, torch.float32)
         if codec is None or exact:
@@ -214,7 +214,7 @@ class Bucket:
             if self.second is not None:
                 size = self.second.numel()
                 self.second.copy_(self.whole[size * self.world.group(self.near).index :][:size])
-                self.fresh = True
+                self.second_is_current = True
 
         return Work(finish=finish)
 
@@ -237,7 +237,7 @@ class Bucket:
 
     def publish(self) -> Work:
         """Start to send the updated parameters to the other ranks; does nothing if they gather before each use."""
-        self.fresh = False
+        self.second_is_current = False
         reduction = self.storage.reduction
         if self.shared or (reduction.shards_updates and not reduction.shards_parameters):
             into = self.peers.parts(self.whole) if reduction.servers else self.whole
@@ -335,7 +335,7 @@ class Bucket:
 
     def _on_wire(self, buffer: Tensor) -> Tensor:
         """Return the gradients in the wire dtype; unchanged if the group has one rank."""
-        if self.group.size == 1 or self._wire == buffer.dtype or self.storage.reduction.keeps_own:
+        if self.group.size == 1 or self._wire == buffer.dtype or self.storage.reduction.keeps_own_gradients:
             return buffer
         return self.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
 
@@ -467,7 +467,7 @@ class Bucket:
 
     def _gathered_shards(self, shard: Tensor) -> Tensor:
         whole = shard.new_empty(self.place.size)
-        into = self.peers.parts(whole) if self.place.without else whole
+        into = self.peers.parts(whole) if self.place.ranks_without_shard else whole
         self.world.all_gather(shard.contiguous(), into=into, axes=self.axes).wait()
         return whole
 

@@ -52,13 +52,14 @@ class OptionRun:
 class BucketPlace:
     """Places of parameters in a flat buffer of `size` elements, divided into `parts` equal shards.
 
-    The runs cover [0, size); the padding is at the end of each run. The first `without` ranks have no shard."""
+    The runs cover [0, size); the padding is at the end of each run. The first
+    `ranks_without_shard` ranks have none."""
 
     pieces: tuple[BucketPiece, ...]
     runs: tuple[OptionRun, ...]
     size: int
     parts: int
-    without: int = 0
+    ranks_without_shard: int = 0
 
     @classmethod
     def of(
@@ -76,12 +77,12 @@ class BucketPlace:
                 starts[row.options] = stop = -(-stop // ALIGNMENT) * ALIGNMENT
             pieces.append(BucketPiece(row, shapes[row.name], stop, stop + math.prod(shapes[row.name])))
             stop = pieces[-1].stop
-        without = parts - servers if servers else 0
-        unit = (parts - without) * ALIGNMENT
+        ranks_without_shard = parts - servers if servers else 0
+        unit = (parts - ranks_without_shard) * ALIGNMENT
         size = max(1, -(-stop // unit)) * unit
         bounds = itertools.pairwise([*starts.values(), size])
         runs = tuple(OptionRun(options, low, high) for options, (low, high) in zip(starts, bounds, strict=True))
-        return cls(tuple(pieces), runs, size, parts - without, without)
+        return cls(tuple(pieces), runs, size, parts - ranks_without_shard, ranks_without_shard)
 
     @property
     def padding(self) -> list[tuple[int, int]]:
@@ -98,5 +99,5 @@ class BucketPlace:
 
     def shard(self, index: int) -> tuple[int, int]:
         """Return (start, stop) of the shard of the rank with this index in the group."""
-        width, index = self.size // self.parts, index - self.without
+        width, index = self.size // self.parts, index - self.ranks_without_shard
         return (index * width, (index + 1) * width) if index >= 0 else (0, 0)

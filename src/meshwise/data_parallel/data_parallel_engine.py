@@ -68,8 +68,9 @@ class DataParallel:
         """Rows of the whole parameters whose optimizer state this rank has, by the key of the state."""
         here = table.on(world.mesh, rank=world.rank)
         self.units = [LiveUnit(unit, world=world, storage=storage) for unit in here.units]
+        new = lambda row, value: install(self.module, row=row, tensor=value)  # noqa: E731
         for unit in self.units:
-            unit.load(source, place=self._install if source.deferred else self._replace)
+            unit.load(source, place=new if source.deferred else self._replace)
         self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
         trained = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
         self._order = [UnitGradients(unit, on_complete=self._arrived, progress=world.progress) for unit in trained]
@@ -202,9 +203,6 @@ class DataParallel:
         self.gatherer.close()
         for gradients in self._order:
             gradients.close()
-
-    def _install(self, row: ParameterRow, value: Tensor) -> nn.Parameter:
-        return install(self.module, row=row, tensor=value)
 
     def _replace(self, row: ParameterRow, value: Tensor) -> nn.Parameter:
         parameter = self.module.get_parameter(row.name)

@@ -27,18 +27,10 @@ What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The 
 add up to the sums of the true gradients. The owner's error of step 3 is a part of it. PowerSGD (Vogels et al., arXiv
 1905.13727) takes Q of the last step for the next one; after a load it begins anew.
 
-A codec makes rows of bytes from rows of floating-point numbers, and approximate numbers again:
-
-    | wire        bytes for n elements, in b = n / 256 blocks    a value becomes
-    | 1bit        n / 8 + 4 b                                    its sign times the block's mean magnitude
-    | int8, int4  n + 4 b, n / 2 + 4 b                           the nearest of 255 (15) even levels
-    | qsgd:B      n B / 8 + 4 b                                  one of its two nearest levels, at random
-    | fp8         n + 4 b                                        its nearest float8_e4m3
-    | topk:F      k (element size + 4), k = max(1, F n)          itself if among the k largest of the row, else 0
-
-A block of 256 elements has its own fp32 scale: its largest magnitude, or its mean magnitude for `1bit` (Tang et al.,
-arXiv 2102.02888). `qsgd` rounds up with a probability that makes the expected value exact (Alistarh et al., arXiv
-1610.02132). Its random numbers are hashed from value, place and scale, so they need no state."""
+A codec makes rows of bytes from rows of floating-point numbers, and approximate numbers again. docs/synchronisation.md
+has the bytes of each. A block of 256 elements has its own fp32 scale: its largest magnitude, or its mean magnitude for
+`1bit` (Tang et al., arXiv 2102.02888). `qsgd` rounds up with a probability that makes the expected value exact
+(Alistarh et al., arXiv 1610.02132). Its random numbers are hashed from value, place and scale, without state."""
 
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
@@ -65,8 +57,8 @@ class Reduction:
     """Parameters are kept as shards, gathered before a unit runs and freed when the next unit runs."""
     servers: int = 0
     """Number of ranks at the end of the group that hold the shards; the other ranks then have none. 0: all ranks do."""
-    keeps_own: bool = False
-    """Nothing is summed: each rank keeps its own gradients, all elements, which it pushes to servers itself."""
+    keeps_own_gradients: bool = False
+    """No collective sums gradients: each rank keeps all elements of its own, and pushes them to servers."""
     owned_state: tuple[str, ...] = ()
     """Names of state tensors for the elements that this rank updates, in the dtype of the masters."""
     summed_state: tuple[str, ...] = ()
@@ -81,7 +73,7 @@ class Reduction:
         The result is the elementwise sum: if `shards_updates`, only this rank's shard, else all elements. `into`
         receives the shard, (elements of the shard,). None: the result stays in `gradients`."""
         world, axes, shard = peers.world, peers.axes, peers.shard
-        if self.keeps_own:
+        if self.keeps_own_gradients:
             return ReducedPart(Work(), gradients)
         if self.servers:
             parts = peers.parts(gradients)
@@ -313,13 +305,13 @@ class CodecReduction(Reduction):
             sent.wait()
             sums = self.codec.decode(received, elements=nodes * size, dtype=gradients.dtype).sum(0)
             if nodes > 1:
-                packed, lost = self._through(sums.view(nodes, size))
+                packed, lost = self._packed_and_lost(sums.view(nodes, size))
                 between = torch.empty_like(packed)
-                again = peers.world.all_to_all(packed, into=between, axes=far)
+                sent_between = peers.world.all_to_all(packed, into=between, axes=far)
                 if (error := peers.state.get("error")) is not None:
                     error.view(nodes, -1, size)[:, peers.world.group(peers.near).index].add_(lost)
                     peers.clear_padding(error, start=0)
-                again.wait()
+                sent_between.wait()
                 sums = self.codec.decode(between, elements=size, dtype=gradients.dtype).sum(0)
             done(peers.clear_padding(sums, start=peers.shard.start))
 
@@ -331,14 +323,14 @@ class CodecReduction(Reduction):
             return super().start_replicas(values, peers=peers)
         group = peers.world.group(peers.outer)
         parts = nn.functional.pad(values, (0, -len(values) % (16 * group.size))).view(group.size, -1)
-        packed, lost = self._through(parts)
+        packed, lost = self._packed_and_lost(parts)
         received = torch.empty_like(packed)
         sent = peers.world.all_to_all(packed, into=received, axes=peers.outer)
 
         def share() -> None:
             sent.wait()
             sums = self.codec.decode(received, elements=parts.shape[1], dtype=values.dtype).sum(0, keepdim=True)
-            packed, more = self._through(sums)
+            packed, more = self._packed_and_lost(sums)
             lost[group.index].add_(more[0])
             peers.world.all_gather(packed, into=received, axes=peers.outer).wait()
             found = self.codec.decode(received, elements=parts.shape[1], dtype=values.dtype)
@@ -348,8 +340,8 @@ class CodecReduction(Reduction):
 
         return ReducedPart(Work(finish=share), values)
 
-    def _through(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return rows encoded, and what that loses."""
+    def _packed_and_lost(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the encoded rows, and what the codec loses of them."""
         packed = self.codec.encode(parts)
         return packed, _finite(parts - self.codec.decode(packed, elements=parts.shape[1], dtype=parts.dtype))
 
@@ -367,7 +359,7 @@ class CodecReduction(Reduction):
         What is lost becomes the state. `values` are the elements of the bucket from `start` on."""
         error, size = peers.state.get(name), peers.place.size // peers.size
         parts = (values if error is None else values.add_(error)).view(nodes, -1, size).transpose(0, 1).flatten(1)
-        packed, lost = self._through(parts)
+        packed, lost = self._packed_and_lost(parts)
         if error is not None:
             error.view(nodes, -1, size).copy_(lost.view(-1, nodes, size).transpose(0, 1))
             peers.clear_padding(error, start=start)

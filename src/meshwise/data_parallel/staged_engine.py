@@ -109,11 +109,10 @@ class Engine:
         """Round this rank's masters into the parameters, and send these to the ranks that do not gather before use."""
         for bucket in self.buckets:
             bucket.round_off()
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.fresh = False  # frozen parameters too: a checkpoint may have set them
-        held = [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable or bucket.shared]
-        for work in [bucket.publish() for bucket in held]:
+        held = [bucket for unit in self.units for bucket in unit.buckets]
+        for bucket in held:
+            bucket.second_is_current = False  # frozen parameters too: a checkpoint may have set them
+        for work in [bucket.publish() for bucket in held if bucket.trainable or bucket.shared]:
             work.wait()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:

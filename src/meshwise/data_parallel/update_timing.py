@@ -111,7 +111,7 @@ class StepInBackward:
         self._count = None
         broken = any(self._world.exchange(self._update.abandon()))
         if broken:
-            self._update.mark_broken()
+            self._update.broken = True  # other ranks have updated
         return broken
 
     def _reduced(self, bucket: Bucket) -> None:

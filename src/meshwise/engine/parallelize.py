@@ -206,9 +206,9 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
     if plan.late and world.device.type == "cuda":
         raise PlanError(f"staleness={plan.staleness} needs ranks on CPUs: GPUs cannot wait for any of several messages")
-    precision, scheme = options.precision or precision_of(plan), _scheme(plan, options=options, module=module)
     routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device)
     routers.prepare(module)
+    precision, scheme = options.precision or precision_of(plan), _scheme(plan, options, module=module, routers=routers)
     check_capacity(module, capacity=options.expert_capacity, plan=plan, rules=options.tensor_rules)
     tiers = Tiers(plan.tiers, streams=world.streams, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
@@ -229,7 +229,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         policy.undo.callback(use_attend(module, flex_only=True))
     reduction = ZERO[plan.zero]
     if plan.server:
-        reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own=plan.late)
+        reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own_gradients=plan.late)
     if plan.codec:
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
     if scheme is not None:
@@ -240,7 +240,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
 
 
-def _scheme(plan: Plan, *, options: Options, module: nn.Module) -> SyncScheme | None:
+def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterUpdates) -> SyncScheme | None:
     """Return how the replicas of a plan agree; None under `sync=step`. Raises PlanError for what it cannot do."""
     if plan.sync == "step" and options.sync:
         raise PlanError(f"sync settings {dict(options.sync)} need a sync across steps: write sync=local in the plan")
@@ -249,7 +249,7 @@ def _scheme(plan: Plan, *, options: Options, module: nn.Module) -> SyncScheme | 
     key, by = ("server", plan.server) if plan.server else ("sync", plan.sync)
     if options.noise:
         raise PlanError(f"the noise of gradients is measured in each step over all replicas, and {key}={by} differs")
-    for name, _, (bias, *_) in RouterUpdates(rate=options.expert_bias_rate, device=torch.device("cpu")).routers(module):
+    for name, _, (bias, *_) in routers.routers(module):
         raise PlanError(
             f"{bias} of the router beside {name} is updated in each step from the tokens of all replicas, and "
             f"{key}={by} differs; use {key}={Plan().to_toml()[key]}"

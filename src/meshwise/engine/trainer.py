@@ -41,7 +41,7 @@ from meshwise.engine.open_step import OpenStep
 from meshwise.engine.staged_runner import MicrobatchRunner
 from meshwise.engine.step import TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
-from meshwise.expert.expert_parallel import crowded, imbalances
+from meshwise.expert.expert_parallel import fullest_mixture, imbalances
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.allocator import memory_errors_explained
@@ -67,15 +67,23 @@ AVERAGE = "average"
 class ParameterAverage:
     """Average of a trainer's parameters; `Trainer.average` makes it. `swapped`: True inside of `applied`."""
 
-    def __init__(self, engine: Engine, *, optimizer: optim.Optimizer, decay: float, wait: Callable[[], None]) -> None:
-        """`wait`: waits until a save under way has copied its tensors."""
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        optimizer: optim.Optimizer,
+        decay: float,
+        wait: Callable[[], None],
+        publish: Callable[[], None],
+    ) -> None:
+        """`wait`: waits until a save under way has copied its tensors. `publish`: sends parameters to the ranks."""
         if not 0 < decay < 1:
             raise ValueError(f"average({decay}): the decay is between 0 and 1, as in average(0.999)")
         self.decay = decay
         self.swapped = False
         self._engine = engine
         self._optimizer = optimizer
-        self._wait = wait
+        self._wait, self._publish = wait, publish
         self._hook = optimizer.register_step_post_hook(lambda *_: self._move())
 
     @contextlib.contextmanager
@@ -116,7 +124,7 @@ class ParameterAverage:
             value = parameter.detach().clone()
             parameter.detach().copy_(average)
             average.copy_(value)
-        self._engine.publish()
+        self._publish()
         self.swapped = not self.swapped
 
 
@@ -287,7 +295,7 @@ class Trainer:
         itself; nonfinite='end', which may have updated some units; and an error in a stage of pp. Messages of that step
         may be under way, so the next step raises StageError."""
         self._refuse_averaged()
-        with memory_errors_explained(self.plan, memory=self.memory, more=lambda: crowded(self._engine.modules)):
+        with memory_errors_explained(self.plan, memory=self.memory, hint=lambda: fullest_mixture(self._engine.modules)):
             return self._stepping.step(batch, local=local, total=total, only=only)
 
     def open_step(self) -> OpenStep:
@@ -320,8 +328,9 @@ class Trainer:
             raise PlanError(f"the average is kept on the device, and offload={self.plan.offload}; use offload=none")
         if self._average is not None:
             self._average.close()
-        wait = self._state.wait_staged
-        self._average = ParameterAverage(self._engine, optimizer=self.optimizer, decay=decay, wait=wait)
+        publish = self._engine.publish if self._servers is None else self._servers.pull
+        given: dict[str, Any] = {"wait": self._state.wait_staged, "publish": publish}
+        self._average = ParameterAverage(self._engine, optimizer=self.optimizer, decay=decay, **given)
         return self._average
 
     def _refuse_averaged(self) -> None:
@@ -349,7 +358,9 @@ class Trainer:
                 digest, rows = batch_digest(batch, contents=number == 0, before=digest), rows + row_count(batch)
                 self._runner.begin(-1 - number)  # numbers that no step has: random draws depend on them
                 micro_batches = self._stepping.sharder.split(batch, local=local, total=None, count=splits)
-                with memory_errors_explained(self.plan, memory=self.memory, more=lambda: crowded(self._engine.modules)):
+                with memory_errors_explained(
+                    self.plan, memory=self.memory, hint=lambda: fullest_mixture(self._engine.modules)
+                ):
                     loss, count = self._runner.evaluate(micro_batches)
                 total += loss
                 tokens += count

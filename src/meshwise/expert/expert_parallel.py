@@ -362,8 +362,8 @@ def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, fl
     return {name: factor for stage in world.exchange(factors, axes="pp") for name, factor in stage.items()}
 
 
-def crowded(modules: Sequence[nn.Module]) -> str:
-    """Return a line on the mixture whose experts on this rank got the most rows in a dispatch; "" without rows."""
+def fullest_mixture(modules: Sequence[nn.Module]) -> str:
+    """Return a sentence on the mixture whose experts got the most rows on this rank; "" if none got rows."""
     name, most = max(_exchanges(modules), key=lambda each: each[1].received, default=("", None))
     if most is None or not most.received:
         return ""

@@ -64,7 +64,7 @@ Routing: TypeAlias = tuple[Tensor, list[int], list[int], Tensor]
     | local      number among this rank's experts of each received row's expert"""
 
 
-class _Routed(NamedTuple):
+class _RoutedTokens(NamedTuple):
     """Tokens (n, features), and the chosen experts of each token and their weights, (n, k) each."""
 
     tokens: Tensor
@@ -119,13 +119,13 @@ class ExpertExchange:
         `index`, `weights`: expert and weight of each choice of each token, (tokens, k). `compute`: the local experts.
         """
         tokens, world = hidden.reshape(-1, hidden.size(-1)), self._world
-        x = _Routed(tokens, index.reshape(len(tokens), -1), weights.reshape(len(tokens), -1))
+        x = _RoutedTokens(tokens, index.reshape(len(tokens), -1), weights.reshape(len(tokens), -1))
         copies, parts = world.group(self._axes.copies), world.group(self._axes.parts)
         if copies.size > 1:
             bounds = even_split(len(tokens), copies.size)
             along: Any = {"world": world, "axes": copies.axes, "sizes": [stop - start for start, stop in bounds]}
             tokens, weights = (gradient.take(each, **along).wait() for each in (x.tokens, x.weights))
-            mixed = self._in_chunks(_Routed(tokens, x.chosen[slice(*bounds[copies.index])], weights), compute)
+            mixed = self._in_chunks(_RoutedTokens(tokens, x.chosen[slice(*bounds[copies.index])], weights), compute)
             mixed = gradient.replicate(mixed, **along).wait()
         elif parts.size > 1:
             x, sizes = self._gathered(x, axes=parts.axes, collective=gradient.replicate)
@@ -135,17 +135,17 @@ class ExpertExchange:
         return mixed.reshape(hidden.shape)
 
     def _gathered(
-        self, x: _Routed, *, axes: tuple[str, ...], collective: Callable[..., gradient.PendingResult]
-    ) -> tuple[_Routed, list[int]]:
+        self, x: _RoutedTokens, *, axes: tuple[str, ...], collective: Callable[..., gradient.PendingResult]
+    ) -> tuple[_RoutedTokens, list[int]]:
         """Return the tokens of all ranks along `axes`, gathered by `collective`, and how many each rank has."""
         world, sizes = self._world, self._world.exchange(len(x.tokens), axes=axes)
         gather = partial(collective, world=world, axes=axes, sizes=sizes)
         tokens, weights = (gather(each).wait() for each in (x.tokens, x.weights))
         index = x.chosen.new_empty(len(tokens), x.chosen.size(1))
         world.all_gather(x.chosen.contiguous(), into=list(index.split(sizes)), axes=axes).wait()
-        return _Routed(tokens, index, weights), sizes
+        return _RoutedTokens(tokens, index, weights), sizes
 
-    def _in_chunks(self, x: _Routed, compute: Compute) -> Tensor:
+    def _in_chunks(self, x: _RoutedTokens, compute: Compute) -> Tensor:
         """Return the output for these tokens; with `chunk`, dispatch so many at a time.
 
         All ranks run as many chunks. A chunk keeps its tokens alone, and is dispatched again in the backward."""
@@ -153,12 +153,12 @@ class ExpertExchange:
             return self._mixed(x, compute)
         parts, longest = [], max(self._world.exchange(len(x.tokens), axes=self._axes.experts))
         for start in range(0, max(1, longest), self._plan.chunk):
-            own = _Routed(*(each[start : start + self._plan.chunk] for each in x))
+            own = _RoutedTokens(*(each[start : start + self._plan.chunk] for each in x))
             chunk = RecomputedBlock(_Chunk(self, compute), name="a chunk of tokens", mode="full", recall=self._recall)
             parts.append(chunk(*own))
         return torch.cat(parts)
 
-    def _mixed(self, x: _Routed, compute: Compute) -> Tensor:
+    def _mixed(self, x: _RoutedTokens, compute: Compute) -> Tensor:
         """Return the output for these tokens, by one of the two dispatches."""
         if not gathers(self._plan, choices=x.chosen.size(1), experts=self._experts):
             return self._combined(x, compute, self._routed(x.chosen))
@@ -167,7 +167,7 @@ class ExpertExchange:
         mixed = self._combined(everyone, compute, self._own_pairs(x.chosen, everyone.chosen))
         return gradient.reduce_scatter(mixed, world=self._world, axes=axes, sizes=sizes).wait()
 
-    def _combined(self, x: _Routed, compute: Compute, routing: Routing) -> Tensor:
+    def _combined(self, x: _RoutedTokens, compute: Compute, routing: Routing) -> Tensor:
         """Return the weighted sums of results of the pairs in `routing`: send the rows, compute, return the results."""
         order, sent, received, local = routing
         self.received, own = sum(received), self.span[1] - self.span[0]
@@ -267,4 +267,4 @@ class _Chunk(nn.Module):
 
     def forward(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the output for these tokens."""
-        return self.exchange._mixed(_Routed(tokens, index, weights), self.compute)
+        return self.exchange._mixed(_RoutedTokens(tokens, index, weights), self.compute)

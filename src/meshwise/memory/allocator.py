@@ -35,18 +35,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_errors_explained(
-    plan: Plan, *, memory: Callable[[], Mapping[str, int]] = dict, more: Callable[[], str] = str
+    plan: Plan, *, memory: Callable[[], Mapping[str, int]] = dict, hint: Callable[[], str] = str
 ) -> Iterator[None]:
-    """Add a note to an out-of-memory error inside the block: bytes of `memory()`, `more()`, how to predict a plan."""
+    """Add a note to an out-of-memory error inside the block: bytes of `memory()`, `hint()`, how to predict a plan."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            error.add_note(_note(plan, memory(), more()))
+            error.add_note(_note(plan, memory(), hint()))
         raise
 
 
-def _note(plan: Plan, sizes: Mapping[str, int], more: str) -> str:
+def _note(plan: Plan, sizes: Mapping[str, int], hint: str) -> str:
     width = max(map(len, sizes), default=0)
     rows = [f"  {kind:<{width}}  {size / 2**20:9.1f} MiB" for kind, size in sizes.items() if size]
     used = ["Besides activations, this rank held:", *rows] if rows else []
@@ -54,7 +54,7 @@ def _note(plan: Plan, sizes: Mapping[str, int], more: str) -> str:
         [
             f"There was no memory left under the plan '{plan}'.",
             *used,
-            *filter(None, [more]),
+            *filter(None, [hint]),
             "To see what the plan needs by category, and the cheapest change that fits, run",
             f'  print(mw.needs(model, "{plan}", loss=loss, batch=batch))',
             "in a new process, with the model, loss, optimizer and options of parallelize. It allocates nothing.",

@@ -200,7 +200,8 @@ class ChunkedUpdate:
         self._on_disk: dict[nn.Parameter, dict[str, Tensor]] = {}
         together = chunks if early else [list(itertools.chain(*chunks))]
         self._rounds = {own[0]: list(self._in_rounds(map(self._stored_chunk, own))) for own in together if own}
-        self._broken = False
+        self.broken = False
+        """True if parameters may belong to different steps: `check` raises, until a checkpoint is loaded."""
         self._queue: _Submissions = SimpleQueue()
         self._under_way: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="update") if early else None
@@ -213,9 +214,9 @@ class ChunkedUpdate:
         """
         self.check()
         self._tiers.settle()
-        self._broken = True
+        self.broken = True
         self._update_all(itertools.chain(*self._rounds.values()), done)
-        self._broken = False
+        self.broken = False
 
     # ---- early -------------------------------------------------------------------------------------------------
 
@@ -237,7 +238,7 @@ class ChunkedUpdate:
         running, self._under_way = self._under_way, None
         running.result()
         self._tiers.settle()
-        self._broken = False
+        self.broken = False
 
     def abandon(self) -> bool:
         """Wait for the submitted updates of a step that is given up; return whether parameters have changed."""
@@ -245,14 +246,14 @@ class ChunkedUpdate:
             self._queue.put(None)
             running, self._under_way = self._under_way, None
             running.exception()
-        return self._broken
+        return self.broken
 
     def _update_early(self, queue: _Submissions) -> None:
         try:
             with self._tiers.on_copy_stream():
                 self._update_all(_submitted(queue), lambda _: None)
         except BaseException:
-            self._broken = True
+            self.broken = True
             raise
 
     # ---- updates that ended half way ---------------------------------------------------------------------------
@@ -264,14 +265,6 @@ class ChunkedUpdate:
                 "an update ended half way, so parameters and optimizer state are part old and part new; load a "
                 "checkpoint to continue"
             )
-
-    def mark_broken(self) -> None:
-        """Record that other ranks have updated parameters, but this rank has not: from now on `check` raises."""
-        self._broken = True
-
-    def mark_loaded(self) -> None:
-        """Record that a checkpoint was loaded: all parameters belong to one step again, and `check` raises no more."""
-        self._broken = False
 
     def close(self) -> None:
         """Give up the updates under way, and end the thread."""
@@ -308,7 +301,7 @@ class ChunkedUpdate:
                 staged.bind_values()
                 sound = sound and (self._thread is None or staged.finite)
                 if sound:
-                    self._broken = True
+                    self.broken = True
                     for group, values in zip(self.optimizer.param_groups, options, strict=True):
                         group.update(values)  # an optimizer may count steps in the group, but all rounds are one step
                     began = time.monotonic()

@@ -164,16 +164,13 @@ def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Param
         check_readable(model)
         every = [model, *(part for _, part in _unregistered(model))]
         tensors_ = (tensor for part in every for _, tensor in _named_tensors(part))
-        module = copy_modules(model, tensors={tensor: without_values(tensor) for tensor in tensors_})
+        bare = {tensor: tensor.detach().to("meta") for tensor in tensors_}
+        for one in [one for one in bare if isinstance(one, nn.Parameter)]:
+            bare[one] = nn.Parameter(bare[one], requires_grad=one.requires_grad)
+        module = copy_modules(model, tensors=bare)
     else:
         module = build_with_values(model, seed=seed).module
     return ParameterSource(module, record=None, shapes_only=True)
-
-
-def without_values(tensor: Tensor) -> Tensor:
-    """Return a copy of the tensor on the meta device; a parameter stays a parameter."""
-    bare = tensor.detach().to("meta")
-    return nn.Parameter(bare, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
 def install(module: nn.Module, *, row: ParameterRow, tensor: Tensor) -> nn.Parameter:

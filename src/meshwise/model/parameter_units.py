@@ -1,37 +1,11 @@
 """Divide a model into units: the parameters that are gathered and reduced together.
 
-The parameters of a unit are gathered just before one of its modules runs, and freed afterwards. So a unit should
-contain modules that run close together. Two units together must be a small part of the model, but a unit must be
-large enough that its collective is not mostly latency. torch's FSDP asks the user to wrap modules; here the units
-follow from the structure of the model:
-
-    GPT                          opened: the root
-    ├── embedding                ┐ neighbouring pieces; merged while the unit is about
-    ├── positions                ┘ as large as the largest piece
-    ├── blocks   ModuleList      opened: a container
-    │   ├── 0    Block           a block: a unit of its own
-    │   └── 1    Block           a block: a unit of its own
-    ├── norm                     ┐
-    └── head                     ┘ merged
-
-1. *Opened* modules are divided further. They are the root, containers (modules without a forward of their own, and
-   `Sequential`) and every module that contains a stack of blocks. A stack is a list, dict or sequence with two or more
-   entries that have parameters in their own children.
-2. A *block* is an entry of a container, and has children with parameters. A block is not opened: in a mixture
-   the data choose the experts, so only the start of the whole block is known. A container with a
-   stack of blocks is opened. An entry with a forward of its own and a stack inside is taken for a mixture.
-3. Every other module with parameters is a *piece* as a whole.
-4. An opened module's own parameters are a unit, in use during its whole forward. So are parameters of children without
-   a forward (`ParameterList`), and parameters that its forward reads without calling the child (`read_from_children`).
-5. Neighbouring pieces that are not blocks are merged while the unit is at most 1.25 times the largest piece or block.
-   So a small piece (a final norm, a position embedding) joins its neighbour.
-6. A tied parameter belongs to the first piece that uses it. Pieces that share it merge within the limits of rule 5.
-
+The parameters of a unit are gathered just before one of its modules runs, and freed afterwards. torch's FSDP asks the
+user to wrap modules; here the units follow from the structure of the model, by the rules in docs/memory.md ("Units").
 Modules are taken in the order of registration, which is the running order of nearly all models. If a model runs its
-modules in another order, only prefetching is slower. The patterns of `partition` override rules 1 to 3.
+modules in another order, only prefetching is slower.
 
-A module's forward may read parameters of a child without calling it. A unit is gathered when one of its modules is
-called. But a forward can also read the weight of a child directly:
+A unit is gathered when one of its modules is called. But a forward can also read the weight of a child directly:
 
     return functional.linear(x, self.embedding.weight)          # a head tied by use, not by registration
 

@@ -79,7 +79,7 @@ def folded(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None
 
 
 def hybrid(mesh: Mesh, *, shards: int, near: int) -> Mesh:
-    """Return `mesh` with `dp` as a joint axis of `dp_outer`, `dp_node` and `dp_shard`, without axes of degree 1.
+    """Return `mesh` with `dp` as a joint axis of `dp_outer`, `dp_node` and `dp_shard`; the first two only if above 1.
 
     `shards` neighbours along `dp_node dp_shard` share one copy of the state, `near` neighbours along `dp_shard` the
     second shards. `dp_outer` has the replicas."""

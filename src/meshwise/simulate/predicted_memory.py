@@ -154,7 +154,8 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
     After 3 steps a run has allocated all memory that it keeps. CPU ranks must have been started with the environment
     `MALLOC`. Raises OSError without Linux's files in /proc."""
     _warm_up(world.device)
-    before = _resident_bytes(world.device)
+    memory = streams_of(world.device).memory
+    before = memory.held if memory else kernel_counts(_STATUS)["RssAnon"] + kernel_counts(_ROLLUP)["Pss_Shmem"]
     trainer = parallelize(
         subject.model,
         plan,
@@ -165,29 +166,18 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
         **subject.arguments,
     )
     seconds = [trainer.step(subject.batch).seconds]
-    _forget_peak(world.device)
+    if memory:
+        memory.forget_peak()
+    else:
+        _RESET.write_text(_RESET_PEAK)
     seconds += [trainer.step(subject.batch).seconds for _ in range(steps - 1)]
     own = MeasuredRank(trainer.world.group("pp").index, _peak(world.device) - before, tuple(seconds))
     trainer.close()
     return list(world.exchange(own))
 
 
-def _resident_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank uses now."""
-    if (memory := streams_of(device).memory) is not None:
-        return memory.held
-    return kernel_counts(_STATUS)["RssAnon"] + kernel_counts(_ROLLUP)["Pss_Shmem"]
-
-
-def _forget_peak(device: torch.device) -> None:
-    if (memory := streams_of(device).memory) is not None:
-        memory.forget_peak()
-    else:
-        _RESET.write_text(_RESET_PEAK)
-
-
 def _peak(device: torch.device) -> int:
-    """Return the peak bytes of this rank since `_forget_peak`.
+    """Return the peak bytes of this rank since it was reset.
 
     Linux counts the peak of all resident memory. Files and shared memory hardly change from step to step, so they are
     subtracted; then the rank's part of shared memory is added."""

@@ -229,8 +229,8 @@ class Prediction:
         """Activities of each rank along pp, in order."""
         row = self.clocked
         if row is None:
-            begin = _Act(StepPhase.BEGIN, 0.0, self._free, PlayedSegment(StepPhase.BEGIN))
-            return [[begin, *_acts(self._ranks[0].whole, start=self._free)]]
+            begin = _Act(StepPhase.BEGIN, 0.0, self._before_actions, PlayedSegment(StepPhase.BEGIN))
+            return [[begin, *_acts(self._ranks[0].whole, start=self._before_actions)]]
         return [list(self._scheduled(index, row)) for index in range(row.ranks)]
 
     def _outline(self, index: int) -> Iterator[Event]:
@@ -243,11 +243,15 @@ class Prediction:
                 yield event_of(act.activity, rank=index, start=act.start, stop=act.stop)
         if row is not None:
             for event in (event for event in row.events if event.rank == index):
-                yield dataclasses.replace(event, start=event.start + self._free, stop=event.stop + self._free)
+                yield dataclasses.replace(
+                    event, start=event.start + self._before_actions, stop=event.stop + self._before_actions
+                )
             computed = max(event.stop for events in row.computing for event in events)
             axes = "·".join(self.rehearsal.plan.row_axes)
             if computed < row.seconds:  # all ranks wait for the last reductions
-                yield Event(index, TimelineRow.WAIT, axes, self._free + computed, self._free + row.seconds)
+                yield Event(
+                    index, TimelineRow.WAIT, axes, self._before_actions + computed, self._before_actions + row.seconds
+                )
         if self.host_seconds:
             yield Event(index, TimelineRow.WAIT, "host", self.seconds - self.host_seconds, self.seconds)
 
@@ -256,20 +260,20 @@ class Prediction:
         clocked = {str(event): event for event in row.events if event.rank == index}
         parts, rank = self.rehearsal.step(index), self._ranks[index]
         before = [rank.alone(part) for part in parts if part.activity is StepPhase.BEGIN]
-        yield _Act(StepPhase.BEGIN, 0.0, self._free, *(before or [PlayedSegment(StepPhase.BEGIN)]))
-        now = self._free
+        yield _Act(StepPhase.BEGIN, 0.0, self._before_actions, *(before or [PlayedSegment(StepPhase.BEGIN)]))
+        now = self._before_actions
         for part in (part for part in parts if part.kind is not None):
             kind, event, start = part.kind, clocked[str(part.activity)], now
             if kind in COMPUTE:
-                start = self._free + event.start
+                start = self._before_actions + event.start
             if kind in COMPUTE | RECEIVES:
-                now = self._free + event.stop
+                now = self._before_actions + event.stop
             yield _Act(part.activity, start, now, rank.alone(part))
-        yield from _acts(rank.after, start=self._free + row.seconds)
+        yield from _acts(rank.after, start=self._before_actions + row.seconds)
 
     @cached_property
-    def _free(self) -> float:
-        """Seconds of the step before the first action."""
+    def _before_actions(self) -> float:
+        """Seconds from the start of the step to its first action."""
         seconds, row = self.seconds - self.host_seconds, self.clocked
         if row is None:
             return self.cluster.device.step

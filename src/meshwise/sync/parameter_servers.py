@@ -47,8 +47,8 @@ class ServedGradient(NamedTuple):
     applied: int
 
 
-def oldest_read(log: Sequence[ServedGradient]) -> int:
-    """Return the largest number of steps between a gradient of a server's log and one that its parameters lacked.
+def largest_staleness(log: Sequence[ServedGradient]) -> int:
+    """Return the most steps by which a gradient in a server's log is later than one that its parameters lacked.
 
     Under `staleness=k` it is at most k. Raises ValueError if a gradient or version is in the log twice."""
     made = {(row.worker, row.clock): row.applied for row in log}
@@ -185,11 +185,6 @@ class ParameterServers:
             self._answer_waiting()
         return self.sums
 
-    @property
-    def _slowest(self) -> int:
-        """Last step that every active worker has ended; of all workers if all have left."""
-        return min(self._done[worker] for worker in self._done.keys() - self._left or self._done)
-
     def _receive(self, worker: int, header: Sequence[float]) -> None:
         """Take the rest of a worker's message, and apply its gradient."""
         kind, clock, rows = _Kind(int(header[0])), int(header[1]), header[5 : 5 + len(self._buckets)]
@@ -233,8 +228,9 @@ class ParameterServers:
 
     def _answer_waiting(self) -> None:
         """Send the parameters to the waiting workers for which the bound is met."""
+        # The last step that every active worker has ended; of all workers if all have left.
+        slowest = min(self._done[worker] for worker in self._done.keys() - self._left or self._done)
         for worker, clock in list(self._waiting.items()):
-            slowest = self._slowest
             if self._bound is None or slowest >= clock - self._bound:
                 del self._waiting[worker]
                 self._read[worker] = self.version

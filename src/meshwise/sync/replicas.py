@@ -7,7 +7,7 @@ w_r = n_r / sum(n). A replica that has updated nothing in the round weighs nothi
     | begin, with outer step       send n_r (a - x_r)
     | apply, without outer step    x_r = sum(w_r x_r)
     | apply, with outer step       d = sum(w_r (a - x_r));  u = momentum u + d / s;  a = a - rate s v;
-    |                              x_r = (1 - blend) a + blend x_r; `elastic`: with the a of before
+    |                              x_r = (1 - blend) a + blend x_r; `elastic`: with the old a
     | neighbours of a graph        x_r = sum over neighbours q of W[r, q] x_q
 
 v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.

@@ -12,18 +12,11 @@
 
 A new scheme is a new row. `Replicas` interprets a row, and knows no scheme by name.
 
-In gossip, replicas mix their parameters with the neighbours in a graph, by its weights (`mixing_weights`):
-
-    | ring           replica r and r ± 1
-    | torus          the replicas as the most even grid of rows and columns, each with four neighbours
-    | exponential    in round k, replica r takes the parameters of replica r - 2^k mod n (Assran, arXiv 1811.10792)
-    | groups:2       groups of 2 neighbouring replicas, all of which are neighbours
-    | 0-1,1-2,0-2    edges between replicas
-
-Every column and row of the matrix of weights adds up to 1, so mixing keeps the mean of the replicas. An undirected edge
-has the weight 1 / (1 + the larger degree of its ends), after Metropolis and Hastings. In the exponential graph each
-replica takes half of one other. `groups:` and edges need not connect all replicas; `check_graph` refuses edges that
-leave two parts."""
+In gossip, replicas mix their parameters with the neighbours in a graph (docs/local_steps.md), by its weights
+(`mixing_weights`). In round k of the exponential graph, replica r takes half of replica r - 2^k mod n (Assran, arXiv
+1811.10792). Every column and row of the matrix of weights adds up to 1, so mixing keeps the mean of the replicas. An
+undirected edge has the weight 1 / (1 + the larger degree of its ends), after Metropolis and Hastings. `groups:` and
+edges need not connect all replicas; `check_graph` refuses edges that leave two parts."""
 
 import dataclasses
 import difflib
@@ -136,7 +129,7 @@ class SyncScheme:
     blend: float = 0.0
     """Share of a replica's own parameters that it keeps when the agreed parameters are applied: 0 to below 1."""
     elastic: bool = False
-    """True: replicas move towards the agreed parameters of before, and `blend` is 1 - outer_lr / replicas (EASGD)."""
+    """True: replicas move towards the previous agreed parameters, and `blend` is 1 - outer_lr / replicas (EASGD)."""
 
     def __post_init__(self) -> None:
         smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0}
@@ -219,6 +212,8 @@ def sync_scheme(name: str, *, every: int, replicas: int, settings: Mapping[str, 
             hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
             raise ValueError(f"sync has no setting {key!r}; {hint}")
     scheme = dataclasses.replace(SCHEMES[name], every=every, **settings)
+    if scheme.elastic and "blend" in settings:
+        raise ValueError("sync: the blend of easgd is 1 - outer_lr / replicas; leave blend out, and set outer_lr")
     if scheme.elastic:
         scheme = dataclasses.replace(scheme, blend=max(0.0, 1 - scheme.outer_lr / replicas))
     if scheme.after and scheme.delay:

@@ -97,11 +97,6 @@ class Scheme:
     replicas: Axes = ()
     experts: Axes = ()
 
-    @property
-    def head_axes(self) -> Axes:
-        """Axes whose ranks have equal rows of the hidden states, but different heads or rows inside a pair."""
-        return tuple(axis for axis in (*self.inner, *self.inner_rows) if axis not in self.rows)
-
 
 def one_d(*, sequence: bool) -> Scheme:
     """Return the scheme 1D: each matrix is split over the axis tp (Shoeybi et al., "Megatron-LM", arXiv 1909.08053).

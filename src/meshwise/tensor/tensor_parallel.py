@@ -134,7 +134,8 @@ class _Split:
         set_sharded_class(module, front=ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
         self._placed[f"{name}.weight"] = projection.weight_placement
         if f"{name}.bias" in self._parameters:
-            self._placed[f"{name}.bias"] = projection.bias_placement
+            summed = (*context.scheme.replicas, *projection.product.rows)
+            self._placed[f"{name}.bias"] = Placement(projection.bias_layout, summed)
         self._put_together(module, part)
 
     def _embedding(self, name: str, part: Part) -> None:

@@ -120,8 +120,8 @@ def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
     return at
 
 
-_PAYS = 0.05
-"""Least part of a step's time that new shares of the rows must save."""
+_LEAST_SAVING = 0.05
+"""Fraction of a step's time that new shares of the rows must save."""
 
 
 def balanced_rows(rows: Sequence[int], *, seconds: Sequence[float]) -> list[int]:
@@ -136,4 +136,4 @@ def balanced_rows(rows: Sequence[int], *, seconds: Sequence[float]) -> list[int]
     for _ in range(sum(rows) - len(rows)):
         found[min(range(len(rows)), key=lambda part: (found[part] + 1) * each[part])] += 1
     longest = max(count * time for count, time in zip(found, each, strict=True))
-    return found if longest < (1 - _PAYS) * max(seconds) else list(rows)
+    return found if longest < (1 - _LEAST_SAVING) * max(seconds) else list(rows)

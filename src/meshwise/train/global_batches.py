@@ -36,7 +36,7 @@ def is_stream(dataset: object) -> bool:
     return isinstance(dataset, Iterable) and not by_number
 
 
-def opened(dataset: Any, *, saved: Mapping[str, Any]) -> Any:
+def sample_source(dataset: Any, *, saved: Mapping[str, Any]) -> Any:
     """Return a stream as a `SampleStream` from the place `saved`, and a map-style dataset as it is."""
     return SampleStream(dataset, saved=saved) if is_stream(dataset) else dataset
 
@@ -163,7 +163,7 @@ def named_collator(job: DataJob) -> Collate | None:
 
 @dataclass(frozen=True)
 class Batches(Dataset[list[Any]]):
-    """Lists of batches by their global numbers, as in `range(0, 8, 4)`: two batches of 4.
+    """Dataset whose items are lists of batches. The index is global numbers: `range(0, 8, 4)` is two batches of 4.
 
     `order` maps a global number to a sample of a dataset; None: sample i has the number i. In a list of more than one
     batch, the `window`, samples are sorted by length."""

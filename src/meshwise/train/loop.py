@@ -47,7 +47,7 @@ from meshwise.train import run_events
 from meshwise.train.batch_and_lr import BatchSizes, balanced_rows, batch_factor, lr_schedule
 from meshwise.train.console_output import OutputConsole, ProgressLines, leave_traceback
 from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
-from meshwise.train.global_batches import SampleStream, opened
+from meshwise.train.global_batches import SampleStream, sample_source
 from meshwise.train.job import Job, JobError, SampleJob
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.run_checkpoints import (
@@ -98,6 +98,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         raise JobError(f"emulate = {job.emulate!r} lets CPU ranks wait, and GPUs do not wait for it; leave emulate out")
     if job.train.shares == "auto" and world.device.type == "cuda":
         raise JobError('train.shares = "auto" measures the time of CPUs, and these ranks have GPUs; leave it out')
+    if job.train.shares == "auto" and job.plan.apart_axes:
+        raise JobError(f'train.shares = "auto" needs ranks that update together, unlike "{job.plan}"; leave it out')
     trainer = parallelize(
         prepared.model,
         job.plan,
@@ -158,7 +160,7 @@ class _Run:
             if len(self._progress.shares) != trainer.replicas:
                 self._progress.shares = [1] * trainer.replicas
             trainer.set_shares(self._progress.shares)
-        self._source = opened(self._data.train, saved=self._progress.stream)
+        self._source = sample_source(self._data.train, saved=self._progress.stream)
         with stop_signals(self._signals) if job.train.save_every else contextlib.nullcontext():
             by = self._steps()
             if by not in ("", _FILE):  # the time that a signal leaves is short
@@ -323,13 +325,15 @@ class _Run:
     def _rebalance(self, step: int, times: list[list[float]]) -> None:
         """Give slow replicas fewer rows if it pays; every rank has the same `times`, and so decides the same."""
         trainer, mesh = self._trainer, self._trainer.world.mesh
-        groups = mesh.groups(mesh.others(trainer.plan.row_axes))[: trainer.replicas]  # the servers are the last
+        groups = mesh.groups(mesh.others(trainer.plan.row_axes))[: trainer.replicas]  # servers have no rows
         seconds = [max(statistics.median(times[rank]) for rank in ranks) for ranks in groups]
         before = [stop - start for start, stop in weighted_split(self._size, weights=self._progress.shares)]
         rows = balanced_rows(before, seconds=seconds)
         if rows != before:
             trainer.set_shares(rows)
-            self._progress.shares, self._size = rows, 0  # a new reader reads by these shares
+            self._progress.shares = rows
+            if self._data.collate is None:  # else each rank reads the whole batch
+                self._size = 0  # a new reader reads by these shares
             self._emit(run_events.Shares(step, rows, seconds))
 
     def _validate(self, step: int) -> None:

@@ -26,7 +26,7 @@ from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.batch_and_lr import BatchSizes
 from meshwise.train.console_output import counted
 from meshwise.train.dataset import STDLIB, RunData, SampleOrder, length, load_data, read_batches
-from meshwise.train.global_batches import opened
+from meshwise.train.global_batches import sample_source
 from meshwise.train.job import HUB, ROW_KINDS, Job, JobError
 from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer, optimizer_options
 from meshwise.train.pretrained_model import check_rows_fit
@@ -80,7 +80,7 @@ class Prepared:
         size, data = BatchSizes(self.job.train).first, self.data
         order, numbers = SampleOrder(length(data.train), seed=self.job.train.seed), range(0, count * size, size)
         given: dict[str, Any] = {"collate": data.collate, "window": data.window, "order": order}
-        return read_batches(opened(data.train, saved={}), numbers=numbers, share=lambda rows: (0, rows), **given)
+        return read_batches(sample_source(data.train, saved={}), numbers=numbers, share=lambda rows: (0, rows), **given)
 
     def example(self) -> Any:
         """Return a batch of one row, by which a model is cut."""

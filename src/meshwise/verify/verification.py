@@ -21,7 +21,7 @@ from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import needs_of
 from meshwise.plan import Plan
-from meshwise.sync.parameter_servers import oldest_read
+from meshwise.sync.parameter_servers import largest_staleness
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, VerificationInputs
 from meshwise.verify.step_comparison import ReferenceSide, ReplayedSide, StepComparison
 from meshwise.verify.verification_report import SAME_MODEL, Divergence, Report
@@ -159,7 +159,7 @@ def served_contract(subject: VerificationInputs, *, world: World) -> tuple[str, 
         trainer.step(batch)
     logs = trainer.update_log()
     trainer.close()
-    oldest, steps = max(oldest_read(log) for log in logs), len(subject.batches)
+    oldest, steps = max(largest_staleness(log) for log in logs), len(subject.batches)
     figure = BoundedDifference(oldest, math.inf if plan.bound is None else plan.bound, steps)
     return (
         f"contract: degenerate point, invariant. staleness=0 was compared. At staleness={plan.staleness}, "

@@ -386,7 +386,7 @@ class World(abc.ABC):
 
     def recv_any(self, x: Tensor, *, axis: str, sources: Sequence[int]) -> int:
         """Block until one of the group indices `sources` along one axis has sent a message, receive it into `x`, and
-        return the index. `x` has a size or dtype that no later message of these ranks to this one has."""
+        return the index. No other message from these ranks to this one may have the size and dtype of `x`."""
         group = self.group(axis)
         size, dtype = x.numel() * x.element_size(), str(x.dtype).removeprefix("torch.")
         calls, site = self.flight_recorder.calls, call_site()

@@ -342,7 +342,8 @@ class Watchdog:
         try:
             while not self._stopped:
                 self._beat()
-                if not self._stopped and (self._lost or self._suspects()):
+                waited = min(self._waited(), time.monotonic() - self._asked)
+                if not self._stopped and (self._lost or waited >= self._pace.suspect):
                     self._ask()
                 self._pause()
         except RuntimeError as error:  # what the store raises when it does not answer
@@ -366,10 +367,6 @@ class Watchdog:
             self._store.set(f"answer/{self._world.rank}", pickle.dumps((number, self._answer())))  # type: ignore[arg-type]
             self._store.add(f"answers/{number}", 1)
             self._asked = time.monotonic()
-
-    def _suspects(self) -> bool:
-        rested = time.monotonic() - self._asked
-        return self._waited() >= self._pace.suspect and rested >= self._pace.suspect
 
     def _waited(self) -> float:
         """Return the seconds for which this rank has waited, or 0; on a GPU, the seconds since its last call."""

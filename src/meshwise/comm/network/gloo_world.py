@@ -15,12 +15,8 @@ gloo's own collectives copy more than necessary, run on two threads one after th
 depends on the size. If two ranks pass different sizes, gloo ends the process (SIGABRT). So `GlooTransport` uses
 gloo's sends and receives. They are started at once, in any number, and use the memory of the tensors without a copy.
 
-    | 64 MB, 4 ranks, CPU ms per rank       all-reduce   reduce-scatter   all-gather   broadcast
-    | gloo's collectives                    58 to 81     114 to 135       77 to 99     27 to 43
-    | messages                              55 to 74     32 to 40         30           48
-
-The tag of a message is a hash of the collective that the rank calls: ranks, kind, operation, phase, size, dtype. So a
-rank never receives a message of a different collective: it waits, and the hang report names the ranks that differ.
+The tag of a message is a hash of the call: ranks (not of a send), kind, operation, phase, size, dtype. So a rank never
+receives a message of a different collective: it waits, and the hang report names the ranks that differ.
 
 CUDA tensors are copied to pinned memory and back. The calling thread starts the copies to the host and records an
 event. The thread of the group waits for the event and exchanges the messages. `wait` starts the copies back on the

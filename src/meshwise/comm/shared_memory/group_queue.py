@@ -29,7 +29,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import memmove
-from functools import partial
 from typing import TypeAlias
 
 from torch import Tensor
@@ -342,7 +341,8 @@ class GroupQueue:
             call = self._due[0]
             for index in call.needs:
                 if not self._is_there(index, call):
-                    self._await(call, index, partial(self._is_over_or_there, index, call))
+                    # Once this rank has done its part, the other rank may reuse the record for a later call.
+                    self._await(call, index, lambda: call.acted or self._is_there(index, call))  # noqa: B023
             if not call.acted:
                 self._act(call)
 
@@ -428,11 +428,6 @@ class GroupQueue:
         absent: this rank waits, and the watchdog reports the difference."""
         side = self._sides[index] or self._side(index)
         return side is not None and side.has_posted(call.number, tag=call.tag)
-
-    def _is_over_or_there(self, index: int, call: QueuedCall) -> bool:
-        """Return whether this rank has done its part of the call, or group index `index` has posted the call. Once
-        this rank has done its part, the other rank may reuse the record for a later call."""
-        return call.acted or self._is_there(index, call)
 
     def _count_done(self, index: int) -> int:
         side = self._side(index)

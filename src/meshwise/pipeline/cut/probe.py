@@ -234,7 +234,9 @@ class _Watched:
             inputs = map_tensors(lambda tensor: tensor.to("meta"), given)
             stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # zeros stand for computed values here
             watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.tracer.depends_on_pieces(a))
-            _share_hooks(self._module, other=self._shadow)
+            for one, copy in zip(self._module.modules(), self._shadow.modules(), strict=True):
+                # Some models register hooks as they run.
+                vars(copy).update((name, value) for name, value in vars(one).items() if "hooks" in name)
             with (
                 watch.tracer.writing_back_changes(given, copy=inputs, key=key, stand_in=stand_in),
                 watch.tracer.writing_back_attributes(self._module, copy=self._shadow, key=key, stand_in=stand_in),
@@ -266,12 +268,6 @@ class _Watched:
                 key, self._name, parameters, Dependencies(), bytes_of(output), CallCost(0.0, 0.0), inside=block.calls
             )
         return _own_forward(module, watch, key=key, name=self._name, parameters=parameters, inputs=inputs)
-
-
-def _share_hooks(module: nn.Module, *, other: nn.Module) -> None:
-    """Give a copy of a module the hooks of the original, because some models register hooks as they run."""
-    for one, copy in zip(module.modules(), other.modules(), strict=True):
-        vars(copy).update((name, value) for name, value in vars(one).items() if "hooks" in name)
 
 
 _WITH_BACKWARD = 3.0

@@ -52,16 +52,18 @@ class StageForwardState:
         self.sends = cut.sends[index] if index + 1 < cut.stages else ()
         self.changed, self.same_shape = cut.changed, cut.same_shape
         self._contents, self._modules = cut.contents(index), modules
-        self.open = self.repeats = self.notes = False
+        self.open = self.repeats = self.note_shapes = False
         self.received: dict[str, Any] = {}
         self.shapes: dict[str, Any] = {}
         """Outputs of pieces so far as meta tensors, by key; without those of `same_shape`."""
         self.sent: dict[str, Any] = {}
         self.position = 0
 
-    def start(self, received: Mapping[str, Any], *, shapes: Mapping[str, Any], notes: bool) -> None:
-        """Begin a forward with the values and shapes from the stage before, by key. `notes`: add to `shapes`."""
-        self.open, self.position, self.notes = True, 0, notes
+    def start(self, received: Mapping[str, Any], *, shapes: Mapping[str, Any], note_shapes: bool) -> None:
+        """Begin a forward with the values and shapes from the stage before, by key.
+
+        `note_shapes`: add the outputs of this stage's pieces to `shapes`."""
+        self.open, self.position, self.note_shapes = True, 0, note_shapes
         self.shapes = dict(shapes)
         self.received = enter(received)
         self.sent = {}
@@ -91,7 +93,7 @@ class StageForwardState:
             return
         if key in self.sends:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
-        if self.notes and key not in self.same_shape:
+        if self.note_shapes and key not in self.same_shape:
             with without_modes():  # a rehearsal counts no memory for it
                 self.shapes[key] = map_tensors(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), value)
 
@@ -100,8 +102,8 @@ class StageForwardState:
 
         A rehearsal leaves out stages that equal another one. Their pieces return what others of their class do."""
         modules = zip(self._contents.keys, self._modules, strict=True)
-        alike = (other for other, one in modules if type(one) is type(module))
-        return next((self.shapes[other] for other in (key, *alike) if other in self.shapes), first)
+        same_class = (other for other, one in modules if type(one) is type(module))
+        return next((self.shapes[other] for other in (key, *same_class) if other in self.shapes), first)
 
     def snapshot(self) -> Place:
         """Return the point that the forward has reached, for `restored` (`model.forward_replay.RememberedState`)."""
@@ -145,16 +147,16 @@ class Stage:
         *,
         received: Mapping[str, Any],
         shapes: Mapping[str, Any] = MappingProxyType({}),
-        notes: bool = True,
+        note_shapes: bool = True,
     ) -> Any:
         """Run one forward of the stage, and return its result.
 
         `call(model)` runs the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`. `received` is
         the result of the stage before; its tensors that require gradients are leaves and get `.grad` in the backward.
-        `shapes`: `state.shapes` of that stage; with `notes`, the outputs of this stage's pieces are added to a copy.
+        `shapes`: `state.shapes` of that stage; with `note_shapes`, a copy gets the outputs of this stage's pieces.
         The last stage returns the result of `call`; any other stage returns a tree of tensors for every key in `sends`.
         Raises StageError when pieces run in another order than on the example of the cut."""
-        self.state.start(received, shapes=shapes, notes=notes)
+        self.state.start(received, shapes=shapes, note_shapes=note_shapes)
         try:
             returned = call(self.module)
         except StageForwardLeft:

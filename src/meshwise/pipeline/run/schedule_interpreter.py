@@ -193,8 +193,10 @@ class _Walk:
     def _forward(self, place: Place) -> None:
         index, flight, stage = place[1], self._flights[place], self._stages[place[0]]
         last = stage.index + 1 == stage.count
-        notes = not last and (stage.index, self._jobs[index].shapes) not in self._agreed
-        result = stage.run(self._jobs[index].call, received=flight.received, shapes=flight.shapes, notes=notes)
+        note_shapes = not last and (stage.index, self._jobs[index].shapes) not in self._agreed
+        result = stage.run(
+            self._jobs[index].call, received=flight.received, shapes=flight.shapes, note_shapes=note_shapes
+        )
         flight.received = {}
         if last:
             training = torch.is_grad_enabled()

@@ -163,7 +163,8 @@ def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
     """Return a copy of `x` whose gradient is summed over the ranks that use `x` for their own heads or features.
 
     Return `x` itself if it needs no gradient, or if an earlier operation sums the gradient (see `TensorOrigins`)."""
-    axes = context.scheme.head_axes
+    scheme = context.scheme
+    axes = tuple(axis for axis in (*scheme.inner, *scheme.inner_rows) if axis not in scheme.rows)
     if not x.requires_grad or context.degree(axes) == 1:
         return x
     summed = context.origins.summed_behind(x, axes=axes)

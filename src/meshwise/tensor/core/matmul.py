@@ -73,19 +73,16 @@ class InputGather:
     def __init__(self, world: World, *, moved: OperandMove) -> None:
         self._world = world
         self._moved = moved
-        self._readers = 0
+        self.readers = 0
+        """Number of products that will need X in their backward."""
         self._left = 0
         self._arriving: Finish | None = None
-
-    def add_reader(self) -> None:
-        """Count one more product that will need X in its backward."""
-        self._readers += 1
 
     def regather(self, stored: Tensor) -> Finish:
         """Return a function that waits for the gather of `stored`. The first call starts it, the last releases it."""
         if self._arriving is None:
             self._arriving = _gather(_there(stored), self._moved, world=self._world)
-            self._left = self._readers
+            self._left = self.readers
         arriving = self._arriving
         self._left -= 1
         if not self._left:
@@ -148,7 +145,7 @@ class _Multiply(torch.autograd.Function):
         ctx.operation = operation
         ctx.gathering = operand.gathering if ctx.needs_input_grad[1] else None
         if ctx.gathering is not None:
-            ctx.gathering.add_reader()
+            ctx.gathering.readers += 1
         ctx.save_for_backward(x if operand.stored is None else operand.stored, weight, *kept)
         return y
 

@@ -85,11 +85,6 @@ class Projection(BoundToRank):
             self.layout, (*self.context.scheme.replicas, *(axis for axis in self.product.rows if axis not in done))
         )
 
-    @property
-    def bias_placement(self) -> Placement:
-        """Placement of the bias."""
-        return Placement(self.bias_layout, (*self.context.scheme.replicas, *self.product.rows))
-
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the product: (…, local in) to (…, local out). The scheme may change the rank's rows and tokens."""
         context, product = self.context, self.product

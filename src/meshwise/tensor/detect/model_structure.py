@@ -246,12 +246,9 @@ def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:
         below = f"{name}.{child_name}" if name else child_name
         entry = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
-        if entry and not container and _holds_pair(child):
+        attention = any(isinstance(inner, nn.MultiheadAttention) for inner in child.modules())
+        pair = attention or sum(1 for _ in matrices(child, name="")) >= 2
+        if entry and not container and pair:
             yield below, child
         else:
             yield from _blocks(child, name=below)
-
-
-def _holds_pair(module: nn.Module) -> bool:
-    attention = any(isinstance(inner, nn.MultiheadAttention) for inner in module.modules())
-    return attention or sum(1 for _ in matrices(module, name="")) >= 2
