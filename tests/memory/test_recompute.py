@@ -66,7 +66,7 @@ def test_a_budget_changes_modes_between_steps_and_no_bit(plan: str) -> None:
         return found, modes
 
     plain = on(plan, losses)
-    chosen = on(f"{plan} budget=24K", losses)
+    chosen = on(f"{plan} budget=32K", losses)
     assert [found for found, _ in chosen] == [found for found, _ in plain]
     assert all(modes[0] == modes[1] == {"full"} for _, modes in chosen)
     assert any(modes[2] != {"full"} for _, modes in chosen)
