@@ -52,8 +52,8 @@ class OptionRun:
 class BucketPlace:
     """Places of parameters in a flat buffer of `size` elements, divided into `parts` equal shards.
 
-    The runs cover [0, size); the padding is at the end of each run. The first
-    `ranks_without_shard` ranks have none."""
+    The runs cover [0, size); the padding is at the end of each run. The first `ranks_without_shard` ranks have no
+    shard."""
 
     pieces: tuple[BucketPiece, ...]
     runs: tuple[OptionRun, ...]

@@ -127,8 +127,9 @@ class TrainingSteps:
     def _serve(self, servers: ParameterServers) -> StepResult:
         """Run a step of a server; return the mean loss of the workers' pushes, and the root mean square of norms."""
         began, self.applied = time.perf_counter(), True
-        loss, count, squared, pushes = servers.serve()
-        norm = math.sqrt(squared / max(pushes, 1))
+        servers.serve()
+        loss, count, squared = servers.sums
+        norm = math.sqrt(squared / max(servers.received, 1))
         return StepResult(loss / max(count, 1), norm, int(count), time.perf_counter() - began)
 
     def _step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:

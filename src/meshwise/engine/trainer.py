@@ -295,8 +295,12 @@ class Trainer:
         itself; nonfinite='end', which may have updated some units; and an error in a stage of pp. Messages of that step
         may be under way, so the next step raises StageError."""
         self._refuse_averaged()
-        with memory_errors_explained(self.plan, memory=self.memory, hint=lambda: fullest_mixture(self._engine.modules)):
+        with self._memory_errors_explained():
             return self._stepping.step(batch, local=local, total=total, only=only)
+
+    def _memory_errors_explained(self) -> contextlib.AbstractContextManager[None]:
+        modules = self._engine.modules
+        return memory_errors_explained(self.plan, memory=self.memory, hint=lambda: fullest_mixture(modules))
 
     def open_step(self) -> OpenStep:
         """Return a step whose forwards, losses and backwards the caller runs: `with trainer.open_step() as step:`.
@@ -358,9 +362,7 @@ class Trainer:
                 digest, rows = batch_digest(batch, contents=number == 0, before=digest), rows + row_count(batch)
                 self._runner.begin(-1 - number)  # numbers that no step has: random draws depend on them
                 micro_batches = self._stepping.sharder.split(batch, local=local, total=None, count=splits)
-                with memory_errors_explained(
-                    self.plan, memory=self.memory, hint=lambda: fullest_mixture(self._engine.modules)
-                ):
+                with self._memory_errors_explained():
                     loss, count = self._runner.evaluate(micro_batches)
                 total += loss
                 tokens += count

@@ -85,8 +85,11 @@ class ParameterServers:
         [self._axis] = plan.apart_axes
         self._workers, self._servers = range(plan.dp), range(plan.dp, plan.dp + plan.server)
         self.serving = self._world.group(self._axis).index in self._servers
-        self.sums = [0.0, 0.0, 0.0, 1.0]
-        """Loss, its count, and squared norm of the mean gradient, of this worker; of a server, sums over pushes."""
+        self.sums = [0.0, 0.0, 0.0]
+        """Loss, its count, and squared norm of the mean gradient, of this worker's step; of a server, sums over the
+        messages of its step."""
+        self.received = 0
+        """Number of messages that `sums` of a server adds up."""
         self._pushed = False
         self.log: list[ServedGradient] = []
         self._restart(clock=0, version=0)
@@ -142,7 +145,7 @@ class ParameterServers:
         for number, server in enumerate(self._servers):
             rows = [_row_codes(bucket) if kind is _Kind.PUSH else torch.empty(0) for bucket in self._buckets]
             rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-            numbers = [kind, self.clock, *self.sums[:3], *map(len, rows), *rates]
+            numbers = [kind, self.clock, *self.sums, *map(len, rows), *rates]
             sent = [self._header(numbers)]
             for bucket, codes in zip(self._buckets, rows, strict=True) if kind is _Kind.PUSH else ():
                 start, stop = bucket.place.shard(server)
@@ -171,10 +174,10 @@ class ParameterServers:
 
     # ---- a server -------------------------------------------------------------------------------------------------
 
-    def serve(self) -> list[float]:
-        """Serve until every worker has ended as many steps as this server; return `sums` and their number."""
+    def serve(self) -> None:
+        """Serve until every worker has ended as many steps as this server."""
         self.clock += 1
-        self.sums = [0.0] * 4
+        self.sums, self.received = [0.0, 0.0, 0.0], 0
         size = 5 + len(self._buckets) + len(self._optimizer.param_groups)
         self._answer_waiting()
         while min(self._done.values()) < self.clock:
@@ -183,7 +186,6 @@ class ParameterServers:
             worker = self._world.recv_any(header, axis=self._axis, sources=sources)
             self._receive(worker, header.view(torch.float64).tolist())
             self._answer_waiting()
-        return self.sums
 
     def _receive(self, worker: int, header: Sequence[float]) -> None:
         """Take the rest of a worker's message, and apply its gradient."""
@@ -194,7 +196,8 @@ class ParameterServers:
             self._left.add(worker)
             return
         self._waiting[worker] = clock
-        self.sums = [before + new for before, new in zip(self.sums, (*header[2:5], 1.0), strict=True)]
+        self.sums = [before + new for before, new in zip(self.sums, header[2:5], strict=True)]
+        self.received += 1
         if kind is _Kind.SKIP:
             return
         gradients = [self._gradient(bucket, worker, int(n)) for bucket, n in zip(self._buckets, rows, strict=True)]
