@@ -26,7 +26,7 @@ from meshwise.simulate.cluster import (
 from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
-from meshwise.simulate.step_tape import MemoryChange, TapeCall, count_operation
+from meshwise.simulate.step_tape import TapeCall, count_operation
 from simulate.subjects import CONFIG, gpt_subject
 
 STEADY = Cluster(
@@ -132,16 +132,6 @@ def test_slower_links_cost_time_where_nothing_is_computed_meanwhile() -> None:
     slow = dataclasses.replace(STEADY, inside=Link(bandwidth=((1.0, 1e6),)))
     fast, late = predict(rehearsal, cluster=STEADY), predict(rehearsal, cluster=slow)
     assert late.seconds == pytest.approx(fast.seconds + late.exposed["tp"], rel=1e-6)
-
-
-def test_memory_that_the_system_clears_takes_time_whenever_it_is_new() -> None:
-    rehearsal = rehearse(gpt_subject(), plan="tp=2", ranks=2, shared=True)
-    slow = dataclasses.replace(STEADY, device=dataclasses.replace(STEADY.device, fresh=((1.0, 1e6),)))
-    entries = [entry for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, MemoryChange)]
-    asked = sum(entry.page_faults * entry.bytes for entry in entries)
-    assert asked > 0 == sum(entry.page_faults for entry in entries if entry.bytes < 0)
-    late = predict(rehearsal, cluster=slow).seconds - predict(rehearsal, cluster=STEADY).seconds
-    assert late == pytest.approx(asked / 1e6)
 
 
 def test_a_loss_looks_up_its_targets() -> None:

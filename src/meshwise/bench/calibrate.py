@@ -4,10 +4,6 @@ All ranks measure at the same time, because they also share caches, memory and l
 timed over a grid of shapes, and their efficiency by shape is fitted by three constants (see `MatmulEfficiency`). Most
 other numbers are medians over all rounds of all ranks.
 
-The system clears the memory of a new tensor page by page, unless freed memory is kept (see `memory.allocator`).
-Clearing takes longer than most operations. So its cost is measured separately, and subtracted from the times of
-operations that make new tensors.
-
 On a CPU the processor time of the rank is measured, so other programs on the core do not change the result. The result
 also has the fraction of the time in which the ranks had their cores."""
 
@@ -17,7 +13,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +22,6 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import functional
 
-from meshwise.base.tensor_tree import tensors
 from meshwise.bench.collective_benchmark import SizeSweep, measure
 from meshwise.bench.machine import processor_name
 from meshwise.comm.api.streams import gpu_properties, streams_of
@@ -34,7 +29,7 @@ from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.memory.allocator import keep_freed_memory_of_rank
 from meshwise.plan import Plan
-from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency, rate_at
+from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency
 from meshwise.simulate.cost_model import SEND_RECV
 from meshwise.simulate.predicted_memory import measure as measured
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
@@ -72,8 +67,8 @@ def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) 
     seconds = _Stopwatch(world, rounds=effort.rounds)
     dtypes = [torch.float32] if world.device.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]
     tiny = seconds.empty(8)
-    base = _Base(seconds(lambda: tiny + tiny, repeat=200), _fresh(seconds, effort))
-    products = {dtype: _products(seconds, dtype, effort, base) for dtype in dtypes}
+    seconds.launch = seconds(lambda: tiny + tiny, repeat=200)
+    products = {dtype: _products(seconds, dtype, effort) for dtype in dtypes}
     best = {dtype: _peak(rows) for dtype, rows in products.items()}
     main = dtypes[-1]
     between, step = _between(world, effort)
@@ -83,11 +78,10 @@ def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) 
         memory=float(_memory(world)),
         peak={str(dtype).removeprefix("torch."): rate for dtype, rate in best.items()},
         products=_fitted(products[main], best[main]),
-        attention=_fitted(_attention(seconds, main, effort, base), best[main]),
-        bandwidth=_curve(seconds, effort, base),
-        fresh=base.fresh,
-        rates=_rates(seconds, base),
-        launch=max(base.launch, between),
+        attention=_fitted(_attention(seconds, main, effort), best[main]),
+        bandwidth=_curve(seconds, effort),
+        rates=_rates(seconds),
+        launch=max(seconds.launch, between),
         step=step,
     )
     # On a CPU the core that computes also copies.
@@ -103,6 +97,8 @@ class _Stopwatch:
         self.world = world
         self._rounds = rounds
         self._had = self._passed = 0.0
+        self.launch = 0.0
+        """Seconds of a launch, which `without_launch` subtracts."""
 
     @property
     def on_gpu(self) -> bool:
@@ -123,6 +119,10 @@ class _Stopwatch:
         median: float = statistics.median(itertools.chain.from_iterable(self.world.exchange(took[1:])))
         return median
 
+    def without_launch(self, took: float) -> float:
+        """Return the seconds of an operation without its launch."""
+        return max(took - self.launch, took / 10)
+
     def share(self) -> float:
         """Return the mean over the ranks of the fraction of the time in which a rank had its core."""
         return statistics.fmean(self.world.exchange(min(1.0, self._had / self._passed)))
@@ -138,24 +138,11 @@ class _Stopwatch:
         return torch.rand(*shape, device=self.world.device).to(dtype)
 
 
-@dataclass(frozen=True)
-class _Base:
-    """The costs of each operation besides its computation: seconds of a launch, and memory for new tensors."""
-
-    launch: float
-    fresh: Curve
-
-    def without(self, took: float, *, made: Iterable[Tensor] = ()) -> float:
-        """Return the seconds of an operation without its launch and without memory for the new tensors in `made`."""
-        given = sum(size / rate_at(self.fresh, size=size) for size in (tensor.nbytes for tensor in made) if size)
-        return max(took - self.launch - given, took / 10)
-
-
 _Row = tuple[tuple[int, int, int], float, float]
 """Shape (m, k, n) of a matrix product, its flops and its seconds."""
 
 
-def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
+def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort) -> list[_Row]:
     """Time matrix products over a grid of shapes, with the transposed operands of a layer's forward and backward."""
     rows = []
     wide, most = (4, 200 * _MOST_FLOPS) if seconds.on_gpu else (1, _MOST_FLOPS)
@@ -166,7 +153,7 @@ def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort
             pairs = ((x, y), (x, y.t().contiguous().t()), (x.t().contiguous().t(), y))
             repeat = max(1, min(50, int(most / (150 * flops))))
             took = seconds(functools.partial(_multiply, pairs, z), repeat=repeat)
-            rows.append(((m, k, n), flops, base.without(took / len(pairs))))
+            rows.append(((m, k, n), flops, seconds.without_launch(took / len(pairs))))
     return rows
 
 
@@ -200,7 +187,7 @@ def _fitted(rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
     return min((fit(*one) for one in itertools.product(halves[:10], halves)), key=lambda one: one[0])[1]
 
 
-def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort, base: _Base) -> list[_Row]:
+def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort) -> list[_Row]:
     """Time fused causal attention, forward and backward. A row's shape is (number of queries, number of keys, 1)."""
     rows = []
     batch, heads, width = 4, 4, 64
@@ -211,39 +198,23 @@ def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffor
         back = functools.partial(torch.autograd.grad, output, q, output.detach(), retain_graph=True)
         flops = 4.0 * batch * heads * length * length * width * causal_part(length, cpu=not seconds.on_gpu)
         shape = (batch * heads * length, length, 1)
-        rows.append((shape, flops, base.without(seconds(attend, repeat=3), made=[output])))
-        three_added = [q] * 5  # the gradients of q as query, key and value, and two sums
-        rows.append((shape, 2.5 * flops, base.without(seconds(back, repeat=3), made=three_added)))
+        rows.append((shape, flops, seconds.without_launch(seconds(attend, repeat=3))))
+        rows.append((shape, 2.5 * flops, seconds.without_launch(seconds(back, repeat=3))))
     return rows
 
 
-def _fresh(seconds: _Stopwatch, effort: CalibrationEffort) -> Curve:
-    """Return the bytes per second at which new tensors get memory, from the extra time of their first filling."""
-    if seconds.on_gpu:
-        return ()  # torch's allocator keeps freed memory
-    found = []
-    for size in effort.sizes:
-        x, repeat = seconds.empty(max(1, size // 4)), max(1, min(50, (1 << 22) // size))
-        again, new = (
-            seconds(run, repeat=repeat)
-            for run in (functools.partial(x.fill_, 0.0), lambda x=x: x.new_empty(len(x)).fill_(0.0))
-        )
-        found.append((float(x.nbytes), x.nbytes / max(new - again, again / 10)))
-    return tuple(found)
-
-
-def _curve(seconds: _Stopwatch, effort: CalibrationEffort, base: _Base) -> Curve:
+def _curve(seconds: _Stopwatch, effort: CalibrationEffort) -> Curve:
     """Return the bytes per second of adding two tensors into a third, by the bytes read and written."""
     found: list[tuple[float, float]] = []
     for size in effort.sizes:
         count = max(1, size // 12)
         x, y, z = (seconds.empty(count) for _ in range(3))
         took = seconds(functools.partial(torch.add, x, y, out=z), repeat=max(1, min(100, (1 << 24) // size)))
-        found.append((12.0 * count, 12.0 * count / base.without(took)))
+        found.append((12.0 * count, 12.0 * count / seconds.without_launch(took)))
     return tuple(found)
 
 
-def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
+def _rates(seconds: _Stopwatch) -> Mapping[str, float]:
     """Return the bytes per second of operations that are slower than a CPU core's memory, by name; empty on a GPU."""
     if seconds.on_gpu:
         return {}
@@ -270,7 +241,7 @@ def _rates(seconds: _Stopwatch, base: _Base) -> Mapping[str, float]:
         made = func(*args)
         one = count_operation(func, args=args, kwargs={}, output=made)
         took = seconds(functools.partial(func, *args), repeat=3)
-        found[one.name] = one.bytes / base.without(took, made=tensors(made))
+        found[one.name] = one.bytes / seconds.without_launch(took)
     return found
 
 

@@ -255,9 +255,8 @@ def profile_layers(
     subject: RehearsalSubject, *, pieces: ModelPieces, key: ProfileKey, cluster: Cluster
 ) -> LayerProfile:
     """Rehearse all pieces under one key and return their costs on `cluster`. Raises the errors of `rehearse`."""
-    # Operations do not wait for the host of a GPU, and new memory costs nothing.
-    launch = cluster.device.launch if cluster.device.kind == "cpu" else 0.0
-    device = dataclasses.replace(cluster.device, fresh=(), launch=launch)
+    # Operations do not wait for the host of a GPU.
+    device = dataclasses.replace(cluster.device, launch=cluster.device.launch if cluster.device.kind == "cpu" else 0.0)
     cost_model = CostModel(dataclasses.replace(cluster, device=device))
     plan = dataclasses.replace(key.plan, pp=pieces.cut.stages)
     where = dataclasses.replace(subject.options.cut, at=_names(pieces.cut)[1:], made=pieces.cut)

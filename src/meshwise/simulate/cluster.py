@@ -5,7 +5,6 @@ cost model (`cost_model.py`) computes the seconds of an operation or a collectiv
 
     | matrix products    flops / (peak · best · k/(k + inner) · P/(P + outputs)), for P = batch·m·n sums of k terms
     | other operations   bytes / rate: of this operation if `rates` has it, else of `bandwidth` for this size
-    | new memory         bytes / rate at which the system provides pages (`fresh`); 0 if an allocator reuses memory
     | collectives        latency · steps + bytes sent / rate of the link at that size; all-gathers and reduce-scatters
     |                    over several nodes take at least `hop` for each rank of the ring"""
 
@@ -79,9 +78,6 @@ class Device:
     """Fraction of the peak that fused attention reaches: `outputs` counts queries of all heads, `inner` counts keys."""
     bandwidth: Curve = ()
     """Bytes per second that an operation reads and writes, as a function of its total bytes."""
-    fresh: Curve = ()
-    """Bytes per second at which the system provides memory for a tensor of a size; it clears each page. Empty if an
-    allocator keeps freed memory, so that new tensors cost nothing."""
     rates: Mapping[str, float] = field(default_factory=dict)
     """Bytes per second, by name, of operations that `bandwidth` does not describe: `gelu = 1.5e9`."""
     launch: float = 0.0

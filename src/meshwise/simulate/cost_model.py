@@ -1,4 +1,4 @@
-"""Compute the seconds that operations, allocations, collectives and offloaded state take on a cluster.
+"""Compute the seconds that operations, collectives and offloaded state take on a cluster.
 
 `CostModel` has the seconds of one entry of a tape, and `entry_times` the start and stop of each entry.
 
@@ -28,7 +28,6 @@ from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster, Curve, rate_at
 from meshwise.simulate.step_tape import (
     Entry,
-    MemoryChange,
     Tape,
     TapeCall,
     TapeOperation,
@@ -90,11 +89,6 @@ class CostModel:
         peak = device.peak_of(operation.dtype)
         computing = operation.flops * operation.part / (peak * curve.efficiency(inner=inner, outputs=outputs))
         return device.kernel + max(computing, operation.bytes / rate_at(device.bandwidth, size=operation.bytes))
-
-    def allocation(self, memory: MemoryChange) -> float:
-        """Return the seconds of the page faults of new memory; 0 for memory without page faults."""
-        fresh = self.cluster.device.fresh
-        return memory.page_faults * memory.bytes / rate_at(fresh, size=memory.bytes) if memory.page_faults else 0.0
 
     def collective(self, call: TapeCall) -> float:
         """Return the seconds of one collective or message. Other groups along its axes run the same call meanwhile."""
@@ -187,9 +181,7 @@ def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> It
                 yield EntryTime(segment, entry, now, end)
                 now = end
             else:
-                start = now
-                now += cost_model.allocation(entry)
-                yield EntryTime(segment, entry, start, now)
+                yield EntryTime(segment, entry, now, now)
 
 
 _AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "masters": 2, "optimizer": 2})

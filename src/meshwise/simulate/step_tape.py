@@ -92,9 +92,6 @@ class MemoryChange:
     bytes: int
     host: bool = False
     """True for memory of the host, if the rank computes on a device with its own memory."""
-    page_faults: int = 0
-    """Page faults of each page: 1 for new memory, 2 for new shared memory, which the other ranks map too. 0 for memory
-    that is freed or reused, and for memory that changes its category."""
 
 
 Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange

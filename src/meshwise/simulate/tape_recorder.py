@@ -89,7 +89,7 @@ class Recorder:
             for one in storages_of(tensor):
                 self.record_allocation(one)
 
-    def record_allocation(self, tensor: Tensor, *, category: Category | None = None, page_faults: int = 1) -> None:
+    def record_allocation(self, tensor: Tensor, *, category: Category | None = None) -> None:
         """Count the storage of a tensor once, until it is freed. `category`: by default of the current activity."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -103,7 +103,7 @@ class Recorder:
         kind = category or _category(self.flight_recorder.doing)
         self._sizes[key] = (kind, self._part(storage), not tensor.is_meta)
         self._references[key] = weakref.ref(storage, lambda _: self._released(key))
-        self.note(MemoryChange(*self._sizes[key], page_faults=page_faults))
+        self.note(MemoryChange(*self._sizes[key]))
 
     def borrow(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
         """Return a meta tensor that counts as shared memory. It reuses the slab of a freed tensor if one fits."""
@@ -113,7 +113,7 @@ class Recorder:
         if fitting is not None:
             self._free_slabs.remove(fitting)
             self.note(MemoryChange(Category.COMMUNICATION, -fitting))
-        self.record_allocation(tensor, category=category, page_faults=0 if fitting else 2)
+        self.record_allocation(tensor, category=category)
         self._borrowed.add(tensor.untyped_storage()._cdata)
         return tensor
 
@@ -145,7 +145,7 @@ class Recorder:
         for key, storage in self._watched.items():
             category, size, host = self._sizes[key]
             if (now := self._part(storage)) != size:
-                self.note(MemoryChange(category, now - size, host, page_faults=int(now > size)))
+                self.note(MemoryChange(category, now - size, host))
                 self._sizes[key] = (category, now, host)
 
     def _part(self, storage: torch.UntypedStorage) -> int:
