@@ -34,6 +34,7 @@ generators stay unchanged."""
 
 import contextlib
 import hashlib
+import math
 import sys
 from bisect import bisect_left
 from collections import Counter
@@ -53,7 +54,6 @@ from meshwise.model.torch_private import TorchDispatchMode, without_modes, writt
 
 CPU = torch.device("cpu")
 """The device on which values are computed."""
-_CHUNK = 1 << 16
 CONSTRUCTION = "(construction)"
 """Name that seeds random numbers which the constructor reads before they belong to a named tensor."""
 
@@ -129,7 +129,7 @@ class ConstructionRecord:
     def values(self, wanted: Sequence[Tensor]) -> list[Tensor]:
         """Return the values that the meta tensors `wanted` have at the end of the record, on the CPU.
 
-        An element that was never written is NaN, the largest value of its integer type, or True."""
+        An element that was never written is NaN; in a tensor of integers or booleans, 0."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self.name_draws(wanted, name=CONSTRUCTION)
             indices = self._needed(wanted)
@@ -143,19 +143,6 @@ class ConstructionRecord:
                     if last[key] == index:
                         del memory[key]
             return [_view(t, memory) for t in wanted]
-
-    def unwritten(self, t: Tensor, *, values: Tensor) -> int:
-        """Return how many elements of `values`, the values of `t`, depend on memory that was never written.
-
-        Such elements equal `_poison`: NaN stays NaN in arithmetic. Booleans are not checked."""
-        needed = (self._operations[index] for index in self._needed([t]))
-        if values.dtype == torch.bool or not any(operation.uninitialised for operation in needed):
-            return 0
-        parts = values.reshape(-1).split(_CHUNK)  # a mask of the tensor's size would take memory
-        if values.is_floating_point() or values.is_complex():
-            # NaN stays in a sum, which is many times faster than to count.
-            return sum(int(part.isnan().sum()) for part in parts) if values.sum().isnan() else 0
-        return sum(int((part == _poison(part.dtype)).sum()) for part in parts)
 
     def _needed(self, wanted: Sequence[Tensor]) -> list[int]:
         """Return the indices of the operations that `wanted` depends on, in order."""
@@ -202,7 +189,7 @@ class ConstructionRecord:
             if was is not None:
                 memory[storage(was)] = _as_laid_out(was, got).untyped_storage()
                 if operation.uninitialised:
-                    got.fill_(_poison(got.dtype))
+                    got.fill_(math.nan if got.is_floating_point() or got.is_complex() else 0)
 
     def _generator(self, stream: str) -> torch.Generator:
         # torch's CPU generator keeps 32 bits of its seed. Among 1,000 streams two are equal with a chance of 1e-4.
@@ -224,13 +211,6 @@ def _as_laid_out(was: Tensor, got: Tensor) -> Tensor:
     if got.stride() == was.stride() and got.storage_offset() == was.storage_offset():
         return got
     return torch.empty_strided(was.size(), was.stride(), dtype=was.dtype, device=CPU).copy_(got)
-
-
-def _poison(dtype: torch.dtype) -> float | int | bool:
-    """Return the value that marks memory never written: NaN, the largest integer, or True."""
-    if dtype == torch.bool:
-        return True
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
 META = torch.device("meta")

@@ -6,7 +6,7 @@ the meta device. Its parameters are computed one by one (`ParameterSource.full`)
 The same seed gives the same values, bit for bit, under every plan, on every rank and in every order. They differ from
 the values that the function would draw from torch's global generator, which is neither read nor changed. A generator
 that the function passes to torch is not used either. Random numbers of numpy and Python are not replaced. If
-the constructor leaves elements of a tensor uninitialized, an error names the tensor."""
+the constructor leaves elements of a tensor uninitialized, they are NaN."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -50,19 +50,13 @@ class ParameterSource:
     def full(self, name: str) -> Tensor:
         """Return the full tensor of a parameter or buffer, by any of its names.
 
-        With a record, the values are computed on the CPU; otherwise it is the model's own tensor, not a copy. Raises
-        ValueError if the constructor leaves elements uninitialised."""
+        With a record, the values are computed on the CPU; otherwise it is the model's own tensor, not a copy."""
         wanted = self._tensors[name]
         if self._shapes_only:
             return wanted.to("meta")
         if self._record is None or not wanted.is_meta:
             return wanted
         values = self._record.values([wanted])[0]
-        if unwritten := self._record.unwritten(wanted, values=values):
-            raise ValueError(
-                f"{name}: {unwritten} of {values.numel()} elements are never initialised; write all of them in the "
-                f"constructor of {type(self.module).__name__}, for example with an initialiser of torch.nn.init"
-            )
         return values.clone() if values.untyped_storage().nbytes() > values.nbytes else values
 
     def broadcast_full(self, name: str, *, world: World, axes: Axes | None = None) -> Tensor:
@@ -89,9 +83,7 @@ class ParameterSource:
         return part
 
     def fill_buffers(self) -> None:
-        """Compute the buffers, and the tensors in plain attributes, that are on meta; set them on the CPU.
-
-        Raises ValueError as `full` does."""
+        """Compute the buffers, and the tensors in plain attributes, that are on meta; set them on the CPU."""
         made: dict[int, Tensor] = {}
         for path, owner in self.module.named_modules():
             trees = {**_plain_attributes(owner), **dict(owner.named_buffers(recurse=False, remove_duplicate=False))}

@@ -24,7 +24,7 @@ does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes 
 `explaining_values` explains such an error.
 
 A rehearsal raises every error of the training code in the same words. Excepted are errors that depend on values: a loss
-that is not finite or counts nothing, an index outside of a vocabulary, a partly initialized tensor."""
+that is not finite or counts nothing, an index outside of a vocabulary."""
 
 import contextlib
 import dataclasses
