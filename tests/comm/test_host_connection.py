@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.job_processes import ProcessLife
 from meshwise.comm.shared_memory.host_connection import HostConnection, HostPeer, Progress
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
@@ -46,7 +45,7 @@ def waited(board: Rung, *, rounds: int, monkeypatch: pytest.MonkeyPatch) -> tupl
         board.ring()
 
     monkeypatch.setattr("meshwise.comm.shared_memory.host_connection.time", SimpleNamespace(sleep=doze))
-    peers: Any = [HostPeer(1, ProcessLife(os.getpid()), board, mock.Mock())]  # type: ignore[arg-type] # as much of one as is used
+    peers: Any = [HostPeer(1, os.getpid(), board, mock.Mock())]  # type: ignore[arg-type] # as much of one as is used
     host = HostConnection(0, board=mock.Mock(), peers=peers)
     left = iter(range(40 + rounds))  # those before are the looks and yields
     host.wait_for(

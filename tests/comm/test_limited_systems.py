@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined_worlds import joined
 from meshwise.comm import World
-from meshwise.comm.api.job_processes import ProcessLife, has_ended
+from meshwise.comm.api.job_processes import has_ended
 from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.job_store import job_store
@@ -56,7 +56,7 @@ def sums(world: World) -> None:
 
 
 def by_an_old_python(world: World, name: str) -> None:
-    with without("memfd_create", "pidfd_open"):
+    with without("memfd_create"):
         other = joined(world, name, "shared memory")
         sums(other)
         other.close()
@@ -93,7 +93,7 @@ def on_macos(world: World, name: str) -> str:
     assert found is not None
     with (
         mock.patch.object(sys, "platform", "darwin"),
-        without("memfd_create", "pidfd_open", "sched_getaffinity"),
+        without("memfd_create", "sched_getaffinity"),
         mock.patch("sys.stderr") as stderr,
     ):
         other = process_world(world.device, store=PrefixStore(name, found))
@@ -167,18 +167,6 @@ def test_a_limit_on_file_sizes_is_reported(processes: Processes) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("missing", [(), ("pidfd_open",)])
-def test_the_end_of_a_process_is_known(missing: tuple[str, ...]) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child, without(*missing):
-        life = ProcessLife(child.pid)
-        assert not life.ended
-        child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert life.ended
-    assert life.ended
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_process_that_waits_to_be_asked_has_ended() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert not has_ended(child.pid)
@@ -198,7 +186,7 @@ import os, pkgutil, sys, unittest.mock
 import torch, torch._dynamo, torch.distributed.launcher.api, torch.distributed.elastic.multiprocessing
 import rich.console, rich.live, rich.table, tyro, tomlkit, safetensors.torch
 sys.platform = "darwin"
-for name in ("memfd_create", "pidfd_open", "sched_getaffinity", "sched_setaffinity", "posix_fallocate", "O_DIRECT",
+for name in ("memfd_create", "sched_getaffinity", "sched_setaffinity", "posix_fallocate", "O_DIRECT",
              "O_TMPFILE", "posix_fadvise"):
     if hasattr(os, name):
         delattr(os, name)

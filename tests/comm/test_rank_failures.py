@@ -19,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # not in t
 import script_processes
 from meshwise.base.mesh import Mesh
 from meshwise.comm import World, run
-from meshwise.comm.api.job_processes import JobAttempt, ProcessLife, RankKilledError, RankLostError
+from meshwise.comm.api.job_processes import JobAttempt, RankKilledError, RankLostError, has_ended
 from meshwise.comm.health.watchdog import Watchdog
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import cores
@@ -143,17 +143,12 @@ def dies_beside_a_slow_one(world: World) -> None:
     world.barrier()
 
 
-class Later(ProcessLife):
-    """Its end is told a while after its memory has gone, as the end of a large process is."""
-
-    since = None
-
-    @property
-    def ended(self) -> bool:
-        if not super().ended:
-            return False
-        self.since = self.since or time.monotonic()
-        return time.monotonic() > self.since + 0.3
+def await_late_end(process: int) -> None:
+    """Return when a process has ended; its end is told a while later, as the end of a large process is."""
+    while not has_ended(process):
+        time.sleep(0.01)
+    since = time.monotonic()
+    vars(host_connection)["has_ended"] = lambda pid: time.monotonic() > since + 0.3 and has_ended(pid)
 
 
 def dies_once_it_has_given(world: Any) -> None:
@@ -161,10 +156,7 @@ def dies_once_it_has_given(world: Any) -> None:
     if world.rank:
         world.all_reduce(x, axes="rank")
         os.kill(os.getpid(), signal.SIGKILL)
-    life = world._queues.host.peers[1].life
-    while not life.ended:
-        time.sleep(0.01)
-    life.__class__ = Later
+    await_late_end(world._queues.host.peers[1].process)
     world.all_reduce(x, axes="rank").wait()
 
 
@@ -176,9 +168,7 @@ def dies_once_it_has_told(world: Any) -> None:
         mapped = teller.slabs.map
 
         def late(place: Any) -> Any:
-            while not teller.life.ended:
-                time.sleep(0.01)
-            teller.life.__class__ = Later
+            await_late_end(teller.process)
             return mapped(place)
 
         teller.slabs.map = late

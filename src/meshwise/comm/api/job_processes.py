@@ -4,15 +4,12 @@ Environment: torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; `launc
 incomplete set is an error: each process would otherwise run alone, as a world of one rank. `JobAttempt` says how often
 the launcher has started the ranks again after a failure.
 
-Ends: a file descriptor of a process (pidfd) is reliable. Linux before 5.3 has no pidfd, and Python builds for such
-systems (conda's, uv's) cannot open one. Then the PID is checked. If another process has taken over the PID, this check
-does not see the end; the watchdog finds it later. `lost` makes the exception for a rank that ended."""
+Ends: `has_ended` looks for a PID. It misses an end if another process has taken over the PID; the watchdog finds this
+later. `lost` makes the exception for a rank that ended."""
 
-import contextlib
 import multiprocessing
 import os
 import re
-import select
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -73,32 +70,6 @@ def launch_error(environment: Mapping[str, str]) -> tuple[str, str] | None:
             f"number the ranks 0 to {size - 1}, or raise WORLD_SIZE on all of them" if size else "set it on all ranks",
         )
     return None
-
-
-class ProcessLife:
-    """Watch over another process of this machine: `ended` is True after its end."""
-
-    def __init__(self, process: int) -> None:
-        """Open a pidfd if the system has them. process: PID of the watched process."""
-        self._process = process
-        self._file: int | None = None
-        with contextlib.suppress(AttributeError, OSError):
-            self._file = os.pidfd_open(process)
-
-    @property
-    def ended(self) -> bool:
-        """True if the process has ended; False while it runs, and while a signal has stopped it."""
-        if self._file is None:
-            return has_ended(self._process)
-        looking = select.poll()  # select.select refuses file descriptors above 1023
-        looking.register(self._file, select.POLLIN)
-        return bool(looking.poll(0))
-
-    def close(self) -> None:
-        """Close the file descriptor of the process."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
 
 def has_ended(pid: int) -> bool:

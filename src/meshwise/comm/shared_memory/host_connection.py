@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.job_processes import ProcessLife, lost
+from meshwise.comm.api.job_processes import has_ended, lost
 from meshwise.comm.shared_memory.shared_segment import (
     JointTensors,
     PeerMappings,
@@ -204,10 +204,10 @@ class Progress(enum.IntEnum):
 
 @dataclass(frozen=True)
 class HostPeer:
-    """Another rank of this host: its process, its board, and its shared segments as this process maps them."""
+    """Another rank of this host: its PID, its board, and its shared segments as this process maps them."""
 
     rank: int
-    life: ProcessLife
+    process: int
     board: Board
     slabs: PeerMappings
 
@@ -288,16 +288,14 @@ class HostConnection:
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
     def leave(self) -> None:
-        """Close this rank's file descriptors for shared memory and for the other processes. Call it when no rank waits
-        any more, because afterwards no rank can map this rank's board or notice the end of another rank."""
+        """Close this rank's file descriptors for shared memory. Call it when no rank waits any more, because afterwards
+        no rank can map this rank's board."""
         self.board.hide()
         self.slabs.keep_none()
-        for peer in self.peers.values():
-            peer.life.close()
 
     def missing(self, ranks: Sequence[int]) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. This rank itself may be among them."""
-        return next((rank for rank in ranks if rank != self.rank and self.peers[rank].life.ended), None)
+        return next((rank for rank in ranks if rank != self.rank and has_ended(self.peers[rank].process)), None)
 
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory. The
@@ -319,4 +317,4 @@ def _peer(rank: int, text: str) -> HostPeer:
     board = Board.open(process, place=place)
     if board.words[_PROOF_WORD] != proof:
         raise OSError(f"PID {process} is another process here than for rank {rank}; are there two PID namespaces?")
-    return HostPeer(rank, ProcessLife(process), board, PeerMappings(process))
+    return HostPeer(rank, process, board, PeerMappings(process))
