@@ -20,9 +20,9 @@ name of a joint axis:
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,18 @@ _WIDEST_GRID = 12
 _TALLEST_GRID = 6
 _MOST_GRIDS = 3
 _Item = TypeVar("_Item")
+
+
+class MeshGrid(NamedTuple):
+    """Cells of a drawing of ranks; `…` replaces rows and columns that do not fit on a screen.
+
+    | title   coordinate along the outer axes; "" without outer axes
+    | head    name of the axis across, then its indices; empty without such an axis
+    | rows    for each row, its label, then its ranks"""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -137,35 +149,34 @@ class Mesh:
         ranks = np.arange(self.size).reshape(self._shape).transpose(order)
         return tuple(map(tuple, ranks.reshape(-1, math.prod(map(self.degree, axes))).tolist()))
 
-    def picture(self) -> str:
-        """Return a text drawing of the ranks: a grid of the two innermost axes for each coordinate of the outer axes.
-
-        Axes of degree 1 are left out, and `…` replaces rows, columns and grids that do not fit on a screen."""
+    def grids(self) -> Iterator[MeshGrid]:
+        """Yield a grid of the two innermost axes for each coordinate of the outer axes, without axes of degree 1."""
         names = [name for name, degree in self.axes if degree > 1]
-        outer, inner = names[:-2], names[-2:]
-        grids = self.groups(inner)
-        lines = []
-        for ranks in grids[:_MOST_GRIDS]:
+        outer, down, across = names[:-2], names[-2:-1], names[-1:]
+        width = math.prod(map(self.degree, across))
+        head = _elide([*across, *map(str, range(width))], _WIDEST_GRID + 1, "…") if across else []
+        for ranks in self.groups(names[-2:]):
             coordinate = self.coordinate(ranks[0])
-            lines += [" ".join(f"{name}={coordinate[name]}" for name in outer)] if outer else []
-            lines += self._grid(ranks, inner)
+            lines = [list(map(str, ranks[start : start + width])) for start in range(0, len(ranks), width)]
+            labels = [f"{down[0]} {index}" for index in range(len(lines))] if down else ["rank"]
+            rows = [_elide([label, *line], _WIDEST_GRID + 1, "…") for label, line in zip(labels, lines, strict=True)]
+            title = " ".join(f"{name}={coordinate[name]}" for name in outer)
+            yield MeshGrid(title, head, _elide(rows, _TALLEST_GRID, ["…"]))
+
+    def picture(self) -> str:
+        """Return a text drawing of the first of `grids`."""
+        grids, lines = list(self.grids()), list[str]()
+        for grid in grids[:_MOST_GRIDS]:
+            table = [grid.head] * bool(grid.head) + grid.rows
+            left, width = max(len(line[0]) for line in table), len(str(self.size - 1))
+            lines += [grid.title] * bool(grid.title)
+            lines += [
+                f"{label:>{left}} │ {'  '.join(f'{cell:>{width}}' for cell in cells)}".rstrip()
+                for label, *cells in table
+            ]
         if len(grids) > _MOST_GRIDS:
             lines.append(f"… {len(grids) - _MOST_GRIDS} more, to rank {self.size - 1}")
         return "\n".join(lines)
-
-    def _grid(self, ranks: Sequence[int], axes: list[str]) -> list[str]:
-        """Return the lines of a grid of ranks: the last axis across, the one before it down."""
-        across, down = axes[-1:], axes[:-1]
-        width = math.prod(map(self.degree, across))
-        rows = [list(map(str, ranks[start : start + width])) for start in range(0, len(ranks), width)]
-        labels = [f"{down[0]} {index}" for index in range(len(rows))] if down else ["rank"]
-        body = [[label, *row] for label, row in zip(labels, rows, strict=True)]
-        head = [[*across, *map(str, range(len(rows[0])))]] if across else []
-        table = [line[:1] + _elide(line[1:], _WIDEST_GRID, "…") for line in head + _elide(body, _TALLEST_GRID, ["…"])]
-        left, width = max(len(line[0]) for line in table), len(str(self.size - 1))
-        return [
-            f"{label:>{left}} │ {'  '.join(f'{cell:>{width}}' for cell in cells)}".rstrip() for label, *cells in table
-        ]
 
     @property
     def _shape(self) -> tuple[int, ...]:
