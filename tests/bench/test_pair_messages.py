@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 from torch import Tensor
 
-from meshwise.bench.doctor import PairLink, PairMessages, exchange_messages, slow_links
+from meshwise.bench.doctor import PairMessages, exchange_messages
 from meshwise.comm import CallRecord, Group, Work, World
 from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld, run_threads
 from warm_processes import Processes
@@ -61,13 +61,3 @@ def test_what_arrives_wrong_is_named_on_every_rank(kind: type[ThreadWorld], mess
 
     for exchange in run_threads(3, main):
         assert message in [finding.what for finding in exchange.findings]
-
-
-def test_a_link_far_below_the_others_is_found() -> None:
-    links = tuple(PairLink((0, rank), 1e-5, 10e9) for rank in range(1, 5))
-    assert slow_links(links) == []
-    slow = PairLink((0, 5), 1e-5, 2e9)
-    assert [finding.what for finding in slow_links((*links, slow))] == [
-        "ranks 0 and 5 exchange 2.00 GB/s, less than a quarter of the median of all pairs"
-    ]
-    assert slow_links((slow,)) == [], "one link alone is not slower than others"

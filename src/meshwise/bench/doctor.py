@@ -15,7 +15,6 @@ ranks:
 
 import contextlib
 import functools
-import ipaddress
 import os
 import re
 import socket
@@ -29,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from meshwise.bench.machine import Machine, addresses_of, machine_facts
+from meshwise.bench.machine import Machine, machine_facts
 from meshwise.comm import World, connect, run
 from meshwise.comm.api.flight_recorder import ranks_text
 from meshwise.comm.api.job_processes import launch_error
@@ -42,7 +41,6 @@ _STREAMS = 8
 """Streams of a rank that may work at once: compute, two directions of copies, NCCL's of groups and of messages."""
 
 _NCCL = (2, 19)
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 _COMPARED: Mapping[str, str] = {
     "meshwise": "install the same version everywhere",
@@ -54,8 +52,6 @@ _COMPARED: Mapping[str, str] = {
 
 _SMALL_MESSAGES = 20
 _LARGE_BYTES = 4 << 20
-_SLOW = 4.0
-"""A link is slow if the median bandwidth of all links is more than this many times its own bandwidth."""
 
 _RETRY_SECONDS = 0.2
 
@@ -93,21 +89,6 @@ class PairMessages:
     findings: tuple[MachineFinding, ...]
 
 
-def own_facts(machine: Machine, *, device: str) -> dict[str, str]:
-    """Return the facts that this rank writes into the roll call: versions of software, `device`, `host` and `loopback`.
-    `loopback` is `yes` if other machines cannot reach the rank: it has a loopback address, or its name is unresolved.
-    """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    addresses = [ipaddress.ip_address(address.partition("%")[0]) for address in addresses_of(machine.host)]
-    is_loopback = interface.startswith("lo") if interface else all(address.is_loopback for address in addresses)
-    return {
-        **dict(machine.software),
-        "device": device,
-        "host": machine.host,
-        "loopback": "yes" if is_loopback else "no",
-    }
-
-
 def examine_machine(machine: Machine, *, ranks: int) -> Iterator[MachineFinding]:
     """Yield the problems and notes for `ranks` ranks on this machine. Also reads environment variables."""
     torch = dict(machine.software)["torch"]
@@ -123,11 +104,6 @@ def examine_machine(machine: Machine, *, ranks: int) -> Iterator[MachineFinding]
         )
     if machine.open_files < _OPEN_FILES:
         yield note(f"{machine.open_files} open files allowed; many ranks need more", remedy=f"ulimit -n {_OPEN_FILES}")
-    if not machine.host_addresses:
-        yield note(
-            f"the host name {machine.host} does not resolve, so other machines' ranks cannot find this one",
-            remedy=f"add {machine.host} to /etc/hosts, or name the interface in GLOO_SOCKET_IFNAME",
-        )
     threads = asked_threads() or 1
     if ranks * threads > machine.cores and not machine.gpus:
         yield note(
@@ -136,7 +112,6 @@ def examine_machine(machine: Machine, *, ranks: int) -> Iterator[MachineFinding]
         )
     if machine.gpus:
         yield from check_gpu_settings(os.environ, machine=machine, ranks=ranks)
-    yield from check_interfaces(os.environ, names=[interface.name for interface in machine.interfaces])
 
 
 def check_gpu_settings(environment: Mapping[str, str], *, machine: Machine, ranks: int) -> Iterator[MachineFinding]:
@@ -167,22 +142,6 @@ def check_gpu_settings(environment: Mapping[str, str], *, machine: Machine, rank
         )
 
 
-def check_interfaces(environment: Mapping[str, str], *, names: Sequence[str]) -> Iterator[MachineFinding]:
-    """Yield a problem for each interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names but the machine lacks.
-
-    `names` are the machine's interfaces. gloo reads a list of names, NCCL a list of prefixes, or exact names after `=`.
-    """
-    for variable in _INTERFACE_VARIABLES:
-        wanted = environment.get(variable, "")
-        if not wanted or wanted.startswith("^"):
-            continue
-        is_exact = variable.startswith("GLOO") or wanted.startswith("=")
-        for name in wanted.removeprefix("=").split(","):
-            if not any(own == name if is_exact else own.startswith(name) for own in names):
-                remedy = f"set {variable} to one of {', '.join(names)}, or unset it"
-                yield problem(f"{variable} names {name}, which this machine does not have", remedy=remedy)
-
-
 def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: float) -> Iterator[MachineFinding]:
     """Yield the problems between the ranks of a job of `size` ranks. `seconds`: the time limit of the roll call."""
     ranks = [entry.rank for entry in entries]
@@ -207,12 +166,6 @@ def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: f
         values = _ranks_by([entry.facts[fact] for entry in entries], ranks)
         if len(values) > 1:
             yield problem(f"the ranks differ in {fact}: {_in_words(values)}", remedy=remedy)
-    hidden = [entry.rank for entry in entries if entry.facts["loopback"] == "yes"]
-    if hidden and len({entry.facts["host"] for entry in entries}) > 1:
-        yield problem(
-            f"{ranks_text(hidden)} can only be reached from their own machine: their address is a loopback address",
-            remedy="set GLOO_SOCKET_IFNAME on that machine to an interface that the other machines can reach",
-        )
 
 
 def _ranks_by(values: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int]]:
@@ -320,22 +273,6 @@ def _exchange(world: World, distance: int) -> tuple[PairLink, list[MachineFindin
     return link, [problem(text, remedy="test the memory and the network cards of the two machines")]
 
 
-def slow_links(links: tuple[PairLink, ...]) -> list[MachineFinding]:
-    """Return a note for each link with less than a quarter of the median bandwidth; none for fewer than three links."""
-    if len(links) < 3:
-        return []
-    median = statistics.median(link.bandwidth for link in links)
-    return [
-        note(
-            f"ranks {link.ranks[0]} and {link.ranks[1]} exchange {link.bandwidth / 1e9:.2f} GB/s, "
-            "less than a quarter of the median of all pairs",
-            remedy="look at the cable of that link, and for other programs that use the link",
-        )
-        for link in links
-        if link.bandwidth * _SLOW < median
-    ]
-
-
 @dataclass
 class DoctorReport:
     """Results of an examination. `exchanges`: one for each kind of device (CPU, GPU) on which the ranks could run."""
@@ -350,9 +287,9 @@ class DoctorReport:
         return all(finding.level != "problem" for finding in self.findings)
 
     def add(self, exchange: PairMessages) -> None:
-        """Add an exchange of messages, its findings, and notes on its slow links."""
+        """Add an exchange of messages and its findings."""
         self.exchanges.append(exchange)
-        self.findings += [*exchange.findings, *slow_links(exchange.links)]
+        self.findings += exchange.findings
 
 
 def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> DoctorReport:
@@ -400,7 +337,7 @@ def _call_roll(report: DoctorReport, size: int, seconds: float) -> object | None
     if found := check_port(port) if opens else check_reachable(address, port=port, seconds=seconds):
         report.findings.append(found)
         return None
-    facts = own_facts(report.machine, device="cuda" if report.machine.gpus else "cpu")
+    facts = {**dict(report.machine.software), "device": "cuda" if report.machine.gpus else "cpu"}
     try:
         entries, store = roll_call(facts, seconds=seconds)
     except RuntimeError as error:

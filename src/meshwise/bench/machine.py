@@ -43,8 +43,7 @@ class Machine:
     | memory            main memory, or the limit of the control group (cgroup) if that is smaller
     | gpus              one line of text for each CUDA device that torch sees
     | gpus_of_driver    number of GPUs that nvidia-smi lists
-    | topology          output of `nvidia-smi topo --matrix`; empty without GPUs
-    | host_addresses    IP addresses of the host name; empty when it does not resolve"""
+    | topology          output of `nvidia-smi topo --matrix`; empty without GPUs"""
 
     software: tuple[tuple[str, str], ...]
     processor: str
@@ -56,13 +55,11 @@ class Machine:
     topology: str
     interfaces: tuple[Interface, ...]
     host: str
-    host_addresses: tuple[str, ...]
     open_files: int
 
 
 def machine_facts() -> Machine:
     """Return the facts about this machine. Runs nvidia-smi, for at most 10 s a call."""
-    host = socket.gethostname()
     listed = _nvidia_smi("--list-gpus")
     gpus = map(gpu_properties, range(gpu_count()))
     software = {
@@ -84,19 +81,9 @@ def machine_facts() -> Machine:
         gpus_of_driver=sum(line.startswith("GPU ") for line in listed.splitlines()),
         topology=_nvidia_smi("topo", "--matrix") if listed else "",
         interfaces=network_interfaces(),
-        host=host,
-        host_addresses=addresses_of(host),
+        host=socket.gethostname(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
-
-
-def addresses_of(host: str) -> tuple[str, ...]:
-    """Return the IP addresses of a host name; an empty tuple when it does not resolve."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ()
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def processor_name() -> str:
@@ -150,7 +137,7 @@ def machine_table(machine: Machine) -> Sequence[tuple[str, str]]:
         *((f"GPU {index}", gpu) for index, gpu in enumerate(machine.gpus)),
         ("GPUs", f"{len(machine.gpus)} for torch, {machine.gpus_of_driver} for the driver"),
         ("interfaces", ", ".join(link_text(interface) for interface in machine.interfaces)),
-        ("host name", f"{machine.host}: {', '.join(machine.host_addresses) or 'does not resolve'}"),
+        ("host name", machine.host),
         ("open files", f"at most {machine.open_files}"),
     ]
 
