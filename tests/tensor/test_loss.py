@@ -125,19 +125,6 @@ def test_what_leaves_the_vocabulary_alone_stays_split() -> None:
     run(RANKS, main)
 
 
-def test_the_most_likely_class_is_found_without_gathering() -> None:
-    whole = torch.randint(0, 3, (4, 5, CLASSES)).double()  # ties: the first counts
-
-    def main(world: World) -> None:
-        _, logits = split_logits(world, whole)
-        with world.record() as records:
-            assert torch.equal(logits.argmax(-1), whole.argmax(-1))
-            assert torch.equal(torch.argmax(logits, dim=2), whole.argmax(-1))
-        assert max(record.bytes for record in records) < whole.nbytes
-
-    run(RANKS, main)
-
-
 def test_logits_that_are_written_to_are_whole_from_then_on() -> None:
     same_as_whole(lambda x: masked(x + 0) if not isinstance(x, SplitLogits) else masked(x))
 

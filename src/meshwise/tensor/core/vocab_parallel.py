@@ -4,8 +4,8 @@ The user's code was written for whole tensors. So it gets a `GlobalShapeTensor`,
 and holds this rank's part. Its class decides how a torch function uses the part.
 
 `SplitLogits`: functions that do not mix classes (a view of the leading dims, a slice, a conversion) keep the logits
-split. The cross-entropy and the argmax are computed from the parts. Any other function gets whole logits, gathered
-once, which is correct but takes the memory of whole logits, the largest tensor of a language model.
+split. The cross-entropy is computed from the parts. Any other function gets whole logits, gathered once, which is
+correct but takes the memory of whole logits, the largest tensor of a language model.
 
 `TableWeight`: a model's forward may compute the logits with the embedding's weight.
 
@@ -325,19 +325,6 @@ def _indexed(x: SplitLogits, func: Any, args: tuple[Any, ...], _given: dict[str,
     return x.like(func(x.local, index), dim=-1)
 
 
-def _largest(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
-    """Return the argmax over all classes: the first index among equal maxima, as in one process."""
-    dim = given.get("dim", args[0] if args else None)
-    if dim is None or dim % x.dim() != x.dim_of_vocabulary or len(args) > 1 or "keepdim" in given:
-        return None
-    local, words = x.local.detach().movedim(dim, -1), x.vocabulary
-    value, index = local.max(-1)
-    own = torch.stack((value.double(), (index + words.first).double()))
-    parts = own.new_empty(len(words.sizes), *own.shape)
-    words.world.all_gather(own, into=parts, axes=words.axes).wait()
-    return parts[:, 1].gather(0, parts[:, 0].argmax(0, keepdim=True))[0].long()
-
-
 def _cross_entropy(x: SplitLogits, _func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
     """Return the cross-entropy in nats; None for class weights, probabilities as targets, and what torch refuses.
 
@@ -370,7 +357,6 @@ _STAYS_SPLIT: Mapping[Any, Callable[[SplitLogits, Any, tuple[Any, ...], dict[str
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
     **dict.fromkeys((Tensor.flatten, torch.flatten, Tensor.permute, torch.permute), _moved),
     **dict.fromkeys((Tensor.transpose, torch.transpose, Tensor.swapaxes), _moved),
-    **dict.fromkeys((Tensor.argmax, torch.argmax), _largest),
     Tensor.__getitem__: _indexed,
     functional.cross_entropy: _cross_entropy,
 }
