@@ -29,7 +29,7 @@ from meshwise.planner.plan_search import (
 from meshwise.planner.plan_space import PlanSpace, parse_fixed
 from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
-from meshwise.simulate.rehearsal import RehearsalSubject, rehearse, schedule_of
+from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import Prediction
 
 CLUSTER = parse_cluster("1x4 h100")
@@ -163,13 +163,6 @@ def test_every_plan_of_a_space_is_different() -> None:
         "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipev"
     }  # fmt: skip
     assert {plan.recompute for plan in plans} == {"none"}
-
-
-def test_schedules_that_come_to_the_same_table_are_one_plan() -> None:
-    plans = [plan for plan in space().plans() if plan.pp > 1]
-    tables = {(dataclasses.replace(plan, schedule="1f1b"), str(schedule_of(plan))) for plan in plans}
-    assert len(tables) == len(plans)
-    assert [plan.schedule for plan in space("schedule=zb-h2 pp=2 dp=2 microbatches=1 zero=0 tp=1").plans()] == ["zb-h2"]
 
 
 def test_a_model_that_reads_values_is_refused_with_the_reason() -> None:

@@ -9,7 +9,7 @@
 | `ep` | for a mixture: 1, and the most ranks of `dp` and `tp` that divide its experts, within a node and at all |
 | `etp` | for a mixture: 1, and all ranks of `tp` |
 | `microbatches` | numbers that leave 1, 2, 4 or 8 rows to a micro-batch; for pp=1 also one micro-batch |
-| `schedule` | 1f1b, interleaved, and schedules that split the backward; if tables are equal, one of them |
+| `schedule` | 1f1b, interleaved, and schedules that split the backward |
 | `partition` (cut) | even in predicted time; if that does not fit, even in memory |
 | `zero` 0, 1 and 3 | all: 0 updates more on every rank, 1 gathers at the end, 3 gathers more often but with overlap |
 | `zero` 2, `recompute`, `offload` | only if the plan without them does not fit, because they save no time |
@@ -18,7 +18,6 @@ Plans that the compatibility table refuses are left out, and schedules that do n
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -48,9 +47,6 @@ SPLIT_TOKENS = ("context", "cp_heads")
 
 ROWS = (1, 2, 4, 8)
 """Numbers of rows of a micro-batch to try. For pp=1 all rows of a rank are tried too, which suits short rows."""
-
-_FEW = 2
-"""Number of micro-batches up to which the tables of two schedules are compared, because they may be equal."""
 
 VIRTUAL_STAGES = (2, 3, 4)
 """Numbers of stages per rank to try, if the schedule allows several."""
@@ -138,24 +134,12 @@ class PlanSpace:
         tried: dict[str, Any] = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",)}
         inner = [self.fixed["etp"]] if "etp" in self.fixed else sorted({1, chosen["tp"]} if self.experts > 1 else {1})
         for microbatches, etp in itertools.product(self._microbatches(chosen), inner):
-            if self._repeats(chosen, microbatches=microbatches):
-                continue
             parts = math.gcd(chosen["dp"] * chosen["tp"] // etp, self.experts)
             tried["ep"] = sorted({1, math.gcd(parts, self.node), parts})
             values = [(self.fixed[key],) if key in self.fixed else each for key, each in tried.items()]
             for free in itertools.product(*values):
                 changes = {**chosen, "microbatches": microbatches, "etp": etp, **dict(zip(tried, free, strict=True))}
                 yield from _made(self.base, changes)
-
-    def _repeats(self, chosen: Mapping[str, Any], *, microbatches: int) -> bool:
-        """Return whether, for these few micro-batches, an earlier schedule has the same table as the chosen one."""
-        name, pp, virtual = chosen["schedule"], chosen["pp"], chosen["virtual_stages"]
-        if pp == 1 or microbatches > _FEW or "schedule" in self.fixed:
-            return False
-        before = itertools.takewhile(lambda other: other != name, (n for n in SCHEDULES if n not in NEVER_BETTER))
-        return any(
-            _table(other, pp, microbatches, virtual) == _table(name, pp, microbatches, virtual) for other in before
-        )
 
     def _microbatches(self, chosen: Mapping[str, Any]) -> list[int]:
         """Return the numbers of micro-batches to try with which the schedule works."""
@@ -203,14 +187,6 @@ class PlanSpace:
     def _allows(self, values: Mapping[str, Any]) -> bool:
         """Return whether these values agree with the fixed values; None agrees with every value."""
         return all(self.fixed.get(key, value) in (value, None) for key, value in values.items())
-
-
-@functools.cache
-def _table(name: str, pp: int, microbatches: int, virtual: int) -> str:
-    """Return a schedule's table as text; its name if the schedule does not exist for these numbers."""
-    if SCHEDULES[name].nearest(pp, microbatches=microbatches, virtual_stages=virtual) != (microbatches, virtual):
-        return name
-    return str(planned_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual))
 
 
 def splits_backward(plan: Plan) -> bool:
