@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind
@@ -176,12 +176,33 @@ def reserved(rehearsal: Rehearsal, *, index: int, held: Held, room: float = math
             allocator.room, allocator.peak = math.inf, allocator.reserved
         if step > 0:  # what was waited for to find room is let go of again
             allocator.late += allocator.take(held.late[len(allocator.late) :])
-        _compute(_ends(rehearsal.step(index, first=step == 0), stages=len(rehearsal.tapes)), held, allocator)
+        segments = rehearsal.step(index) if step else _first_step(rehearsal, index)
+        _compute(_ends(segments, stages=len(rehearsal.tapes)), held, allocator)
         if step == 0:
             allocator.take(held.states)
         for block in allocator.take(held.gathered):
             allocator.give(block)
     return allocator.peak
+
+
+def _first_step(rehearsal: Rehearsal, index: int) -> Iterator[TapeSegment]:
+    """A run's first step. One of its micro-batches was recorded: in a pipeline it stands for the first one.
+
+    A forward without a backward was passed over, but may leave buffers."""
+    tape, piped = rehearsal.tapes[index], rehearsal.plan.pp > 1
+    stages = dict(zip(*(rehearsal.schedule.stages_of(rank) for rank in (tape.index, index)), strict=True))
+    begun: dict[Action, TapeSegment] = {}
+    for segment in tape.first:
+        if isinstance(action := segment.activity, Action):
+            number = 0 if piped and action.microbatch is not None else action.microbatch
+            begun[action._replace(stage=stages[action.stage], microbatch=number)] = segment
+    for segment in rehearsal.step(index):
+        if not isinstance(action := segment.activity, Action) or action not in begun:
+            yield segment
+        elif piped or action.kind is not ActionKind.F or action._replace(kind=ActionKind.B) in begun:
+            yield TapeSegment(action, begun[action].entries)
+        else:
+            yield TapeSegment(action, (*begun[action].entries, *segment.entries))
 
 
 def _ends(segments: Iterable[TapeSegment], *, stages: int) -> list[tuple[Action, TapeSegment]]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from grid import Grid
 from meshwise.reference.gpt import GPTConfig
 from meshwise.simulate.predicted_memory import RankMemory, fullest, memory_of, memory_table, size_text
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
@@ -109,32 +108,6 @@ def test_a_step_ends_with_the_memory_that_it_began_with() -> None:
     for plan, size in (("dp=2 zero=3 microbatches=4", 2), ("tp=2", 2), ("dp=2 zero=1", 2)):
         [rank] = memory_of(rehearse(gpt_subject(), plan=plan, ranks=size))
         assert rank.steady[-1].bytes <= rank.steady[0].bytes + 4096
-
-
-@pytest.mark.grid(Grid({"shared": (False, True), "microbatches": (2, 4, 8), "zero": (0, 1, 2, 3)}))
-def test_the_first_step_ends_with_the_memory_that_the_second_begins_with(
-    shared: bool,
-    microbatches: int,
-    zero: int,
-) -> None:
-    """Of its micro-batches one was run, and the others give back what they took."""
-    plan = f"dp=2 zero={zero} microbatches={microbatches}"
-    (rank,) = memory_of(rehearse(gpt_subject(), plan=plan, ranks=2, shared=shared))
-    most = max(moment.bytes for moment in rank.steady)
-    for moment in rank.first:
-        assert all(size >= -64 for size in moment.device.values()), moment.label
-    assert rank.first[-1].bytes == pytest.approx(rank.steady[0].bytes, abs=most // 1000)
-
-
-@pytest.mark.grid(Grid({"schedule": ("gpipe recompute=full", "1f1b", "zb-h1"), "zero": (2, 3)}, strength=1))
-def test_a_stage_s_gradients_are_there_once_in_the_first_step_too(schedule: str, zero: int) -> None:
-    plan = f"pp=2 dp=4 zero={zero} microbatches=4 schedule={schedule}"
-    for rank in memory_of(rehearse(gpt_subject(stages=2), plan=plan, ranks=8)):
-        first, steady = (
-            max(moment.device[Category.GRADIENTS] for moment in moments if Category.GRADIENTS in moment.device)
-            for moments in (rank.first, rank.steady)
-        )
-        assert first <= steady
 
 
 def test_the_table_names_what_there_is() -> None:

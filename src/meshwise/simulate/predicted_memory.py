@@ -1,6 +1,6 @@
 """Predict each rank's memory by category for every action of a step, and find the cheapest plan that fits.
 
-The peak is the maximum over two steps: the first allocates the optimizer's state, the second starts with that state.
+The first step allocates the optimizer's state. The peak is the peak of the second step, which starts with that state.
 `memory_of` returns the memory of a rehearsed plan, and `memory_table` shows it.
 
 An out-of-memory error names only the bytes of the last allocation. `shortage` rehearses the plan to predict its memory
@@ -223,13 +223,9 @@ class ActionMemory:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank along pp in the first and in a later step; all its replicas use the same."""
+    """Memory of one rank along pp in a step after the first; all its replicas use the same."""
 
     index: int
-    built: Mapping[Category, int]
-    """Bytes by category before the first step."""
-    first: tuple[ActionMemory, ...]
-    """Peak of each action of a run's first step."""
     steady: tuple[ActionMemory, ...]
     """Memory before a later step, then the peak of each action of this step."""
     away: Mapping[str, int]
@@ -238,7 +234,7 @@ class RankMemory:
     @property
     def peak(self) -> ActionMemory:
         """Action in which the rank needs the most memory on its device."""
-        return max((*self.first, *self.steady), key=lambda moment: moment.bytes)
+        return max(self.steady, key=lambda moment: moment.bytes)
 
     @property
     def rest(self) -> Mapping[Category, int]:
@@ -260,16 +256,10 @@ def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
 def _rank(rehearsal: Rehearsal, index: int, known: "dict[int, _Change]") -> RankMemory:
     tape = rehearsal.tapes[index]
     level = _Level(apart=rehearsal.device != "cpu", known=known)
-    level.play(tape.build)
-    built = level.device
-    first = tuple(map(level.play, rehearsal.step(index, first=True)))
-    # Recorded segments are exact, but repeats of them for other micro-batches may keep memory until a step ends.
-    exact = _Level(apart=level.apart, known=known)
     for segment in (tape.build, *tape.first):
-        exact.play(segment)
-    start = ActionMemory("", sum(exact.device.values()), (exact.device, exact.host))
-    steady = (start, *map(exact.play, rehearsal.step(index)))
-    return RankMemory(index, built, first, steady, tape.away)
+        level.play(segment)
+    start = ActionMemory("", sum(level.device.values()), (level.device, level.host))
+    return RankMemory(index, (start, *map(level.play, rehearsal.step(index))), tape.away)
 
 
 @dataclass(frozen=True)
@@ -359,7 +349,7 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
         ]
         cells.append(peak.label)
         if host:
-            most = max(sum(moment.host.values()) for moment in (*rank.first, *rank.steady))
+            most = max(sum(moment.host.values()) for moment in rank.steady)
             cells.append(size_text(most + rank.away.get("cpu", 0)))
         if "disk" in tiers:
             cells.append(size_text(rank.away.get("disk", 0)))

@@ -322,45 +322,30 @@ class Rehearsal:
     """Tape for each index along pp; ranks of one kind share a tape."""
     device: Device
     """Kind of device of each rank."""
-    _steps: dict[tuple[int, bool], tuple[TapeSegment, ...]] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
-    )
-    """Results of `step`, by its arguments."""
+    _steps: dict[int, tuple[TapeSegment, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """Results of `step`, by its argument."""
 
     @property
     def replicas(self) -> int:
         """Number of ranks with the same index along pp."""
         return self.plan.mesh().size // len(self.tapes)
 
-    def step(self, index: int, *, first: bool = False) -> tuple[TapeSegment, ...]:
-        """Return the segments of a whole step of the rank with this index along pp.
+    def step(self, index: int) -> tuple[TapeSegment, ...]:
+        """Return the segments of a whole step, after the first one, of the rank with this index along pp.
 
-        Recorded micro-batches are copied for the micro-batches that did not run. `first`: for the first step of a run.
-        """
-        if (index, first) not in self._steps:
-            self._steps[index, first] = self._step(index, first=first)
-        return self._steps[index, first]
+        Recorded micro-batches are copied for the micro-batches that did not run."""
+        if index not in self._steps:
+            self._steps[index] = self._step(index)
+        return self._steps[index]
 
-    def _step(self, index: int, *, first: bool) -> tuple[TapeSegment, ...]:
+    def _step(self, index: int) -> tuple[TapeSegment, ...]:
         tape, row = self.tapes[index], self.schedule.rows[index]
         mine, theirs = (self.schedule.stages_of(rank) for rank in (index, tape.index))
         names = dict(zip(theirs, mine, strict=True))
         found = {_renamed(segment.activity, names): segment for segment in tape.steady}
         stand_ins = _stand_ins(found)
-        passed: Mapping[Activity, TapeSegment] = {}
-        if first:  # only one micro-batch was recorded; in a pipeline it represents the first, which allocates buffers
-            early = self.plan.pp > 1
-            begun = {_renamed(segment.activity, names, first=early): segment for segment in tape.first}
-            # the forward of a skipped micro-batch, which has no backward, may leave buffers
-            passed = {
-                activity: part
-                for activity, part in begun.items()
-                if not early and isinstance(activity, Action) and activity.kind is ActionKind.F
-                if activity._replace(kind=ActionKind.B) not in begun
-            }
-            found |= {activity: part for activity, part in begun.items() if activity not in passed}
         during = [
-            TapeSegment(action, (*passed[action].entries, *part.entries) if action in passed else part.entries)
+            TapeSegment(action, part.entries)
             for action in row
             if (part := found.get(action) or stand_ins.get((action.stage, action.kind))) is not None
         ]
@@ -369,12 +354,9 @@ class Rehearsal:
         return (*before, *during, *(segment for segment in around if segment.activity is not StepPhase.BEGIN))
 
 
-def _renamed(activity: Activity, stages: Mapping[int, int], *, first: bool = False) -> Activity:
-    """Return an activity with its stage replaced by `stages[stage]`; `first`: also with micro-batch 0."""
-    if not isinstance(activity, Action):
-        return activity
-    number = 0 if first and activity.microbatch is not None else activity.microbatch
-    return activity._replace(stage=stages[activity.stage], microbatch=number)
+def _renamed(activity: Activity, stages: Mapping[int, int]) -> Activity:
+    """Return an activity with its stage replaced by `stages[stage]`."""
+    return activity._replace(stage=stages[activity.stage]) if isinstance(activity, Action) else activity
 
 
 def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
