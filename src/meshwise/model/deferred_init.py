@@ -99,8 +99,7 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
     """Return the source of the values of a module, or of the module that a function builds on the meta device.
 
     The function is called once, on meta tensors, and its tensor operations are recorded. Raises ValueError for a
-    module on the meta device, a function that returns no module, and random draws that cannot be repeated. Raises it
-    also for a built module with other modules in plain lists or dicts."""
+    module on the meta device, a function that returns no module, and random draws that cannot be repeated."""
     if isinstance(model, nn.Module):
         check_readable(model)
         return ParameterSource(model, record=None)
@@ -109,11 +108,6 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
     if not isinstance(module, nn.Module):
         raise ValueError(f"the model function returned {type(module).__name__}; it must return the nn.Module")  # noqa: TRY004
     check_readable(module)
-    for name, _ in _unregistered(module):
-        raise ValueError(
-            f"{name} holds modules that torch does not register there, so their parameters get no values and no "
-            "training; put the modules into an nn.ModuleList or nn.ModuleDict"
-        )
     return ParameterSource(module, record=record)
 
 
@@ -154,9 +148,7 @@ def shapes_of(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> Param
     A given module is left unchanged. Raises ValueError as `build_with_values` does."""
     if isinstance(model, nn.Module):
         check_readable(model)
-        every = [model, *(part for _, part in _unregistered(model))]
-        tensors_ = (tensor for part in every for _, tensor in _named_tensors(part))
-        bare = {tensor: tensor.detach().to("meta") for tensor in tensors_}
+        bare = {tensor: tensor.detach().to("meta") for _, tensor in _named_tensors(model)}
         for one in [one for one in bare if isinstance(one, nn.Parameter)]:
             bare[one] = nn.Parameter(bare[one], requires_grad=one.requires_grad)
         module = copy_modules(model, tensors=bare)
@@ -187,17 +179,6 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, owner in module.named_modules():
         for key, tree in _plain_attributes(owner).items():
             yield from _entries(_join(path, key), tree)
-
-
-def _unregistered(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for modules in plain lists and dicts, whose parameters torch does not register."""
-    known, every = {id(parameter) for parameter in module.parameters()}, vars(nn.Module())
-    for path, owner in module.named_modules():
-        for key, value in vars(owner).items():
-            entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-            for part in entries if key not in every else ():
-                if isinstance(part, nn.Module) and any(id(parameter) not in known for parameter in part.parameters()):
-                    yield _join(path, key), part
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, object]:

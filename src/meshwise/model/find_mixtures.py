@@ -60,13 +60,7 @@ def ruled_mixtures(module: nn.Module, *, rules: Mapping[str, str] | None) -> Map
                     f"rule {pattern!r}: {name} ({type(modules[name]).__name__}) has {len(lists)} ModuleLists, and "
                     f"'experts' divides one. {near}"
                 )
-            experts = list(modules[lists[0]].children())
-            if not all(any(True for _ in each.parameters()) for each in experts):
-                raise ValueError(
-                    f"rule {pattern!r}: an expert of {lists[0]} has no parameters, so no rank can own it. Move it out "
-                    "of the list, or leave the rule out and use ep=1"
-                )
-            found[lists[0]] = Mixture(len(experts), (), "called")
+            found[lists[0]] = Mixture(len(list(modules[lists[0]].children())), (), "called")
     return found
 
 
