@@ -35,6 +35,7 @@ from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_capacity import limit_experts
 from meshwise.expert.router_updates import RouterUpdates
+from meshwise.memory.recompute_modes import saved_bytes_hook
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
 from meshwise.model.full_parameter_access import LogicalTensors
@@ -392,21 +393,14 @@ class SavedForBackward(saved_tensors_hooks):
     """Context manager that measures the bytes that autograd saves inside it, without the parameters of `model`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self._kept: dict[int, Tensor] = {}
-        super().__init__(self._pack, lambda tensor: tensor)
+        self._kept: dict[int, int] = {}
+        super().__init__(saved_bytes_hook(self._kept, parameters=model.parameters()), lambda tensor: tensor)
 
     @property
     def bytes(self) -> int:
         """Bytes saved so far: the sum of the sizes of all storages, each counted once."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._kept.values())
+        return sum(self._kept.values())
 
     def __enter__(self) -> "SavedForBackward":  # type: ignore[override]
         super().__enter__()
         return self
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in self._parameters:
-            self._kept.setdefault(place, tensor)
-        return tensor
