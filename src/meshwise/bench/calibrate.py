@@ -149,10 +149,10 @@ def _products(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffort
     for m, k, n in itertools.product((wide * length for length in effort.lengths), repeat=3):
         flops = 2.0 * m * k * n
         if flops <= most:
-            x, y, z = (seconds.empty(*shape, dtype=dtype) for shape in ((m, k), (k, n), (m, n)))
+            x, y = (seconds.empty(*shape, dtype=dtype) for shape in ((m, k), (k, n)))
             pairs = ((x, y), (x, y.t().contiguous().t()), (x.t().contiguous().t(), y))
             repeat = max(1, min(50, int(most / (150 * flops))))
-            took = seconds(functools.partial(_multiply, pairs, z), repeat=repeat)
+            took = seconds(functools.partial(_multiply, pairs), repeat=repeat)
             rows.append(((m, k, n), flops, seconds.without_launch(took / len(pairs))))
     return rows
 
@@ -163,9 +163,9 @@ def _peak(rows: Sequence[_Row]) -> float:
     return max(flops / took for _, flops, took in largest)
 
 
-def _multiply(pairs: Sequence[tuple[Tensor, Tensor]], into: Tensor) -> None:
+def _multiply(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for x, y in pairs:
-        torch.mm(x, y, out=into)
+        torch.mm(x, y)
 
 
 def _fitted(rows: Sequence[_Row], peak: float) -> MatmulEfficiency:
@@ -204,12 +204,12 @@ def _attention(seconds: _Stopwatch, dtype: torch.dtype, effort: CalibrationEffor
 
 
 def _curve(seconds: _Stopwatch, effort: CalibrationEffort) -> Curve:
-    """Return the bytes per second of adding two tensors into a third, by the bytes read and written."""
+    """Return the bytes per second of adding two tensors, by the bytes read and written."""
     found: list[tuple[float, float]] = []
     for size in effort.sizes:
         count = max(1, size // 12)
-        x, y, z = (seconds.empty(count) for _ in range(3))
-        took = seconds(functools.partial(torch.add, x, y, out=z), repeat=max(1, min(100, (1 << 24) // size)))
+        x, y = (seconds.empty(count) for _ in range(2))
+        took = seconds(functools.partial(torch.add, x, y), repeat=max(1, min(100, (1 << 24) // size)))
         found.append((12.0 * count, 12.0 * count / seconds.without_launch(took)))
     return tuple(found)
 
