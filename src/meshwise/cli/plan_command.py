@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from meshwise.attention.token_attention import sequence_length
 from meshwise.base.tensor_tree import tensors
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     effort = SearchEffort(job.top, job.rehearsals, job.workers or cores())
     began = time.monotonic()
     surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
-    survey = _watched(surveys, effort=effort)
+    survey = _watched(surveys)
     if not survey.candidates:
         ranks = counted(cluster.ranks, of="rank") + (f" with {job.fix}" if job.fix else "")
         raise JobError(f"no plan for {ranks} divides this job; try another number of ranks")
@@ -133,23 +132,14 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     return subject, space
 
 
-def _watched(surveys: Iterator[SearchResult], *, effort: SearchEffort) -> SearchResult:
-    """Run the search to its end and return the last result; print progress on a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        BarColumn(bar_width=16),
-        TextColumn("{task.fields[state]}"),
-        TimeElapsedColumn(),
-    )
+def _watched(surveys: Iterator[SearchResult]) -> SearchResult:
+    """Run the search to its end and return the last result; print its state on a terminal."""
     last = None
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("plan", total=effort.rehearsals, state="")
+    with Console(stderr=True).status("") as status:
         for last in surveys:
             best = last.best()
             state = f"{len(last.candidates):,} plans, {last.rehearsals} rehearsed"
-            state += f", best {best[0].figures.seconds:.4g} s" if best else ""
-            progress.update(task, completed=last.rehearsals, state=state)
+            status.update(state + (f", best {best[0].figures.seconds:.4g} s" if best else ""))
     assert last is not None
     return last
 
