@@ -152,14 +152,13 @@ def compare(
     kind: str,
     loss: Any = shifted_loss,
     bound: float = 1e-9,
-    labels: bool = False,
     reference: Callable[[], nn.Module] | None = None,
     rules: Mapping[str, str] | None = None,
 ) -> None:
     """Compare with one process; a `bound` above 1e-9 is for losses that transformers computes in float32.
 
-    `labels`: the model gets them. `rules` keep the module whole that the loss reads, so each rank counts its tokens."""
-    given = Options(forward=None if labels else without_loss, tensor_rules=rules)
+    `rules` keep the module whole that the loss reads, so each rank counts its tokens."""
+    given = Options(forward=None if loss in (models_own_loss, own_loss_of_a_pair) else without_loss, tensor_rules=rules)
     training: dict[str, Any] = {"optimizer": torch.optim.SGD if bound > 1e-9 else torch.optim.AdamW, "lr": 1e-2}
 
     def main(world: World) -> Any:
@@ -202,7 +201,7 @@ def test_position_ids_that_restart_are_documents() -> None:
 
 def test_the_loss_that_transformers_computes_is_of_the_next_token() -> None:
     # transformers computes its loss in float32
-    compare(lambda: model_of("Llama"), "cp=2", ranks=2, kind="padded", loss=models_own_loss, bound=1e-6, labels=True)
+    compare(lambda: model_of("Llama"), "cp=2", ranks=2, kind="padded", loss=models_own_loss, bound=1e-6)
 
 
 @pytest.mark.parametrize("plan", ["dp=1", "cp=2 context=window"])
@@ -242,7 +241,7 @@ def test_a_relative_bias_is_of_all_positions(plan: str) -> None:
 @pytest.mark.parametrize("family", ["T5", "Bart"])
 @pytest.mark.parametrize("plan", ["cp=2", "cp=3 context=striped"])
 def test_a_decoder_gets_the_labels_shifted_over_all_tokens(family: str, plan: str) -> None:
-    given: dict[str, Any] = {"kind": "padded", "loss": own_loss_of_a_pair, "labels": True}
+    given: dict[str, Any] = {"kind": "padded", "loss": own_loss_of_a_pair}
     compare(lambda: model_of(family), plan, ranks=int(plan[3]), **given)
 
 

@@ -339,11 +339,11 @@ class ContextParallel:
         undo.callback(use_attend(module))
         undo.callback(install_rules(module, rules=self._rules, mode=self.mode, attention=self.attention))
         for one in module.modules() if self._splits else ():
-            if hasattr(one, "prepare_decoder_input_ids_from_labels"):
+            if callable(getattr(one, "prepare_decoder_input_ids_from_labels", None)):
                 undo.callback(one.register_forward_pre_hook(_shifts_labels(self.mode), with_kwargs=True).remove)
         return undo.close
 
-    def over_tokens(self, function: Callable[[Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    def over_tokens(self, x: Tensor, *, function: Callable[[Tensor], Tensor], dim: int) -> Tensor:
         """Return this rank's tokens along `dim` of the result of `function`, which gets `x` with all tokens there."""
         state = self.mode.state
         return function(x) if state is None else state.own.take(function(state.gather(x, dim=dim)), dim=dim)

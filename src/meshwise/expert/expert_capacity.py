@@ -22,8 +22,8 @@ from meshwise.expert.expert_parallel import SplitExperts
 from meshwise.model.find_mixtures import Mixture, find_mixtures, ruled_mixtures
 from meshwise.plan import Plan, PlanError
 
-OverTokens: TypeAlias = Callable[[Callable[[Tensor], Tensor], Tensor, int], Tensor]
-"""Function that applies another function to a tensor with all tokens of each sample along a dim."""
+OverTokens: TypeAlias = Callable[..., Tensor]
+"""Function that applies `function` to a tensor with all tokens of each sample along `dim`."""
 
 
 class ExpertCapacity:
@@ -57,13 +57,13 @@ class ExpertCapacity:
             return None
         if self._mixture.form == "rows":
             chosen = (given[0] != 0).any(-1).view(self._mixture.experts, -1, self._tokens)
-            dropped = self._over_tokens(self._dropped_rows, chosen, 2)
+            dropped = self._over_tokens(chosen, function=self._dropped_rows, dim=2)
             return (given[0].masked_fill(dropped.reshape(-1, 1), 0), *given[1:]), named
         tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
         index = next(each for each in tensors if not each.is_floating_point())
         weights = next(each for each in tensors[1:] if each.is_floating_point())
         by_sample = index.reshape(-1, self._tokens, index.size(-1))
-        dropped = self._over_tokens(self._dropped_pairs, by_sample, 1).reshape(index.shape)
+        dropped = self._over_tokens(by_sample, function=self._dropped_pairs, dim=1).reshape(index.shape)
         if isinstance(experts, SplitExperts):
             old, new = index, index.masked_fill(dropped, self._mixture.experts)
         else:
@@ -85,7 +85,7 @@ class ExpertCapacity:
 
 
 def limit_experts(
-    module: nn.Module, *, capacity: float, over_tokens: OverTokens = lambda function, x, _: function(x)
+    module: nn.Module, *, capacity: float, over_tokens: OverTokens = lambda x, *, function, **_: function(x)
 ) -> None:
     """Let the experts of a model's mixtures take at most `capacity` of each sample's tokens, by hooks; 0: no limit.
 
