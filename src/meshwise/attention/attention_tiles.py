@@ -138,8 +138,8 @@ class TiledAttention:
         self.rules = rules
         self._queries = queries
         self._progress = progress
-        self._masks: dict[tuple[int, ...], Tensor] = {}
-        """Masks of a relative pattern, by the offset of the keys from the queries, the steps and the sizes."""
+        self._masks: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        """Results of `_mask` under a relative pattern, by the keys' offset from the queries, steps and sizes."""
         self._plans: dict[tuple[TokenRanges, bool], list[tuple[TokenTile, list[TileRun]]]] = {}
 
     # ---- forward -----------------------------------------------------------------------------------------------
@@ -176,13 +176,13 @@ class TiledAttention:
         dtype = q.dtype if keeps_half_precision(q.device) else into[0].dtype
         k, v = (x.to(dtype) for x in block)
         dk, dv = (torch.zeros_like(x, dtype=into[0].dtype) for x in (k, v))
+        safe_lse = merged[1].masked_fill(merged[1] == -math.inf, 0.0)
         for tile, runs in self._plan(keys, q, by_keys=True):
             here = slice(tile.start, tile.stop)
             for run in runs:
                 rows = slice(run.start, run.stop)
                 part, out, do = (_fold(x[:, :, rows].to(dtype), k.size(1)) for x in (q, merged[0], merged[2]))
-                lse = merged[1][:, :, rows]
-                lse = lse.masked_fill(lse == -math.inf, 0.0).reshape(part.shape[:-1])
+                lse = safe_lse[:, :, rows].reshape(part.shape[:-1])
                 dlse = None if merged[3] is None else merged[3][:, :, rows].to(lse.dtype).reshape(lse.shape)
                 pair = None if run.tile is None else TilePair(run.tile, tile)
                 kernel = self._kernel(pair, part, k[:, :, here], v[:, :, here], plain=dlse is not None)
@@ -248,7 +248,7 @@ class TiledAttention:
         """Return the attention of folded queries on keys, by the plain formulas if `plain`.
 
         `pair`: their tiles, for a mask; None without a mask."""
-        rules, mask, keep, modify = self.rules, None, None, None
+        rules, mask, empty, keep, modify = self.rules, None, None, None, None
         plain |= rules.dropout is not None or rules.score_mod is not None
         plain |= rules.mask is not None and rules.mask.requires_grad
         fused = None if plain else fused_kernel(part, value_features=v.size(-1), masked=pair is not None)
@@ -256,17 +256,20 @@ class TiledAttention:
             part, k, v = (x.to(accumulator(x.dtype)) for x in (part, k, v))
         if pair is not None:
             groups = part.size(2) // (pair.queries.stop - pair.queries.start)
-            mask = self._mask(*pair, groups, part, k.size(1))
+            mask, empty = self._mask(*pair, groups, part, k.size(1))
             if rules.dropout is not None:
                 kept = rules.dropout.keep(pair, device=part.device)
                 keep = _grouped(kept, groups, k.size(1)).to(part.dtype) / (1.0 - rules.dropout.probability)
             if (change := rules.score_mod) is not None:
                 places = pair_indices(pair, samples=part.size(0), heads=rules.heads, device=part.device)
                 modify = lambda x: change(x.unflatten(2, (groups, -1)).flatten(1, 2), *places).reshape(x.shape)  # noqa: E731
-        return _Kernel(AttentionInput(part, k, v, mask, rules.scale), keep=keep, modify=modify, fused=fused)
+        given = AttentionInput(part, k, v, mask, rules.scale)
+        return _Kernel(given, empty=empty, keep=keep, modify=modify, fused=fused)
 
-    def _mask(self, queries: TokenTile, keys: TokenTile, groups: int, part: Tensor, heads: int) -> Tensor:
-        """Return the float to add to the scores of a tile."""
+    def _mask(
+        self, queries: TokenTile, keys: TokenTile, groups: int, part: Tensor, heads: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the float to add to the scores of a tile, and True for queries without keys."""
         rules, sizes = self.rules, (queries.stop - queries.start, keys.stop - keys.start)
         place = (keys.first - queries.first, queries.step, keys.step, *sizes)
         known = self._masks.get(place)
@@ -278,9 +281,10 @@ class TiledAttention:
             allowed, given = allowed & given, None
         added = part.new_zeros(()) if given is None else given.to(part.dtype)
         mask = _grouped(torch.where(allowed, added, -math.inf), groups, heads)
+        found = mask, (mask == -math.inf).all(-1)
         if rules.pattern.relative and rules.mask is None:
-            self._masks[place] = mask
-        return mask
+            self._masks[place] = found
+        return found
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -310,11 +314,13 @@ def join_sinks(sinks: Tensor, *, o: Tensor, lse: Tensor) -> None:
 class _Kernel:
     """Attention of folded queries on one run of keys.
 
+    | empty   True for queries without keys, (samples or 1, heads or 1, queries); None: no mask
     | keep    factors of the probabilities under dropout; None: no dropout
     | modify  function that replaces the scores before the mask; None: no function
     | fused   torch's kernel, without `keep` and `modify`; None: plain formulas"""
 
     given: AttentionInput
+    empty: Tensor | None
     keep: Tensor | None
     modify: Callable[[Tensor], Tensor] | None
     fused: FusedKernel | None
@@ -323,9 +329,7 @@ class _Kernel:
         """Return o and lse; a query without keys has o = 0 and lse = -inf."""
         if self.fused is not None:
             o, lse = self.fused.forward(self.given)
-            if (mask := self.given.mask) is not None:
-                lse = lse.masked_fill((mask == -math.inf).all(-1).expand(lse.shape), -math.inf)
-            return o, lse
+            return o, lse if self.empty is None else lse.masked_fill(self.empty, -math.inf)
         scores = self._scores()[0]
         highest = scores.amax(-1, keepdim=True)
         weights = (scores - highest.masked_fill(highest == -math.inf, 0.0)).exp_()
