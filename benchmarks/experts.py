@@ -2,6 +2,7 @@
 
     python benchmarks/experts.py --rounds 15
     python benchmarks/experts.py --memory     # activations that a rank keeps, with and without chunk=
+    python benchmarks/experts.py --exchange   # all-to-alls of tokens in a step, beside equal ones by themselves
 
 Two models with 4 blocks of 16 experts, top-2, in fp32: the reference GPT, and Mixtral of transformers. Mixtral also
 runs by transformers' own expert parallelism (`DistributedConfig(fsdp_size=4, ep_size=4)`, all-to-all over gloo) and its
@@ -56,7 +57,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--memory", action="store_true", help="measure activations in place of times")
+    parser.add_argument("--exchange", action="store_true", help="measure the all-to-alls of tokens alone")
     arguments = parser.parse_args()
+    if arguments.exchange:
+        print(mw.run(RANKS, exchange, args=(arguments.rounds,))[0])
+        return
     if arguments.memory:
         print(activations())
         return
@@ -90,6 +95,54 @@ def activations() -> str:
         size, rows = (max(values) for values in zip(*found, strict=True))
         lines.append(f"| `{plan}` | {size / 1e6:.1f} | {rows:,} |")
     return "\n".join(lines)
+
+
+def exchange(world: mw.World, rounds: int) -> str:
+    """Return the time of a step's all-to-alls of tokens, and the time of equal ones as `meshwise bench` calls them.
+
+    Each starts at a barrier, so no time is a wait for the computation of another rank. The slowest rank counts."""
+    torch.set_num_threads(1)
+    tokens = torch.randint(0, 256, (ROWS, 129), generator=torch.Generator().manual_seed(1))
+    trainer = mw.parallelize(lambda: MixtureGPT(SHAPE), "dp=4 ep=4", loss=next_token_loss, world=world, lr=1e-3)
+    original, found = mw.World.all_to_all, list[tuple[float, Any, Any]]()
+
+    def timed(self: mw.World, x: Any, *, into: Any, axes: Any) -> Any:
+        parts = [x] if isinstance(x, Tensor) else list(x)
+        if not parts[0].is_floating_point():
+            return original(self, x, into=into, axes=axes)
+        world.barrier()
+        started = time.perf_counter()
+        work = original(self, x, into=into, axes=axes)
+        work.wait()
+        found.append((time.perf_counter() - started, [*parts], [into] if isinstance(into, Tensor) else list(into)))
+        return work
+
+    inside, alone, sent = [], [], 0
+    for turn in range(rounds + 2):
+        mw.World.all_to_all = timed  # type: ignore[method-assign]
+        trainer.step((tokens[:, :-1], tokens[:, 1:]))
+        mw.World.all_to_all = original  # type: ignore[method-assign]
+        calls, sent = found[:], sum(part.nbytes for _, parts, _ in found for part in parts)
+        found.clear()
+        seconds = []
+        for _, parts, into in calls:
+            given, taken = ([torch.ones_like(part) for part in each] for each in (parts, into))
+            world.barrier()
+            started = time.perf_counter()
+            original(trainer.world, given, into=taken, axes="dp").wait()
+            seconds.append(time.perf_counter() - started)
+        slowest = [
+            [max(each) for each in zip(*world.exchange(one), strict=True)] for one in ([s for s, *_ in calls], seconds)
+        ]
+        if turn > 1:
+            inside.append(sum(slowest[0]))
+            alone.append(sum(slowest[1]))
+    ratios = statistics.quantiles((one / other for one, other in zip(inside, alone, strict=True)), n=4)
+    return (
+        f"{len(calls)} all-to-alls of tokens in a step, {sent / 1e6:.1f} MB given by rank 0: "
+        f"{statistics.median(inside) * 1e3:.2f} ms in the step, {statistics.median(alone) * 1e3:.2f} ms by themselves, "
+        f"ratio {ratios[1]:.2f} ({ratios[0]:.2f}-{ratios[2]:.2f})"
+    )
 
 
 def measure(world: mw.World, kind: Callable[..., dict[str, Contestant]], folder: str, rounds: int) -> Found:

@@ -35,7 +35,13 @@ GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n
 BERT = {key: value for key, value in TEXT.items() if key != "num_key_value_heads"}
 GEMMA = {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5}
 T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5["decoder_start_token_id"] = 0
 T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "use_cache": False}
+BART = {"vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "dropout": 0.0}
+BART |= {
+    f"{part}_{key}": size for part in ("encoder", "decoder") for key, size in (("ffn_dim", 48), ("attention_heads", 4))
+}
+BART |= {"use_cache": False, "max_position_embeddings": 64}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", TEXT),
@@ -49,6 +55,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "GPT2 with dropout": ("GPT2LMHeadModel", GPT2),
     "Bert": ("BertForMaskedLM", {**BERT, **NO_DROPOUT}),
     "T5": ("T5ForConditionalGeneration", T5),
+    "Bart": ("BartForConditionalGeneration", BART),
 }
 
 
@@ -119,6 +126,12 @@ def models_own_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, T
     return output.loss * count, count
 
 
+def own_loss_of_a_pair(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss that T5 and BART compute, a mean over labels that they do not shift."""
+    count = (batch["labels"] != -100).sum()
+    return output.loss * count, count
+
+
 def plain_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     labels = batch["labels"]
     return functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum"), (
@@ -142,10 +155,10 @@ def compare(
     reference: Callable[[], nn.Module] | None = None,
     rules: Mapping[str, str] | None = None,
 ) -> None:
-    """Compare with one process; a `bound` above 1e-9 is for models that compute a part in float32 themselves.
+    """Compare with one process; a `bound` above 1e-9 is for losses that transformers computes in float32.
 
-    `rules` keep the module whole that the loss reads, so every rank counts its tokens."""
-    given = Options(forward=without_loss if loss is not models_own_loss else None, tensor_rules=rules)
+    `rules` keep the module whole that the loss reads, so each rank counts its tokens."""
+    given = Options(forward=None if loss in (models_own_loss, own_loss_of_a_pair) else without_loss, tensor_rules=rules)
     training: dict[str, Any] = {"optimizer": torch.optim.SGD if bound > 1e-9 else torch.optim.AdamW, "lr": 1e-2}
 
     def main(world: World) -> Any:
@@ -159,11 +172,21 @@ def compare(
     agree(run(ranks, main)[0], single, bound=bound)
 
 
-@pytest.mark.parametrize("family", [family for family in MODELS if family != "T5"])
-def test_a_model_of_transformers_trains_as_on_one_process(family: str) -> None:
+def exact_eager(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scaling: float, softcap: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Gemma 2's eager attention in the dtype of its input; the softmax of transformers' own is in float32."""
+    k, v = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.mT * scaling / softcap)
+    scores = scores if mask is None else scores + mask
+    return (scores.softmax(-1) @ v).transpose(1, 2), None
+
+
+@pytest.mark.parametrize("family", [family for family in MODELS if family not in ("T5", "Bart")])
+def test_a_model_of_transformers_trains_as_on_one_process(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = plain_loss if family == "Bert" else shifted_loss
-    bound = 1e-6 if family == "Gemma2" else 1e-9  # softmax in float32
-    compare(lambda: model_of(family), "cp=2", ranks=2, kind="plain", loss=loss, bound=bound)
+    monkeypatch.setattr(transformers.models.gemma2.modeling_gemma2, "eager_attention_forward", exact_eager)
+    compare(lambda: model_of(family), "cp=2", ranks=2, kind="plain", loss=loss)
 
 
 @pytest.mark.parametrize("family, context", [("Llama", "ulysses"), ("Mistral", "window"), ("Bert", "ring")])
@@ -213,6 +236,30 @@ def test_gradient_checkpointing_of_transformers_repeats_the_attention_over_all_t
 @pytest.mark.parametrize("plan", ["cp=2", "cp=3 context=striped", "cp=2 context=ulysses zero=3", "cp=2 tp=2"])
 def test_a_relative_bias_is_of_all_positions(plan: str) -> None:
     compare(lambda: model_of("T5"), plan, ranks=4 if "tp" in plan else int(plan[3]), kind="pair", loss=plain_loss)
+
+
+@pytest.mark.parametrize("family", ["T5", "Bart"])
+@pytest.mark.parametrize("plan", ["cp=2", "cp=3 context=striped"])
+def test_a_decoder_gets_the_labels_shifted_over_all_tokens(family: str, plan: str) -> None:
+    given: dict[str, Any] = {"kind": "padded", "loss": own_loss_of_a_pair}
+    compare(lambda: model_of(family), plan, ranks=int(plan[3]), **given)
+
+
+def test_another_shift_of_labels_is_refused() -> None:
+    def shifting(model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        shifted = torch.zeros_like(batch["labels"])
+        shifted[:, 1:] = batch["labels"][:, :-1]
+        return model(input_ids=batch["input_ids"], decoder_input_ids=shifted)
+
+    with pytest.raises(
+        ValueError, match=r"an assignment to \[1:\] .*put decoder_input_ids into the batch.* mixes tokens"
+    ):
+        run(
+            2,
+            lambda world: parallelize(
+                lambda: model_of("T5"), "cp=2", loss=plain_loss, world=world, options=Options(forward=shifting)
+            ).step(batches("plain")[0]),
+        )
 
 
 def test_a_decoder_of_another_length_is_kept_whole_by_the_rule_of_the_message() -> None:

@@ -32,7 +32,15 @@ def dropped_by_the_model() -> Any:
     return alone(functools.partial(build, "capacity", tied=False), batches=batches(), **training())
 
 
-PLANS = ("dp=1", "dp=4 ep=2 zero=3 recompute=full", "dp=2 tp=2 ep=4 microbatches=2 chunk=3", "pp=2 dp=2 ep=2", "tp=2")
+PLANS = (
+    "dp=1",
+    "dp=4 ep=2 zero=3 recompute=full",
+    "dp=2 tp=2 ep=4 microbatches=2 chunk=3",
+    "pp=2 dp=2 ep=2",
+    "tp=2",
+    "cp=2 ep=2",
+    "cp=2 context=striped recompute=full",
+)
 
 
 @pytest.mark.parametrize("plan", [*PLANS, "dp=2 ep=2 dispatch=all-gather"])
@@ -55,6 +63,8 @@ def test_a_capacity_of_the_options_drops_what_the_reference_model_drops(plan: st
         ("GptOss", "dp=2 tp=2 ep=2 etp=2"),
         ("DeepseekV3", "dp=2 tp=2 ep=4 zero=3"),
         ("Llama4", "dp=4 ep=4 zero=1"),
+        ("Mixtral", "cp=2 context=ring"),
+        ("Llama4", "cp=2 dp=2 ep=4"),
     ],
 )
 def test_a_model_of_transformers_with_a_capacity_is_that_of_one_process(family: str, plan: str) -> None:

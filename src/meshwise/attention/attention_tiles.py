@@ -7,9 +7,8 @@ merged by lse, in any order, so the blocks of keys may come in any order from an
 
 The backward of a tile needs only q, k, v, the merged o and lse, and the gradient of o (FlashAttention, arXiv
 2205.14135). A tile that the pattern leaves empty costs nothing. Full tiles next to each other are one run without a
-mask. On the CPU a run is torch's fused kernel, which returns lse.
-Dropout, functions of scores, biases and a log-sum-exp with gradients, values wider than the queries, and other devices
-take the plain formulas. Accumulators are fp32 for narrower dtypes.
+mask. A run is one of torch's fused kernels, `fused_kernels.py`. Dropout, functions of scores, biases and a log-sum-exp
+with gradients, and other devices and dtypes take the plain formulas. Accumulators are fp32 for narrower dtypes.
 
 Shapes: q (samples, heads, queries, features), k and v (samples, kv heads, keys, features). Several query heads share a
 kv head: these heads are folded into the queries, so every kernel sees equal numbers of heads."""
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwise.attention.fused_kernels import AttentionInput, FusedKernel, fused_kernel, keeps_half_precision
 from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full, pair_indices
 from meshwise.layout.layout import TokenRanges, TokenTile
 from meshwise.model.random_interception import DrawContext, IndexBlock, draw, keep_mask
@@ -32,9 +32,6 @@ CPU_TILE = 256
 """Tokens in one tile of queries or of keys on the CPU."""
 DEVICE_TILE = 1024
 """Tokens in one tile of queries or of keys on other devices."""
-_FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""torch's fused attention on the CPU. It returns the log-sum-exp of the scores, as no public function of torch does."""
 
 
 @dataclass(frozen=True)
@@ -141,15 +138,16 @@ class TiledAttention:
         self.rules = rules
         self._queries = queries
         self._progress = progress
-        self._masks: dict[tuple[int, ...], Tensor] = {}
-        """Masks of a relative pattern, by the offset of the keys from the queries, the steps and the sizes."""
+        self._masks: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        """Results of `_mask` under a relative pattern, by the keys' offset from the queries, steps and sizes."""
         self._plans: dict[tuple[TokenRanges, bool], list[tuple[TokenTile, list[TileRun]]]] = {}
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def add(self, q: Tensor, *, block: tuple[Tensor, Tensor], keys: TokenRanges, into: tuple[Tensor, Tensor]) -> None:
         """Merge the attention on a block (k, v) at the positions `keys` into the accumulators."""
-        k, v = (x.to(into[0].dtype) for x in block)
+        dtype = q.dtype if keeps_half_precision(q.device) else into[0].dtype
+        k, v = (x.to(dtype) for x in block)
         for tile, runs in self._plan(keys, q):
             rows = slice(tile.start, tile.stop)
             part = _fold(q[:, :, rows].to(k.dtype), k.size(1))
@@ -175,19 +173,19 @@ class TiledAttention:
         """Return the gradients of a block's k and v, and add the gradients of q and of the mask to `into`.
 
         `merged`: the merged o and lse, and their gradients; None: lse has no gradient."""
-        dtype = into[0].dtype
+        dtype = q.dtype if keeps_half_precision(q.device) else into[0].dtype
         k, v = (x.to(dtype) for x in block)
-        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        dk, dv = (torch.zeros_like(x, dtype=into[0].dtype) for x in (k, v))
+        safe_lse = merged[1].masked_fill(merged[1] == -math.inf, 0.0)
         for tile, runs in self._plan(keys, q, by_keys=True):
             here = slice(tile.start, tile.stop)
             for run in runs:
                 rows = slice(run.start, run.stop)
                 part, out, do = (_fold(x[:, :, rows].to(dtype), k.size(1)) for x in (q, merged[0], merged[2]))
-                lse = merged[1][:, :, rows]
-                lse = lse.masked_fill(lse == -math.inf, 0.0).reshape(part.shape[:-1])
-                dlse = None if merged[3] is None else merged[3][:, :, rows].to(dtype).reshape(lse.shape)
+                lse = safe_lse[:, :, rows].reshape(part.shape[:-1])
+                dlse = None if merged[3] is None else merged[3][:, :, rows].to(lse.dtype).reshape(lse.shape)
                 pair = None if run.tile is None else TilePair(run.tile, tile)
-                kernel = self._kernel(pair, part, k[:, :, here], v[:, :, here])
+                kernel = self._kernel(pair, part, k[:, :, here], v[:, :, here], plain=dlse is not None)
                 own_q, own_k, own_v, own_mask = kernel.backward(do, out, lse, dlse)
                 dq = into[0][:, :, rows]
                 dq += own_q.reshape(dq.shape)
@@ -246,25 +244,32 @@ class TiledAttention:
                 runs.append(TileRun(other.start, other.stop, None if unmasked else other))
         return runs
 
-    def _kernel(self, pair: TilePair | None, part: Tensor, k: Tensor, v: Tensor) -> "_Kernel":
-        """Return the attention of folded queries on keys. `pair`: their tiles, for a mask; None without a mask."""
-        rules, mask, keep, modify = self.rules, None, None, None
+    def _kernel(self, pair: TilePair | None, part: Tensor, k: Tensor, v: Tensor, *, plain: bool = False) -> "_Kernel":
+        """Return the attention of folded queries on keys, by the plain formulas if `plain`.
+
+        `pair`: their tiles, for a mask; None without a mask."""
+        rules, mask, empty, keep, modify = self.rules, None, None, None, None
+        plain |= rules.dropout is not None or rules.score_mod is not None
+        plain |= rules.mask is not None and rules.mask.requires_grad
+        fused = None if plain else fused_kernel(part, value_features=v.size(-1), masked=pair is not None)
+        if fused is None:
+            part, k, v = (x.to(accumulator(x.dtype)) for x in (part, k, v))
         if pair is not None:
             groups = part.size(2) // (pair.queries.stop - pair.queries.start)
-            mask = self._mask(*pair, groups, part, k.size(1))
+            mask, empty = self._mask(*pair, groups, part, k.size(1))
             if rules.dropout is not None:
                 kept = rules.dropout.keep(pair, device=part.device)
                 keep = _grouped(kept, groups, k.size(1)).to(part.dtype) / (1.0 - rules.dropout.probability)
             if (change := rules.score_mod) is not None:
                 places = pair_indices(pair, samples=part.size(0), heads=rules.heads, device=part.device)
                 modify = lambda x: change(x.unflatten(2, (groups, -1)).flatten(1, 2), *places).reshape(x.shape)  # noqa: E731
-        trains = rules.mask is not None and rules.mask.requires_grad
-        fits = part.device.type in ("cpu", "meta") and part.size(-1) == v.size(-1)
-        fused = fits and keep is None and rules.score_mod is None and not trains
-        return _Kernel(rules, part, k, v, mask=mask, keep=keep, modify=modify, fused=fused)
+        given = AttentionInput(part, k, v, mask, rules.scale)
+        return _Kernel(given, empty=empty, keep=keep, modify=modify, fused=fused)
 
-    def _mask(self, queries: TokenTile, keys: TokenTile, groups: int, part: Tensor, heads: int) -> Tensor:
-        """Return the float to add to the scores of a tile."""
+    def _mask(
+        self, queries: TokenTile, keys: TokenTile, groups: int, part: Tensor, heads: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the float to add to the scores of a tile, and True for queries without keys."""
         rules, sizes = self.rules, (queries.stop - queries.start, keys.stop - keys.start)
         place = (keys.first - queries.first, queries.step, keys.step, *sizes)
         known = self._masks.get(place)
@@ -276,9 +281,10 @@ class TiledAttention:
             allowed, given = allowed & given, None
         added = part.new_zeros(()) if given is None else given.to(part.dtype)
         mask = _grouped(torch.where(allowed, added, -math.inf), groups, heads)
+        found = mask, (mask == -math.inf).all(-1)
         if rules.pattern.relative and rules.mask is None:
-            self._masks[place] = mask
-        return mask
+            self._masks[place] = found
+        return found
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -306,66 +312,63 @@ def join_sinks(sinks: Tensor, *, o: Tensor, lse: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Kernel:
-    """Attention of folded queries on one run of keys: by torch's fused kernel, or by the plain formulas.
+    """Attention of folded queries on one run of keys.
 
-    | mask    float to add to the scores; None: nothing
+    | empty   True for queries without keys, (samples or 1, heads or 1, queries); None: no mask
     | keep    factors of the probabilities under dropout; None: no dropout
-    | modify  function that replaces the scores before the mask; None: no function"""
+    | modify  function that replaces the scores before the mask; None: no function
+    | fused   torch's kernel, without `keep` and `modify`; None: plain formulas"""
 
-    rules: ScoreRules
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
+    given: AttentionInput
+    empty: Tensor | None
     keep: Tensor | None
     modify: Callable[[Tensor], Tensor] | None
-    fused: bool
+    fused: FusedKernel | None
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return o and lse; a query without keys has o = 0 and lse = -inf."""
-        if self.fused:
-            o, lse = _FUSED(self.q, self.k, self.v, attn_mask=self.mask, scale=self.rules.scale)
-            if self.mask is not None:
-                lse = lse.masked_fill((self.mask == -math.inf).all(-1).expand(lse.shape), -math.inf)
-            return o, lse
+        if self.fused is not None:
+            o, lse = self.fused.forward(self.given)
+            return o, lse if self.empty is None else lse.masked_fill(self.empty, -math.inf)
         scores = self._scores()[0]
         highest = scores.amax(-1, keepdim=True)
         weights = (scores - highest.masked_fill(highest == -math.inf, 0.0)).exp_()
         total = weights.sum(-1, keepdim=True)
         lse = (highest.masked_fill(highest == -math.inf, 0.0) + total.log()).squeeze(-1)
         weights = weights / total.masked_fill(total == 0, 1.0)
-        return (weights if self.keep is None else weights * self.keep) @ self.v, lse
+        return (weights if self.keep is None else weights * self.keep) @ self.given.v, lse
 
     def backward(
         self, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of q, k, v and of the mask (None from the fused kernel)."""
-        if self.fused and dlse is None:
-            tensors, no_dropout, causal = (do, self.q, self.k, self.v, o, lse), 0.0, False
-            masked = {"attn_mask": self.mask, "scale": self.rules.scale}
-            return *_FUSED_BACKWARD(*tensors, no_dropout, causal, **masked), None
+        """Return the gradients of q, k, v and of the mask (None from the fused kernel, which has no `dlse`)."""
+        if self.fused is not None:
+            return *self.fused.backward(self.given, do, o, lse), None
+        q, k, v, _, scale = self.given
+        do, o = do.to(lse.dtype), o.to(lse.dtype)
         scores, slope = self._scores()
         weights = (scores - lse.unsqueeze(-1)).exp_()
         dropped = weights if self.keep is None else weights * self.keep
         dv = dropped.mT @ do
-        dp = do @ self.v.mT
+        dp = do @ v.mT
         if self.keep is not None:
             dp = dp * self.keep
         delta = (do * o).sum(-1) if dlse is None else (do * o).sum(-1) - dlse
         dmask = weights * (dp - delta.unsqueeze(-1))
         ds = dmask if slope is None else dmask * slope
-        return ds @ self.k * self.rules.scale, ds.mT @ self.q * self.rules.scale, dv, dmask
+        return ds @ k * scale, ds.mT @ q * scale, dv, dmask
 
     def _scores(self) -> tuple[Tensor, Tensor | None]:
         """Return the masked scores, and the slopes of the function of the scores (None without one)."""
-        scores, slope = self.q @ self.k.mT * self.rules.scale, None
+        q, k, _, mask, scale = self.given
+        scores, slope = q @ k.mT * scale, None
         if self.modify is not None:
             with torch.enable_grad():
                 before = scores.requires_grad_()
                 after = self.modify(before)
                 (slope,) = torch.autograd.grad(after.sum(), before, materialize_grads=True)
             scores = after.detach()
-        return scores if self.mask is None else scores + self.mask, slope
+        return scores if mask is None else scores + mask, slope
 
 
 def _fold(x: Tensor, heads: int) -> Tensor:

@@ -141,6 +141,26 @@ def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
     return enter, leave
 
 
+def _shifts_labels(mode: TokenInterception) -> Callable[..., Any]:
+    """Return a hook before a model of transformers that makes its decoder's tokens from labels (T5, BART).
+
+    It makes them from the labels of all tokens, and passes this rank's."""
+
+    def enter(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        """Add `decoder_input_ids` unless the decoder's input is given."""
+        state = mode.state
+        known = None if state is None else state.whole_of.get(id(given.get("labels")))
+        inputs = (given.get(key) for key in ("decoder_input_ids", "decoder_inputs_embeds"))
+        if state is None or known is None or any(x is not None for x in inputs):
+            return None
+        mode.state = None
+        whole = module.prepare_decoder_input_ids_from_labels(known[1])  # type: ignore[operator]
+        mode.state = state
+        return args, {**given, "decoder_input_ids": state.own.take(whole, dim=1)}
+
+    return enter
+
+
 NAME = "meshwise"
 """Name of the attention in transformers' registries."""
 
@@ -318,7 +338,15 @@ class ContextParallel:
         undo = contextlib.ExitStack()
         undo.callback(use_attend(module))
         undo.callback(install_rules(module, rules=self._rules, mode=self.mode, attention=self.attention))
+        for one in module.modules() if self._splits else ():
+            if callable(getattr(one, "prepare_decoder_input_ids_from_labels", None)):
+                undo.callback(one.register_forward_pre_hook(_shifts_labels(self.mode), with_kwargs=True).remove)
         return undo.close
+
+    def over_tokens(self, x: Tensor, *, function: Callable[[Tensor], Tensor], dim: int) -> Tensor:
+        """Return this rank's tokens along `dim` of the result of `function`, which gets `x` with all tokens there."""
+        state = self.mode.state
+        return function(x) if state is None else state.own.take(function(state.gather(x, dim=dim)), dim=dim)
 
     def on_own_tokens(self, function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """Return a forward of (model, batch), or a loss of (output, batch), that gets this rank's tokens."""

@@ -62,6 +62,8 @@ class TokenState:
     whole_of: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """By id of a tensor with this rank's tokens in its last dim: the tensor, and the tensor of all tokens."""
+    features: dict[int, Tensor] = field(default_factory=dict)
+    """By id: tensors (samples, tokens) of one feature, from which models take the number of tokens (BART)."""
     reads_packing: bool = False
     """True if the model looks for documents in position_ids (transformers without a cache or a mask)."""
     shares: dict[Pattern, float] = field(default_factory=dict)

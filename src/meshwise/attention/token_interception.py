@@ -112,10 +112,12 @@ def _refuse_cat(parts: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
 
 
 def _caller() -> Any:
-    """Return the frame of Python that called a torch function: the first outside of torch and of this mode."""
+    """Return the frame of Python that called a torch function: the first outside of torch and of modes."""
     frame: Any = sys._getframe(1)
     around = ("torch.", "meshwise.attention.", "meshwise.model.random_interception")
-    while frame.f_back is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(around):
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_function__" or f"{frame.f_globals.get('__name__', '')}.".startswith(around)
+    ):
         frame = frame.f_back
     return frame
 
@@ -242,11 +244,16 @@ class TokenInterception(ForwardAndBackwardMode):
         if func == _SHAPE or name == "size":
             return self._size(func, args, kwargs, state)
         if name == "__getitem__":
-            return self._item(func, args, state)
+            found = self._item(func, args, state)
+            if args[0].dim() == 3 and found.shape == args[0].shape[:2] == (args[0].shape[0], state.own.count):
+                state.features[id(found)] = found
+            return found
         if name == "arange":
             return self._arange(func, args, kwargs, state)
         if name in _SIZED:
             args = _whole_square(args, state)
+        elif name == "__setitem__":
+            _refuse_assignment(args[0], index=args[1], state=state)
         elif name == "pad":
             return self._pad(func, args, kwargs, state)
         elif name == "flex_attention":
@@ -263,7 +270,7 @@ class TokenInterception(ForwardAndBackwardMode):
     def _size(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], state: TokenState) -> Any:
         found, x = func(*args, **kwargs), args[0]
         with torch._C.DisableTorchFunction():
-            dims = token_dims(x, count=state.own.count)
+            dims = (1,) if id(x) in state.features else token_dims(x, count=state.own.count)
         if not dims:
             return found
         if isinstance(found, torch.Size):
@@ -335,6 +342,19 @@ class TokenInterception(ForwardAndBackwardMode):
             elif (isinstance(item, slice) and _bounds(item) != (0, None, 1)) or type(item) is int:
                 refuse(f"the index [{_text(item)}] of dim {dim}", x=x, state=state)
         return func(x, tuple(items))
+
+
+def _refuse_assignment(x: Tensor, *, index: Any, state: TokenState) -> None:
+    """Raise ValueError for an assignment to a part of the tokens, as in a shift of labels."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    mixing = mixing_dims(x, count=state.own.count, linear=False)
+    for item, dim in zip(items, _dims_of(items, x.dim()) or (), strict=False):
+        if isinstance(item, slice) and dim in mixing and _bounds(item) != (0, None, 1):
+            refuse(
+                f"an assignment to [{_text(item)}] (of shifted labels? put decoder_input_ids into the batch)",
+                x=x,
+                state=state,
+            )
 
 
 def _bounds(item: slice) -> tuple[int, int | None, int]:

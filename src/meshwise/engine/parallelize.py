@@ -447,7 +447,8 @@ def _build_engine(
     plan, world, options, module = setting.plan, setting.world, setting.options, source.module
     convert(module, precision=setting.storage.precision)
     setting.routers.follow(module)
-    limit_experts(module, capacity=options.expert_capacity)
+    over_tokens = {} if setting.context is None else {"over_tokens": setting.context.over_tokens}
+    limit_experts(module, capacity=options.expert_capacity, **over_tokens)
     table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes)
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)

@@ -12,8 +12,8 @@ divided it is not sent."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,16 @@ from meshwise.expert.expert_parallel import SplitExperts
 from meshwise.model.find_mixtures import Mixture, find_mixtures, ruled_mixtures
 from meshwise.plan import Plan, PlanError
 
+OverTokens: TypeAlias = Callable[..., Tensor]
+"""Function that applies `function` to a tensor with all tokens of each sample along `dim`."""
+
 
 class ExpertCapacity:
     """Limit of one mixture's experts, as hooks of the module of experts and of the module around it."""
 
-    def __init__(self, capacity: float, *, mixture: Mixture) -> None:
+    def __init__(self, capacity: float, *, mixture: Mixture, over_tokens: OverTokens) -> None:
         """`capacity`: most tokens of a sample for one expert, as a multiple of the even share."""
-        self._capacity, self._mixture = capacity, mixture
+        self._capacity, self._mixture, self._over_tokens = capacity, mixture, over_tokens
         self._tokens = 0
 
     def limit(self, module: nn.Module, *, experts: nn.Module) -> None:
@@ -53,12 +56,14 @@ class ExpertCapacity:
         if given[0].is_meta:
             return None
         if self._mixture.form == "rows":
-            return (self._kept_rows(given[0]), *given[1:]), named
+            chosen = (given[0] != 0).any(-1).view(self._mixture.experts, -1, self._tokens)
+            dropped = self._over_tokens(chosen, function=self._dropped_rows, dim=2)
+            return (given[0].masked_fill(dropped.reshape(-1, 1), 0), *given[1:]), named
         tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
         index = next(each for each in tensors if not each.is_floating_point())
         weights = next(each for each in tensors[1:] if each.is_floating_point())
-        most = math.ceil(self._tokens * index.size(-1) / self._mixture.experts * self._capacity)
-        dropped = (self._place(index.reshape(-1, self._tokens * index.size(-1))) >= most).view_as(index)
+        by_sample = index.reshape(-1, self._tokens, index.size(-1))
+        dropped = self._over_tokens(by_sample, function=self._dropped_pairs, dim=1).reshape(index.shape)
         if isinstance(experts, SplitExperts):
             old, new = index, index.masked_fill(dropped, self._mixture.experts)
         else:
@@ -66,27 +71,28 @@ class ExpertCapacity:
         swap = lambda each: new if each is old else each  # noqa: E731
         return tuple(map(swap, given)), {key: swap(each) for key, each in named.items()}
 
-    def _place(self, chosen: Tensor) -> Tensor:
-        """Return how many earlier pairs of its sample have the expert of a pair; `chosen`: experts (samples, pairs)."""
-        ordered, order = chosen.sort(dim=1, stable=True)
-        places = torch.arange(chosen.size(1), device=chosen.device) - torch.searchsorted(ordered, ordered)
-        return torch.empty_like(places).scatter_(1, order, places)
+    def _dropped_pairs(self, index: Tensor) -> Tensor:
+        """Return True for each pair whose expert has been chosen too often; `index`: (samples, tokens, choices)."""
+        most = math.ceil(index[0].numel() / self._mixture.experts * self._capacity)
+        ordered, order = index.flatten(1).sort(dim=1, stable=True)
+        places = torch.arange(order.size(1), device=index.device) - torch.searchsorted(ordered, ordered)
+        return (torch.empty_like(places).scatter_(1, order, places) >= most).view_as(index)
 
-    def _kept_rows(self, hidden: Tensor) -> Tensor:
-        """Return rows (experts · tokens, features) with zeros for dropped pairs; other rows of zeros are no choices."""
-        chosen = (hidden != 0).any(-1).view(self._mixture.experts, -1, self._tokens)
-        most = (self._tokens * chosen.sum(0).max().double() / self._mixture.experts * self._capacity).ceil()
-        dropped = chosen.cumsum(-1) > most
-        return hidden.masked_fill(dropped.view(-1, 1), 0)
+    def _dropped_rows(self, chosen: Tensor) -> Tensor:
+        """Return True for each row whose expert has been chosen too often; `chosen`: (experts, samples, tokens)."""
+        choices = chosen.sum(0).max().double()
+        return chosen.cumsum(-1) > (chosen.size(-1) * choices / self._mixture.experts * self._capacity).ceil()
 
 
-def limit_experts(module: nn.Module, *, capacity: float) -> None:
+def limit_experts(
+    module: nn.Module, *, capacity: float, over_tokens: OverTokens = lambda x, *, function, **_: function(x)
+) -> None:
     """Let the experts of a model's mixtures take at most `capacity` of each sample's tokens, by hooks; 0: no limit.
 
-    Call it before the experts are divided."""
+    Call it before the experts are divided. `over_tokens`: how a function gets the tokens of all ranks of cp."""
     for name, mixture in find_mixtures(module).items() if capacity else ():
         around, experts = module.get_submodule(name.rpartition(".")[0]), module.get_submodule(name)
-        ExpertCapacity(capacity, mixture=mixture).limit(around, experts=experts)
+        ExpertCapacity(capacity, mixture=mixture, over_tokens=over_tokens).limit(around, experts=experts)
 
 
 def check_capacity(module: nn.Module, *, capacity: float, plan: Plan, rules: Mapping[str, str] | None) -> None:
@@ -105,8 +111,8 @@ def check_capacity(module: nn.Module, *, capacity: float, plan: Plan, rules: Map
             f"expert_capacity={capacity}: {called[0]} calls its experts with rows that do not show their samples. "
             "Leave it out; Switch Transformers and NLLB have expert_capacity in their own configuration"
         )
-    if plan.cp > 1 or plan.sequence_parallel:
+    if plan.sequence_parallel:
         raise PlanError(
             f"expert_capacity={capacity} counts all tokens of a sample, and the plan '{plan}' splits them. Nearest "
-            f"that works: '{dataclasses.replace(plan.with_whole_experts, cp=1, sequence_parallel=0, context='auto')}'"
+            f"that works: '{dataclasses.replace(plan.with_whole_experts, sequence_parallel=0)}'"
         )
