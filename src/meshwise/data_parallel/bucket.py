@@ -38,6 +38,8 @@ class StorageConfig:
     """Axes whose ranks hold copies of the same second shards (`hpz`)."""
     gather: Codec | None = None
     """Codec of gathered parameters; None: their dtype."""
+    prefetch: int = 1
+    """Under ZeRO-3, number of units that are gathered ahead of the one that runs."""
 
 
 class Bucket:

@@ -71,7 +71,7 @@ class DataParallel:
         new = lambda row, value: install(self.module, row=row, tensor=value)  # noqa: E731
         for unit in self.units:
             unit.load(source, place=new if source.deferred else self._replace)
-        self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
+        self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else (), prefetch=storage.prefetch)
         trained = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
         self._order = [UnitGradients(unit, on_complete=self._arrived, progress=world.progress) for unit in trained]
         self._started = 0

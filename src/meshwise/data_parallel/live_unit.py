@@ -24,8 +24,8 @@ creation. So when the backward reaches the output of another unit, the unit of t
     | forward     run A | run B: free A, prefetch C | run C: free B, prefetch D | ...
     | backward    run D | run C: free D, prefetch B | run B: free C, prefetch A | ...
 
-The gather of the next unit starts while a unit runs. If shards are stored on the cpu or disk tier, the shard of the
-unit after the next is already copied to the device.
+The gather of the next unit starts while a unit runs; under `prefetch=N`, the gathers of the next N units. If shards are
+stored on the cpu or disk tier, the shard of the unit after these is already copied to the device.
 
 The order of units in the last pass predicts the next unit. A wrong prediction costs one gather and changes no result.
 All ranks predict the same unit, because all of them ran the same passes.
@@ -360,8 +360,10 @@ def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 class ParameterGatherer:
     """Gathers and frees ZeRO-3 units by hooks on their modules. `peak`: most bytes of gathered units at once."""
 
-    def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit]) -> None:
+    def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit], prefetch: int) -> None:
+        """`prefetch`: how many units are gathered ahead of the one that runs."""
         self._units = [unit for unit in units if unit.is_sharded]
+        self._prefetch = prefetch
         self._owners = {id(p): unit for unit in self._units for group in unit.parameters for p in group}
         self._whole: list[LiveUnit] = []
         self._open: list[LiveUnit] = []
@@ -457,16 +459,19 @@ class ParameterGatherer:
 
     def _need(self, unit: LiveUnit) -> None:
         again = bool(self._seen) and self._seen[-1] is unit
-        if not (again or unit.stays_gathered):  # again: a second module of the same unit, so the prefetched unit stays
-            self._free_all_but(unit)
         if not again:
             self._seen.append(unit)
+        coming = self._coming(self._prefetch)
+        if not (again or unit.stays_gathered):  # again: a second module of the same unit, so prefetched units stay
+            self._free_all_but(unit, *coming)
         self._make_whole(unit)
-        if (follower := self._next()) is not None and follower not in self._whole:
-            follower.start_gather()
-            self._whole.append(follower)
-        if (later := self._next(2)) is not None and later not in self._whole:
-            later.fetch_shards()
+        for follower in coming:
+            if follower not in self._whole:
+                follower.start_gather()
+                self._whole.append(follower)
+        for later in self._coming(self._prefetch + 1):
+            if later not in self._whole:
+                later.fetch_shards()
         self.peak = max(self.peak, sum(bucket.gathered for u in self._whole for bucket in u.buckets))
 
     def _need_now(self, unit: LiveUnit) -> None:
@@ -481,17 +486,16 @@ class ParameterGatherer:
         if unit not in self._whole:
             self._whole.append(unit)
 
-    def _free_all_but(self, unit: LiveUnit) -> None:
+    def _free_all_but(self, *kept: LiveUnit) -> None:
         for other in list(self._whole):
-            if other is not unit and other not in self._open and not other.stays_gathered:
+            if other not in kept and other not in self._open and not other.stays_gathered:
                 other.free()
                 self._whole.remove(other)
 
-    def _next(self, ahead: int = 1) -> LiveUnit | None:
+    def _coming(self, count: int) -> Sequence[LiveUnit]:
+        """Return the next units by the order of the last pass, at most `count`; none if this pass differs from it."""
         here, last = len(self._seen) - 1, self._passes[self._backward]
-        if here + ahead < len(last) and last[here] is self._seen[here]:
-            return last[here + ahead]
-        return None
+        return last[here + 1 : here + 1 + count] if here < len(last) and last[here] is self._seen[here] else ()
 
     def _finish_pass(self) -> None:
         if self._seen:

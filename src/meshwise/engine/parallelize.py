@@ -235,7 +235,8 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     if scheme is not None:
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
-    storage = StorageConfig(reduction, precision, tiers, plan.outer_axes, plan.sync_axes, plan.node_axes, gather)
+    axes = plan.outer_axes, plan.sync_axes, plan.node_axes
+    storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch)
     task = MicrobatchTask(forward, loss or no_loss, call)
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
 
