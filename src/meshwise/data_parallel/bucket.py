@@ -292,6 +292,12 @@ class Bucket:
             self._filled.add(index)
         return view
 
+    def views_in_use(self) -> Sequence[Tensor | None]:
+        """Return the accumulated gradients in piece order; None where there is none yet, or in another dtype."""
+        if self.gradient is None or self.gradient.dtype != self.dtype:
+            return [None] * len(self.place.pieces)
+        return [view if index in self._filled else None for index, view in enumerate(self._gradient_views())]
+
     def _gradient_views(self) -> list[Tensor]:
         buffer = self._buffer()
         if self._views is None:
