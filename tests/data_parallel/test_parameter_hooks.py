@@ -6,6 +6,8 @@ from torch import nn
 
 from hooked_models import Hook, Model, agrees, batch, by_one, by_plan, hooked, loss, stronger
 from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.plan import Plan
 from meshwise.testing import run
 from meshwise.verify import verify
 
@@ -62,6 +64,32 @@ def test_verify_compares_with_them(hook: Hook, plan: str) -> None:
         return verify(hooked(hook), loss, [batch()], plan, world=world, lr=0.05).ok
 
     assert all(run(2, main))
+
+
+@pytest.mark.parametrize("plan, in_place", [("dp=1", "010"), ("dp=2 zero=2", "000"), ("pp=2", "011")])
+def test_autograd_adds_to_accumulated_gradients_in_place(plan: str, in_place: str) -> None:
+    """Not in a first micro-batch nor before a reduction in the backward, nor where a hook reads `.grad`."""
+
+    def main(world: World) -> dict[str, str]:
+        options = Options(example=batch())
+        trainer = parallelize(
+            Model().double(), f"{plan} microbatches=3", loss=loss, world=world, options=options, lr=0.05
+        )
+        found: dict[str, str] = {}
+
+        def note(name: str, parameter: torch.Tensor) -> None:
+            seen = int(parameter.grad is not None)
+            found[name] = found.get(name, "") + str(seen)
+
+        for name, parameter in trainer.model.named_parameters():
+            parameter.register_hook(lambda _, name=name, one=parameter: note(name, one))
+            if name.endswith("bias"):
+                parameter.register_post_accumulate_grad_hook(lambda _: None)
+        trainer.step(torch.cat([batch(), batch()[:1]]))
+        return found
+
+    for found in run(Plan.parse(plan).mesh().size, main):
+        assert {key.endswith("bias"): seen for key, seen in found.items()} == {False: in_place, True: "000"}
 
 
 def test_a_hook_on_a_parameter_that_is_frozen_since() -> None:

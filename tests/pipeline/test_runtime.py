@@ -14,9 +14,11 @@ from grid import Grid
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
+from meshwise.pipeline.run import schedule_interpreter
 from meshwise.pipeline.run.pipeline_stage import StageError, make_stage
 from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter
-from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule
+from meshwise.pipeline.run.stage_backward import split_pays
+from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule, planned_schedule
 from meshwise.pipeline.schedules.schedule_table import lower
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, run
@@ -74,11 +76,11 @@ def first(model: nn.Module) -> Tensor:
 
 
 def losses_and_gradients(
-    world: World, name: str, *, model: nn.Module, present: range
+    world: World, name: str, *, model: nn.Module, present: range, table: Any = make_schedule
 ) -> tuple[dict[int, Any], list[Any]]:
     """Of one rank: the losses it has, and of each of its stages the gradients."""
     world = world.over(Mesh((("pp", world.size),)))
-    schedule = lower(make_schedule(name, pp=world.size, microbatches=MICROBATCHES), gathers=True)
+    schedule = lower(table(name, pp=world.size, microbatches=MICROBATCHES), gathers=True)
     cut = cut_model(model, stages=schedule.stages, call=first, request=CutRequest("params"))
     mine = schedule.stages_of(world.rank)
     models = {index: copy.deepcopy(model) for index in mine}
@@ -112,6 +114,31 @@ def test_a_schedule_on_ranks_gives_the_gradients_of_one_process(name: str, pp: i
             summed[key] = summed.get(key, 0) + gradient
     agree(losses, {index: loss.detach() for index, loss in expected.items()}, bound=1e-12)
     agree(summed, {key: p.grad for key, p in model.named_parameters()}, bound=1e-11)
+
+
+@pytest.mark.parametrize("name, pays", [("1f1b", False), ("1f1b", True), ("zb-h1", False)])
+def test_i_runs_the_whole_backward_if_w_is_next_and_small(
+    name: str, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    backward = torch.autograd.backward
+
+    def counted(*args: Any, **options: Any) -> None:
+        calls.append(1)
+        backward(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "backward", counted)
+    if pays:
+        monkeypatch.setattr(schedule_interpreter, "split_pays", lambda *_, **__: True)
+    call = functools.partial(losses_and_gradients, name=name, model=gpt(), present=range(8), table=planned_schedule)
+    run(2, call)
+    assert (len(calls) == 2 * 2 * MICROBATCHES) == (name == "1f1b" and not pays)
+
+
+def test_w_pays_from_a_number_of_products_on() -> None:
+    stage, leaf = nn.Linear(1024, 1023), torch.empty(2, 2, 1024)
+    assert split_pays([leaf], parameters=list(stage.parameters())) is False
+    assert split_pays([leaf, torch.empty(8, 1)], parameters=list(stage.parameters())) is True
 
 
 def total(model: nn.Module, x: Tensor) -> Tensor:

@@ -91,6 +91,15 @@ def test_each_category_is_what_the_plan_keeps_of_it() -> None:
     assert 0 < shared.peak.device[Category.GATHERED] < parameters
 
 
+def test_each_unit_gathered_ahead_is_in_memory() -> None:
+    one, two, four = (
+        max(moment.device.get(Category.GATHERED, 0) for moment in rank.steady)
+        for prefetch in (0, 1, 3)
+        for rank in _of(f"dp=4 zero=3 prefetch={prefetch}", ranks=4)
+    )
+    assert one < two < four
+
+
 def test_recomputation_leaves_a_block_s_activations_in_place_of_all() -> None:
     plain, again = (_of(plan, ranks=1)[0].peak.device[Category.ACTIVATIONS] for plan in ("dp=1", "dp=1 recompute=full"))
     assert again < 0.6 * plain

@@ -38,6 +38,8 @@ class StorageConfig:
     """Axes whose ranks hold copies of the same second shards (`hpz`)."""
     gather: Codec | None = None
     """Codec of gathered parameters; None: their dtype."""
+    prefetch: int = 1
+    """Under ZeRO-3, number of units that are gathered ahead of the one that runs."""
 
 
 class Bucket:
@@ -289,6 +291,12 @@ class Bucket:
             view.zero_()
             self._filled.add(index)
         return view
+
+    def views_in_use(self) -> Sequence[Tensor | None]:
+        """Return the accumulated gradients in piece order; None where there is none yet, or in another dtype."""
+        if self.gradient is None or self.gradient.dtype != self.dtype:
+            return [None] * len(self.place.pieces)
+        return [view if index in self._filled else None for index, view in enumerate(self._gradient_views())]
 
     def _gradient_views(self) -> list[Tensor]:
         buffer = self._buffer()

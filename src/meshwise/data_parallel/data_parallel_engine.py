@@ -71,9 +71,11 @@ class DataParallel:
         new = lambda row, value: install(self.module, row=row, tensor=value)  # noqa: E731
         for unit in self.units:
             unit.load(source, place=new if source.deferred else self._replace)
-        self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else ())
+        self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else (), prefetch=storage.prefetch)
         trained = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
-        self._order = [UnitGradients(unit, on_complete=self._arrived, progress=world.progress) for unit in trained]
+        # A stage reduces nothing during its backwards.
+        progress = world.progress if by_module and world.size > 1 else None
+        self._order = [UnitGradients(unit, on_complete=self._arrived, progress=progress) for unit in trained]
         self._started = 0
         self._in_flight: list[LiveUnit] = []
         self._between: list[Bucket] = []
@@ -112,7 +114,7 @@ class DataParallel:
         self._started, self._last = 0, last
         if loss is not None and loss.requires_grad:
             leaves = reached(loss) if self._incomplete else None
-            absent = self._expect(leaves)
+            absent = self._expect(leaves, in_place=keep and not (reduces or self._incomplete))
             hidden = self._incomplete and leaves is None
             self._reducing = reduces and not hidden
             self._on_gradient = None if keep else discard_gradient
@@ -128,10 +130,10 @@ class DataParallel:
         self._reducing = False
 
     def accumulate(self, on_gradient: GradientCallback | None = None) -> None:
-        """Accumulate the gradients of backwards that the caller runs, until `reduce`; or pass them to `on_gradient`."""
+        """Accumulate the gradients of a backward that the caller runs next; or pass them to `on_gradient`."""
         self._on_gradient = on_gradient
         self._reducing = False
-        self._expect(None)
+        self._expect(None, in_place=on_gradient is None)
 
     def collect(self) -> bool:
         """Take the gradients that a backward has left in `.grad`; return True if some have not arrived."""
@@ -218,9 +220,9 @@ class DataParallel:
             self._start(all_of_them=False)
         self.world.progress()  # other ranks may wait for this rank's part of the last reduction
 
-    def _expect(self, leaves: set[int] | None) -> bool:
+    def _expect(self, leaves: set[int] | None, *, in_place: bool) -> bool:
         """Expect gradients of all trainable parameters, or of those with an id in `leaves`; return True if fewer."""
-        fewer = [gradients.expect(leaves) for gradients in self._order]
+        fewer = [gradients.expect(leaves, in_place=in_place) for gradients in self._order]
         return any(fewer)
 
     def _stop(self) -> None:

@@ -12,7 +12,7 @@ backward it is on the parameter whose gradient arrives last:
 
 Hooks also stay on the first and the last parameter of the unit, where this rank makes progress in collectives. A
 parameter with the user's own hook for accumulated gradients keeps a hook of the unit too. It notices when the user's
-hook has removed the gradient.
+hook has removed the gradient. In a later backward without a reduction, autograd adds to views of the bucket in `.grad`.
 
 ZeRO-3 gathers: the parameters of a unit are gathered before its modules run, and freed when the next unit runs.
 
@@ -24,8 +24,8 @@ creation. So when the backward reaches the output of another unit, the unit of t
     | forward     run A | run B: free A, prefetch C | run C: free B, prefetch D | ...
     | backward    run D | run C: free D, prefetch B | run B: free C, prefetch A | ...
 
-The gather of the next unit starts while a unit runs. If shards are stored on the cpu or disk tier, the shard of the
-unit after the next is already copied to the device.
+The gather of the next unit starts while a unit runs; under `prefetch=N`, the gathers of the next N units. If shards are
+stored on the cpu or disk tier, the shard of the unit after these is already copied to the device.
 
 The order of units in the last pass predicts the next unit. A wrong prediction costs one gather and changes no result.
 All ranks predict the same unit, because all of them ran the same passes.
@@ -219,11 +219,15 @@ class UnitGradients:
     | complete   True once all gradients that are expected in this backward have been taken"""
 
     def __init__(
-        self, unit: LiveUnit, *, on_complete: Callable[["UnitGradients"], None], progress: Callable[[], object]
+        self,
+        unit: LiveUnit,
+        *,
+        on_complete: Callable[["UnitGradients"], None],
+        progress: Callable[[], object] | None,
     ) -> None:
         """`on_complete` is called when the last expected gradient has arrived; it calls `take`.
 
-        `progress` is called at the hooks before."""
+        `progress` is called at the hooks before; None: only at the last one."""
         self.unit = unit
         self.complete = False
         self._on_complete = on_complete
@@ -236,9 +240,10 @@ class UnitGradients:
         self._parameters = [parameter for _, parameters in self._by_bucket for parameter in parameters]
         self._expected = self._parameters
         self._active = False
+        self._in_place: dict[int, nn.Parameter] = {}
         self._handles: dict[int, RemovableHandle] = {}
         self._last = self._parameters[0]
-        self._stay = (self._parameters[0], self._parameters[-1]) if unit.buckets[0].world.size > 1 else ()
+        self._stay = () if progress is None else (self._parameters[0], self._parameters[-1])
         for parameter in (self._last, *self._stay):
             self._watch(parameter)
 
@@ -250,39 +255,49 @@ class UnitGradients:
         for parameter in [each for each in self._parameters if each._post_accumulate_grad_hooks]:
             self._watch(parameter)
 
-    def expect(self, leaves: set[int] | None) -> bool:
-        """Expect gradients of all parameters, or of those with an id in `leaves`; return True if fewer than all."""
+    def expect(self, leaves: set[int] | None, *, in_place: bool = False) -> bool:
+        """Expect gradients of all parameters, or of those with an id in `leaves`; return True if fewer than all.
+
+        `in_place`: until `stop`, autograd adds to the accumulated gradients, but where hooks of the user read them."""
         self._expected = (
             self._parameters if leaves is None else [each for each in self._parameters if id(each) in leaves]
         )
         self.complete, self._active = not self._expected, True
         if leaves is not None and self._expected and id(self._last) not in leaves:
             self._move(self._expected[0])
+        for bucket, parameters in self._by_bucket if in_place and not self._in_place else ():
+            for parameter, view in zip(parameters, bucket.views_in_use(), strict=True):
+                hooks = parameter._post_accumulate_grad_hooks or ()
+                if view is not None and len(hooks) == (id(parameter) in self._handles):
+                    parameter.grad, self._in_place[id(parameter)] = view, parameter
         return len(self._expected) < len(self._parameters)
 
     def stop(self) -> None:
         """Leave gradients that arrive from now on to the user."""
         self._active = False
+        while self._in_place:
+            self._in_place.popitem()[1].grad = None
 
     def take(self, on_gradient: GradientCallback | None) -> None:
         """Move all gradients that are there into the buckets, or pass them to `on_gradient`."""
         for bucket, parameters in self._by_bucket:
-            gradients = [parameter.grad for parameter in parameters]
+            gradients = [None if id(parameter) in self._in_place else parameter.grad for parameter in parameters]
             if on_gradient is None:
                 bucket.deposit(gradients)
             else:
                 for piece, gradient in zip(bucket.place.pieces, gradients, strict=True):
                     if gradient is not None:
                         on_gradient(piece.row, gradient)
-            for parameter in parameters:
-                parameter.grad = None
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    parameter.grad = None
 
     def take_rest(self, on_gradient: GradientCallback | None, *, reducing: bool) -> bool:
         """Take the gradients that a backward has left in incomplete units; return True if some have not arrived.
 
         Raises RuntimeError if a gradient arrived after the reduction of the unit began (`reducing`)."""
-        rest = [parameter for parameter in self._parameters if parameter.grad is not None]
-        missing, self.complete = not self.complete, False
+        rest = [each for each in self._parameters if each.grad is not None and id(each) not in self._in_place]
+        missing, self.complete = not (self.complete or self._in_place), False
         if rest and reducing and not missing:
             raise RuntimeError(
                 f"{self._name(rest[0])} received a gradient, but the graph of the loss does not lead to it, and its "
@@ -326,6 +341,8 @@ class UnitGradients:
                 f"a hook on {self._name(parameter)} has set its .grad to None, as a hook that updates in the backward "
                 "does. The plan accumulates and applies the gradients itself; let the hook leave .grad"
             )
+        if self._in_place:
+            return
         missing = [each for each in self._expected if each.grad is None]
         if not missing:
             self.complete = True
@@ -333,7 +350,8 @@ class UnitGradients:
             return
         if parameter is self._last:
             self._move(missing[0])
-        self._progress()
+        if self._progress is not None:
+            self._progress()
 
 
 def _kind(row: ParameterRow, mesh: Mesh) -> tuple[Any, ...]:
@@ -360,8 +378,10 @@ def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 class ParameterGatherer:
     """Gathers and frees ZeRO-3 units by hooks on their modules. `peak`: most bytes of gathered units at once."""
 
-    def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit]) -> None:
+    def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit], prefetch: int) -> None:
+        """`prefetch`: how many units are gathered ahead of the one that runs."""
         self._units = [unit for unit in units if unit.is_sharded]
+        self._prefetch = prefetch
         self._owners = {id(p): unit for unit in self._units for group in unit.parameters for p in group}
         self._whole: list[LiveUnit] = []
         self._open: list[LiveUnit] = []
@@ -457,16 +477,19 @@ class ParameterGatherer:
 
     def _need(self, unit: LiveUnit) -> None:
         again = bool(self._seen) and self._seen[-1] is unit
-        if not (again or unit.stays_gathered):  # again: a second module of the same unit, so the prefetched unit stays
-            self._free_all_but(unit)
         if not again:
             self._seen.append(unit)
+        coming = self._coming(self._prefetch)
+        if not (again or unit.stays_gathered):  # again: a second module of the same unit, so prefetched units stay
+            self._free_all_but(unit, *coming)
         self._make_whole(unit)
-        if (follower := self._next()) is not None and follower not in self._whole:
-            follower.start_gather()
-            self._whole.append(follower)
-        if (later := self._next(2)) is not None and later not in self._whole:
-            later.fetch_shards()
+        for follower in coming:
+            if follower not in self._whole:
+                follower.start_gather()
+                self._whole.append(follower)
+        for later in self._coming(self._prefetch + 1):
+            if later not in self._whole:
+                later.fetch_shards()
         self.peak = max(self.peak, sum(bucket.gathered for u in self._whole for bucket in u.buckets))
 
     def _need_now(self, unit: LiveUnit) -> None:
@@ -481,17 +504,16 @@ class ParameterGatherer:
         if unit not in self._whole:
             self._whole.append(unit)
 
-    def _free_all_but(self, unit: LiveUnit) -> None:
+    def _free_all_but(self, *kept: LiveUnit) -> None:
         for other in list(self._whole):
-            if other is not unit and other not in self._open and not other.stays_gathered:
+            if other not in kept and other not in self._open and not other.stays_gathered:
                 other.free()
                 self._whole.remove(other)
 
-    def _next(self, ahead: int = 1) -> LiveUnit | None:
+    def _coming(self, count: int) -> Sequence[LiveUnit]:
+        """Return the next units by the order of the last pass, at most `count`; none if this pass differs from it."""
         here, last = len(self._seen) - 1, self._passes[self._backward]
-        if here + ahead < len(last) and last[here] is self._seen[here]:
-            return last[here + ahead]
-        return None
+        return last[here + 1 : here + 1 + count] if here < len(last) and last[here] is self._seen[here] else ()
 
     def _finish_pass(self) -> None:
         if self._seen:

@@ -235,7 +235,8 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     if scheme is not None:
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
-    storage = StorageConfig(reduction, precision, tiers, plan.outer_axes, plan.sync_axes, plan.node_axes, gather)
+    axes = plan.outer_axes, plan.sync_axes, plan.node_axes
+    storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch)
     task = MicrobatchTask(forward, loss or no_loss, call)
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
 
@@ -449,7 +450,7 @@ def _build_engine(
     setting.routers.follow(module)
     over_tokens = {} if setting.context is None else {"over_tokens": setting.context.over_tokens}
     limit_experts(module, capacity=options.expert_capacity, **over_tokens)
-    table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes)
+    table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes, bucket=plan.bucket)
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)

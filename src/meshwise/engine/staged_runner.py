@@ -63,7 +63,6 @@ class LiveStage(LiveModel):
         self._on_gradient, self._waits = on_gradient, False
         if on_gradient is None:
             self.engine.begin_step()
-        self.engine.accumulate(None if on_gradient is None else self._show)
 
     @contextlib.contextmanager
     def running(self, index: int, *, batch: MicroBatch | None, again: bool) -> Iterator[None]:
@@ -72,6 +71,8 @@ class LiveStage(LiveModel):
         if batch is None:
             yield
             return
+        if again:
+            self.engine.accumulate(None if self._on_gradient is None else self._show)
         with self.prepared(batch, again=again):
             yield
         if again:

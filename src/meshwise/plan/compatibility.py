@@ -63,6 +63,8 @@ COMPATIBILITY = (
     Refusal("zero!=3 gather!=exact", "gather=exact", "only zero=3 gathers parameters for each use"),
     Refusal("hpz>1 ep>1", "hpz=1", "experts and hpz would both divide the ranks of dp"),
     Refusal("zero!=3 hpz>1", "hpz=1", "only zero=3 gathers parameters for each use"),
+    Refusal("zero!=3 prefetch!=1", "prefetch=1", "only zero=3 gathers parameters for each use"),
+    Refusal("zero=3 pp>1 prefetch!=1", "prefetch=1", "the schedule of a pipeline gathers whole stages"),
     Refusal("hpz>1 offload.params!=device", "hpz=1", "the second copy would take the memory that offload saves"),
     Refusal("precision=fp16 wire.codec!=none", "precision=bf16", "the error of a codec has an earlier loss scale"),
     Refusal("cp=1 context!=auto", "context=auto", "only cp splits tokens"),

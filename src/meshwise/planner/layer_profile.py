@@ -105,6 +105,8 @@ class ProfileKey:
             "dp": plan.ep // math.gcd(plan.ep, plan.tp * plan.cp // plan.etp),
             "shards": 0,
             "hpz": 1,
+            "prefetch": 1,
+            "bucket": 0,
             "gather": "exact",
             "pp": pieces,
             "zero": 0,

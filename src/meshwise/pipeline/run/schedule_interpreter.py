@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import Work, World
 from meshwise.pipeline.run.pipeline_stage import Stage, StageError, signature
-from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input
+from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input, split_pays
 from meshwise.pipeline.schedules.schedule_table import (
     COMPUTE,
     RECEIVES,
@@ -104,6 +105,10 @@ class ScheduleInterpreter:
     def __init__(self, stages: Mapping[int, Stage], *, storages: Mapping[int, StageStorage], world: World) -> None:
         self._stages, self._storages, self._world = stages, storages, world
         self._rank = world.group("pp").index
+        self._trained = {
+            index: [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
+            for index, stage in stages.items()
+        }
         self._agreed: dict[tuple[int, Hashable], tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
         self._broken_off = ""
 
@@ -129,7 +134,7 @@ class _Walk:
     """State of one run of a schedule on this rank."""
 
     def __init__(self, runtime: ScheduleInterpreter, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
-        self._stages, self._storages = runtime._stages, runtime._storages
+        self._stages, self._storages, self._trained = runtime._stages, runtime._storages, runtime._trained
         self._world, self._rank, self._agreed = runtime._world, runtime._rank, runtime._agreed
         self._ranks, self._jobs = schedule.rank_of, jobs
         self._rows = [[one for one in row if one.microbatch is None or one.microbatch in jobs] for row in schedule.rows]
@@ -141,6 +146,8 @@ class _Walk:
         self._sending: dict[int, deque[list[Work]]] = defaultdict(deque)
         self._waited: dict[int, int] = defaultdict(int)
         self._arrived = self._acknowledged()
+        computed = [action for action in self._rows[self._rank] if action.kind in COMPUTE]
+        self._adjacent = {_place(one) for one, next_ in pairwise(computed) if next_ == one._replace(kind=ActionKind.W)}
 
     def run(self) -> dict[int, Any]:
         """Run the actions of this rank's row in order; an error gets a note with the action and the rank."""
@@ -218,14 +225,13 @@ class _Walk:
         flight = self._flights[place]
         assert flight.outputs is not None
         flight.weights = WeightBackward()
+        trained = self._trained[stage]
+        whole = whole or (place in self._adjacent and not split_pays(flight.leaves, parameters=trained))
         if flight.outputs and whole:
             torch.autograd.backward(flight.outputs, flight.gradients)
         elif flight.outputs:
             flight.weights = backward_input(
-                flight.outputs,
-                gradients=flight.gradients,
-                received=flight.leaves,
-                parameters=self._stages[stage].module.parameters(),
+                flight.outputs, gradients=flight.gradients, received=flight.leaves, parameters=trained
             )
         flight.outputs, flight.gradients = [], []
         if stage > 0:

@@ -132,6 +132,15 @@ def backward_input(
     return later
 
 
+def split_pays(received: Sequence[Tensor], *, parameters: Sequence[Tensor]) -> bool:
+    """Return whether a separate W saves more time than its calls of autograd cost, 0.1 ms for each parameter.
+
+    It does from 2^21 products for each parameter on. Without values it is True: a rehearsal counts W apart from B."""
+    rows = max((leaf.numel() // max(1, leaf.shape[-1]) for leaf in received if leaf.dim()), default=0)
+    products = rows * sum(parameter.numel() for parameter in parameters)
+    return any(one.is_meta for one in parameters) or products >= len(parameters) << 21
+
+
 def is_reentrant(values: Iterable[Tensor]) -> bool:
     """Return whether a node of torch's reentrant checkpoint is in the graph of these values."""
     return _Graph([value.grad_fn for value in values if value.grad_fn is not None]).is_reentrant
