@@ -48,7 +48,7 @@ from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode
-from meshwise.model.module_copy import refuse_partial_copies
+from meshwise.model.module_copy import reading_names, refuse_partial_copies
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
@@ -468,7 +468,7 @@ class Trainer:
         def written() -> None:
             try:
                 if state:
-                    write(folder, state_dict=state, **arguments)
+                    reading_names()(write)(folder, state_dict=state, **arguments)
             except OSError as error:
                 raise ValueError(f"{folder} was not written: {error}") from error
 

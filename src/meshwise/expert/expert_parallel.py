@@ -8,7 +8,13 @@ stacked experts are split, the first by columns, the last by rows:
 
 The bias of the first, (experts, n · inner), is split as the first. The bias of the last, (experts, features), is whole.
 
-Both matrices may be stored the other way round, (experts, inputs, outputs)."""
+Both matrices may be stored the other way round, (experts, inputs, outputs).
+
+PEFT's `target_parameters` wraps the module of stacked experts once for each adapted parameter. A wrapper has the LoRA
+matrices of all E experts, of rank r each, and they are divided with the experts:
+
+    | lora_A   (E · r, inputs)    all rows of the first expert, then of the second
+    | lora_B   (outputs, r · E)   the first column of every expert, then the second"""
 
 import functools
 import math
@@ -158,7 +164,9 @@ def _idle(rows: Tensor, *, experts: nn.Module) -> Tensor:
     """Return no rows, from which each parameter of `experts` gets a gradient of zeros in the backward.
 
     So the reductions of gradients start at the same place of the backward on every rank."""
-    return rows + torch.stack([each.flatten()[:0].sum() for each in experts.parameters()]).sum()
+    parametrized = experts._modules.get("parametrizations")  # by PEFT, around the call of the experts
+    adapted = [getattr(experts, key) for key, _ in parametrized.named_children()] if parametrized else []
+    return rows + torch.stack([each.flatten()[:0].sum() for each in (*experts.parameters(), *adapted)]).sum()
 
 
 class ExpertCalls:
@@ -287,6 +295,9 @@ def expert_parallel(
         exchange = ExpertExchange(
             world, axes=axes, plan=plan, experts=mixture.experts, recall=recall, imbalance=imbalance
         )
+        if exchange.inner_ranks > 1 and name.endswith(".base_layer"):
+            adapted = name.partition(".base_layer")[0]
+            raise PlanError(f"PEFT adapter of {adapted!r}: etp splits no adapters of experts; use etp=1")
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
         if mixture.form == "called":
             each_expert = dict(experts.named_children())
@@ -301,8 +312,10 @@ def expert_parallel(
             continue
         set_sharded_class(experts, front=SplitExperts, sharding=SplitMixture(mixture, exchange, inner))
         placed |= _stacked_placed(experts, name, inner=inner, axes=axes)
+        index = world.group(axes.experts).index
+        placed |= _adapters_placed(modules, name=name, shares=exchange.shares, index=index, axes=axes)
         for key in mixture.counts:
-            setattr(experts, key, exchange.shares[world.group(axes.experts).index])
+            setattr(experts, key, exchange.shares[index])
         if inner is not None:
             layout, rank = Layout((axes.inner,)), world.rank
             [size] = layout.local_shape((inner.inner,), mesh=world.mesh, rank=rank)
@@ -332,6 +345,35 @@ def _stacked_placed(
         elif inner is not None:
             summed = (*summed, *axes.inner)
         placed[key] = Placement(Layout(tuple(splits), cuts=tuple(cuts)), summed)
+    return placed
+
+
+def _adapters_placed(
+    modules: Mapping[str, nn.Module], *, name: str, shares: list[int], index: int, axes: ExpertAxes
+) -> dict[str, Placement]:
+    """Return the placements of the adapters around the experts called `name`, and set the wrappers' count of experts.
+
+    shares: number of experts of each rank along `ep`. index: this rank's index there.
+
+    Raises PlanError where PEFT cannot compute one expert alone."""
+    placed, experts = dict[str, Placement](), sum(shares)
+    alone = experts > min(shares) == 1 and vars(modules[name]).get("is_transposed")
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+        if alone:
+            adapted = name.partition(".base_layer")[0]
+            raise PlanError(
+                f"PEFT adapter of {adapted!r}: PEFT adapts matrices stored as (experts, inputs, outputs) of two "
+                f"experts or more on a rank; use 'ep={experts // 2}'"
+            )
+        for kind in ("lora_A", "lora_B"):
+            for adapter, matrix in modules[name].get_submodule(kind).named_children():
+                rows = kind == "lora_A"
+                rank = matrix.get_parameter("weight").size(0 if rows else 1) // experts
+                cut = DimSplit(grain=rank) if rows else DimSplit((experts,) * rank)
+                splits, cuts = ((axes.experts, ()), (cut, ANYWHERE)) if rows else (((), axes.experts), (ANYWHERE, cut))
+                placed[f"{name}.{kind}.{adapter}.weight"] = Placement(Layout(splits, cuts=cuts), axes.summed)
+        vars(modules[name])["num_experts"] = shares[index]
     return placed
 
 
