@@ -10,8 +10,7 @@ The bias of the first, (experts, n · inner), is split as the first. The bias of
 
 Both matrices may be stored the other way round, (experts, inputs, outputs).
 
-PEFT's `target_parameters` wraps the module of stacked experts once for each adapted parameter. A wrapper has the LoRA
-matrices of all E experts, of rank r each, and they are divided with the experts:
+PEFT's `target_parameters` wraps a module of stacked experts. It has the LoRA matrices of all E experts, of rank r:
 
     | lora_A   (E · r, inputs)    all rows of the first expert, then of the second
     | lora_B   (outputs, r · E)   the first column of every expert, then the second"""
@@ -295,9 +294,6 @@ def expert_parallel(
         exchange = ExpertExchange(
             world, axes=axes, plan=plan, experts=mixture.experts, recall=recall, imbalance=imbalance
         )
-        if exchange.inner_ranks > 1 and name.endswith(".base_layer"):
-            adapted = name.partition(".base_layer")[0]
-            raise PlanError(f"PEFT adapter of {adapted!r}: etp splits no adapters of experts; use etp=1")
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
         if mixture.form == "called":
             each_expert = dict(experts.named_children())
@@ -312,10 +308,9 @@ def expert_parallel(
             continue
         set_sharded_class(experts, front=SplitExperts, sharding=SplitMixture(mixture, exchange, inner))
         placed |= _stacked_placed(experts, name, inner=inner, axes=axes)
-        index = world.group(axes.experts).index
-        placed |= _adapters_placed(modules, name=name, shares=exchange.shares, index=index, axes=axes)
+        placed |= _adapters_placed(modules, name=name, exchange=exchange, axes=axes)
         for key in mixture.counts:
-            setattr(experts, key, exchange.shares[index])
+            setattr(experts, key, exchange.shares[exchange.index])
         if inner is not None:
             layout, rank = Layout((axes.inner,)), world.rank
             [size] = layout.local_shape((inner.inner,), mesh=world.mesh, rank=rank)
@@ -349,23 +344,19 @@ def _stacked_placed(
 
 
 def _adapters_placed(
-    modules: Mapping[str, nn.Module], *, name: str, shares: list[int], index: int, axes: ExpertAxes
+    modules: Mapping[str, nn.Module], *, name: str, exchange: ExpertExchange, axes: ExpertAxes
 ) -> dict[str, Placement]:
     """Return the placements of the adapters around the experts called `name`, and set the wrappers' count of experts.
 
-    shares: number of experts of each rank along `ep`. index: this rank's index there.
-
-    Raises PlanError where PEFT cannot compute one expert alone."""
-    placed, experts = dict[str, Placement](), sum(shares)
-    alone = experts > min(shares) == 1 and vars(modules[name]).get("is_transposed")
+    Raises PlanError under `etp`, and where PEFT cannot compute one expert alone."""
+    placed, shares, index = dict[str, Placement](), exchange.shares, exchange.index
+    experts, why = sum(shares), "etp splits no adapters of experts; use etp=1" if exchange.inner_ranks > 1 else ""
+    if experts > min(shares) == 1 and vars(modules[name]).get("is_transposed"):
+        why = f"of matrices (experts, inputs, outputs) PEFT adapts two or more on a rank; use 'ep={experts // 2}'"
+    if why and name.endswith(".base_layer"):
+        raise PlanError(f"PEFT adapter of {name.partition('.base_layer')[0]!r}: {why}")
     while name.endswith(".base_layer"):
         name = name.removesuffix(".base_layer")
-        if alone:
-            adapted = name.partition(".base_layer")[0]
-            raise PlanError(
-                f"PEFT adapter of {adapted!r}: PEFT adapts matrices stored as (experts, inputs, outputs) of two "
-                f"experts or more on a rank; use 'ep={experts // 2}'"
-            )
         for kind in ("lora_A", "lora_B"):
             for adapter, matrix in modules[name].get_submodule(kind).named_children():
                 rows = kind == "lora_A"

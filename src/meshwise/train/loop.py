@@ -18,6 +18,7 @@ import statistics
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ from meshwise.train.batch_and_lr import BatchSizes, balanced_rows, batch_factor,
 from meshwise.train.console_output import OutputConsole, ProgressLines, leave_traceback
 from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
 from meshwise.train.global_batches import SampleStream, sample_source
-from meshwise.train.job import Job, JobError, SampleJob
+from meshwise.train.job import Job, JobError, SampleJob, as_job_error
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.run_checkpoints import (
     BEST,
@@ -142,6 +143,9 @@ class _Run:
         self._progress = RunProgress()
         self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
         self._rate = lr_schedule(job.schedule, steps=job.train.steps)
+        with as_job_error(of="schedule.name: "):
+            self._scheduler = prepared.scheduler and prepared.scheduler(trainer.optimizer)
+        self._scheduled = 0
         self._sizes, self._size = BatchSizes(job.train), 0
         self._source: Any = None
         self._reader: Iterator[Any] = iter(())
@@ -270,6 +274,14 @@ class _Run:
 
     def _set_rate(self) -> float:
         """Set the learning rate of the next step by updates, samples and batch; return the first group's rate."""
+        if self._scheduler is not None:
+            # A resumed run repeats all steps of the scheduler, so that a checkpoint needs no state of it.
+            with as_job_error(of="schedule.name: "), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch expects an update before each step
+                for _ in range(self._scheduled, self._progress.updates):
+                    self._scheduler.step()
+            self._scheduled = self._progress.updates
+            return float(self._trainer.optimizer.param_groups[0]["lr"])
         fraction = self._rate(self._progress.updates)
         fraction *= batch_factor(self._job.schedule, samples=self._progress.samples, size=self._size)
         for group, peak in zip(self._trainer.optimizer.param_groups, self._peaks, strict=True):
