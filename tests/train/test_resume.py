@@ -151,6 +151,24 @@ def test_a_scheduler_of_the_job_goes_on_as_if_the_run_had_not_stopped(name: str,
     assert (folder / "parameters.safetensors").read_bytes() == (whole / "parameters.safetensors").read_bytes()
 
 
+def test_the_average_of_a_job_is_validated_and_goes_on(job: Job, tmp_path: Path) -> None:
+    job = change(change(job, "data", validation=0.2), "train", validate_every=2, average=0.7)
+    run_job(job)
+    whole = Path(job.train.output)
+    folder = killed_after(3, whole, into=tmp_path / "killed")
+    run_job(change(job, "train", output=str(folder), resume="auto"))
+    run_job(change(job, "train", average=None, output=str(tmp_path / "plain")))
+
+    averaged, resumed, plain = (
+        [event["loss"] for event in events(place, "validation")] for place in (whole, folder, tmp_path / "plain")
+    )
+    assert resumed[-3:] == averaged[-3:], "bit for bit"
+    assert steps(whole) == steps(tmp_path / "plain")
+    assert all(one > other for one, other in zip(averaged, plain, strict=True)), "it lags behind a falling loss"
+    with pytest.raises(JobError, match=r"train.average: average\(1.5\): the decay is between 0 and 1"):
+        run_job(change(job, "train", average=1.5))
+
+
 @pytest.mark.parametrize(
     "schedule, message",
     [

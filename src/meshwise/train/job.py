@@ -280,6 +280,8 @@ class TrainJob:
     """Seed of the initial parameters and of the order of samples."""
     clip_norm: float | None = None
     """Gradients with a larger norm over all parameters are scaled down to this norm. Default: no clipping."""
+    average: float | None = None
+    """Decay of an average of the parameters (EMA), as 0.999. Validations and `keep_best` take the average."""
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers towards an even load of the experts (docs/experts.md)."""
     expert_capacity: float = 0.0

@@ -146,6 +146,8 @@ class _Run:
         with as_job_error(of="schedule.name: "):
             self._scheduler = prepared.scheduler and prepared.scheduler(trainer.optimizer)
         self._scheduled = 0
+        with as_job_error(of="train.average: "):
+            self._average = None if job.train.average is None else trainer.average(job.train.average)
         self._sizes, self._size = BatchSizes(job.train), 0
         self._source: Any = None
         self._reader: Iterator[Any] = iter(())
@@ -355,7 +357,9 @@ class _Run:
         size = length(self._data.validation)
         most = size if job.validate_batches is None else min(size, job.validate_batches * job.batch)
         batches = self._read(self._data.validation, range(0, most, job.batch), SampleOrder(size, seed=0))
-        result = self._trainer.evaluate(batches, local=self._data.collate is None)
+        averaged = self._average.applied() if self._average and self._progress.updates else contextlib.nullcontext()
+        with averaged:
+            result = self._trainer.evaluate(batches, local=self._data.collate is None)
         self._validation, best = result.loss, self._progress.best
         self._emit(run_events.Validation(step, result.loss, result.tokens))
         if job.keep_best and (best is None or result.loss < best):
