@@ -154,7 +154,7 @@ def named_collator(job: DataJob) -> Collate | None:
     if name.startswith(HUB):
         classes = {each for each in dir(library("transformers", key="data.collator")) if "Collator" in each}
         if (own := name.removeprefix(HUB)) not in classes:
-            raise JobError(f"data.collator = {name!r}: transformers has no {own!r}; {nearest(own, classes)}")
+            raise JobError(f"data.collator = {name!r}: transformers has no {own!r}; {nearest(own, known=classes)}")
     found = found or locate(name.replace(HUB, "transformers:"), key="data.collator")
     if not inspect.isclass(found):
         bind(partial(found, []), arguments=arguments, key=key)

@@ -287,12 +287,12 @@ class ShardedMagnitude(nn.Module):
     sharding: tuple[World, Axes]
     fan_in_fan_out: bool
 
-    def get_lora_weight(self, lora_A: nn.Module, lora_B: nn.Module, **_: Any) -> Tensor:
+    def get_lora_weight(self, *, lora_A: nn.Module, lora_B: nn.Module, **_: Any) -> Tensor:
         """Return this rank's part of B A, (outputs, inputs): without `forward`, which sums over the ranks."""
         return lora_B.get_parameter("weight").detach() @ lora_A.get_parameter("weight").detach()
 
     @gradient.uncompiled
-    def get_weight_norm(self, weight: Tensor, lora_weight: Tensor, scaling: float, **_: Any) -> Tensor:
+    def get_weight_norm(self, *, weight: Tensor, lora_weight: Tensor, scaling: float, **_: Any) -> Tensor:
         """Return the norms (outputs,) of the whole rows of W + scaling · B A; PEFT takes no gradient of them."""
         world, axes = self.sharding
         whole = (weight.T if self.fan_in_fan_out else weight).detach() + scaling * lora_weight
