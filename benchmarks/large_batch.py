@@ -4,7 +4,7 @@
 
 Each trial trains a small GPT on the demo data, by `meshwise batch`: 4096 samples of 32 bytes, a warm-up over the first
 tenth, then a constant rate. The picture shows the mean over seeds of the mean loss of a trial's last twentieth. A CSV
-file beside it has all trials: optimizer, seed, batch, rate, loss."""
+file beside it has all trials: optimizer, batch, rate, seed, loss. The same command continues a run that was stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import csv
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -24,8 +23,8 @@ JOB = (
     *("--data.validation", "0", "--optimizer.betas", "0.9", "0.999", "--samples", "4096", "--minutes", "60"),
 )
 RATES = {
-    "AdamW": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
-    "LAMB": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1),
+    "AdamW": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    "LAMB": (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1),
 }
 Losses = dict[tuple[str, int, float], list[float]]
 """Final loss of each seed, by optimizer, batch and rate; of a diverged trial inf."""
@@ -35,13 +34,15 @@ def main() -> None:
     """Run all trials, and write the CSV file and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs=2, default=(8, 128))
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--folder", type=Path, default=Path("runs/large_batch"))
     parser.add_argument("--output", type=Path, default=Path("large_batch.png"))
     arguments = parser.parse_args()
     losses: Losses = {}
     for seed in range(arguments.seeds):
         for optimizer in RATES:
-            for (batch, rate), loss in study(optimizer, batches=arguments.batches, seed=seed).items():
+            folder = arguments.folder / f"{optimizer}-{seed}"
+            for (batch, rate), loss in study(optimizer, batches=arguments.batches, seed=seed, folder=folder).items():
                 losses.setdefault((optimizer, batch, rate), []).append(loss)
     with arguments.output.with_suffix(".csv").open("w", newline="") as file:
         rows = csv.writer(file)
@@ -51,15 +52,14 @@ def main() -> None:
     print(markdown(losses, batches=arguments.batches))
 
 
-def study(optimizer: str, *, batches: tuple[int, int], seed: int) -> dict[tuple[int, float], float]:
+def study(optimizer: str, *, batches: tuple[int, int], seed: int, folder: Path) -> dict[tuple[int, float], float]:
     """Return the final loss of each trial of a study, by batch and rate."""
     factors = [f"{rate / RATES[optimizer][0]:g}" for rate in RATES[optimizer]]
-    with tempfile.TemporaryDirectory() as folder:
-        given = ("--folder", folder, "--optimizer.name", optimizer, "--optimizer.lr", str(RATES[optimizer][0]))
-        sizes = ("--batches", *map(str, batches), "--factors", *factors, "--train.seed", str(seed))
-        subprocess.run([sys.executable, "-m", "meshwise", "batch", str(DEMO), *JOB, *given, *sizes], check=True)
-        with (Path(folder) / "study.csv").open(newline="") as file:
-            return {(int(row["batch"]), float(row["lr"])): float(row["final loss"]) for row in csv.DictReader(file)}
+    given = ("--folder", str(folder), "--optimizer.name", optimizer, "--optimizer.lr", str(RATES[optimizer][0]))
+    sizes = ("--batches", *map(str, batches), "--factors", *factors, "--train.seed", str(seed))
+    subprocess.run([sys.executable, "-m", "meshwise", "batch", str(DEMO), *JOB, *given, *sizes], check=True)
+    with (folder / "study.csv").open(newline="") as file:
+        return {(int(row["batch"]), float(row["lr"])): float(row["final loss"]) for row in csv.DictReader(file)}
 
 
 def best(losses: Losses, *, optimizer: str, batch: int) -> tuple[float, list[float]]:
