@@ -112,10 +112,13 @@ def test_the_classifier_has_the_losses_of_ddp(plan: str, tmp_path: Path, monkeyp
         assert losses[3::4] == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_code_of_the_page_runs() -> None:
-    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     found: dict[str, object] = {}
-    exec(code, found)
+    exec(first, found)
     result = found["result"]
     assert isinstance(result, StepResult)
     assert result.tokens == 8
+    exec(second, found)
+    assert isinstance(found["unfrozen"], StepResult)

@@ -189,6 +189,20 @@ def test_a_model_of_transformers_trains_as_on_one_process(family: str, monkeypat
     compare(lambda: model_of(family), "cp=2", ranks=2, kind="plain", loss=loss)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft
+@pytest.mark.parametrize("use_dora, plan", [(False, "cp=2 tp=2"), (True, "cp=2 tp=2"), (True, "cp=2 dp=2 zero=3")])
+def test_adapters_train_as_on_one_process(use_dora: bool, plan: str) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=3, target_modules="all-linear", use_dora=use_dora, init_lora_weights=False)
+        model: nn.Module = peft.get_peft_model(model_of("Llama"), config).double()
+        return model
+
+    compare(adapted, plan, ranks=4, kind="plain")
+
+
 @pytest.mark.parametrize("family, context", [("Llama", "ulysses"), ("Mistral", "window"), ("Bert", "ring")])
 def test_padding_masks_are_of_all_tokens(family: str, context: str) -> None:
     loss = plain_loss if family == "Bert" else shifted_loss

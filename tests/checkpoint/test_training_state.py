@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.testing import run
+from meshwise.optim import parameter_rule
+from meshwise.reference import MLP, MLPConfig
+from meshwise.testing import agree, run
 
 BATCH = torch.ones(4, 6)
 
@@ -132,6 +134,56 @@ def test_another_model_or_optimizer_is_refused_on_every_rank_without_a_change(
     kind: dict[str, Any], how: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     assert words in refused(saved(tmp_path, **kind), **how)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=1", "dp=2 zero=3", "tp=2"])
+def test_a_frozen_parameter_may_be_trained_later_as_in_torch(plan: str, tmp_path: Path) -> None:
+    """The optimizer state of the others goes on; that of the first layer begins when it is unfrozen."""
+    batches = [torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(5)]
+
+    def made(*, frozen: bool) -> nn.Module:
+        whole = MLP(MLPConfig(widths=(6, 8, 8, 6))).double()
+        torch.manual_seed(0)
+        for name, parameter in whole.named_parameters():
+            nn.init.normal_(parameter, std=0.3)
+            parameter.requires_grad_(not (frozen and name in first))
+        return whole
+
+    first = [name for name, _ in MLP(MLPConfig(widths=(6, 8, 8, 6))).named_parameters()][:2]
+
+    def main(world: World) -> Any:
+        training = trainer(world, plan, module=made(frozen=True))
+        for batch in batches[:2]:
+            training.step(batch)
+        for _, parameter in zip(first, training.model.parameters(), strict=False):
+            parameter.requires_grad_(True)
+        with pytest.raises(ValueError, match="save, change requires_grad in a new model before parallelize, and load"):
+            training.step(batches[2])
+        with pytest.raises(ValueError, match="save, change requires_grad"), training.open_step() as step:
+            step.loss(batches[2])
+        training.save(tmp_path / "one")
+        module = made(frozen=False)
+        rule = parameter_rule(module, groups={name: {"began": 2} for name in first})
+        training = trainer(world, plan, module=module, options=Options(parameter_options=rule))
+        training.load(tmp_path / "one")
+        for batch in batches[2:]:
+            training.step(batch)
+        return {name: value.clone() for name, value in training.full_parameters()}
+
+    single = made(frozen=True)
+    named = dict(single.named_parameters())
+    groups: list[dict[str, Any]] = [{"params": [p for p in named.values() if p.ndim > 1]}]
+    groups += [{"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    for number, batch in enumerate(batches):
+        if number == 2:
+            single.requires_grad_(True)
+        optimizer.zero_grad()
+        total, count = loss(single(batch), batch)
+        (total / count).backward()
+        optimizer.step()
+    for one in run(2, main):
+        agree(one, named, bound=1e-9)
 
 
 def test_a_trained_parameter_may_be_frozen_later_and_tied_ones_untied(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.optim import LAMB, LARS, Muon, Several, parameter_rule
 from meshwise.optim.large_batch_optimizers import orthogonalize
-from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.testing import agree, alone, outcome, run
 from meshwise.verify import verify
 
@@ -77,6 +77,22 @@ def trained(plan: str, *, tied: bool, options: Options | None = None, **training
 def test_a_plan_gives_what_one_process_gives(optimizer: str, shape: str, dp: int, zero: int, tied: bool) -> None:
     for rank in trained(f"{shape} dp={dp} zero={zero}", tied=tied, **TRAININGS[optimizer]):
         agree(rank, expected(optimizer, tied=tied), bound=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["cp=2 dp=2 zero=3", "dp=4 ep=2 zero=3", "dp=2 tp=2 ep=2 etp=2"])
+@pytest.mark.parametrize("optimizer", ["lars", "lamb", "muon"])
+def test_a_mixture_and_split_tokens_give_what_one_process_gives(optimizer: str, plan: str) -> None:
+    def mixture() -> nn.Module:
+        shape = MixtureConfig(vocabulary=16, context=4, layers=2, heads=4, width=12, mlp_ratio=2, experts=4)
+        return MixtureGPT(shape).double()
+
+    def main(world: World) -> Any:
+        trainer = parallelize(mixture, plan, loss=next_token_loss, world=world, **TRAININGS[optimizer])
+        return outcome(trainer, batches=batches())
+
+    single = alone(mixture, loss=next_token_loss, batches=batches(), **TRAININGS[optimizer])
+    for rank in run(Plan.of(plan).mesh().size, main):
+        agree(rank, single, bound=1e-9)
 
 
 @pytest.mark.parametrize("nesterov, dtype", [(True, None), (False, None), (True, "bfloat16")])

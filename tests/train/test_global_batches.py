@@ -223,7 +223,9 @@ def test_streams_of_the_library_datasets_and_of_torchdata_continue() -> None:
         ("once", {}, "returned a generator; return a list, a torch Dataset"),
         ("loader", {}, "returned a DataLoader; return .* loader with batch_size=None"),
         ("listed", {"collator": "pads"}, "data.collator = 'pads' is none of pad, pack, hf:CLASS and module:function"),
-        ("listed", {"collator": "hf:No"}, "data.collator = 'transformers:No': no function 'No' in transformers"),
+        ("listed", {"collator": "hf:No"}, "data.collator = 'hf:No': transformers has no 'No'; there are DataCollator"),
+        ("listed", {"collator": "hf:DataCollatorWithPading"}, "did you mean 'DataCollatorWithPadding'"),
+        ("listed", {"collator": "hf:DataCollatorWithPadding"}, 'add data.tokenizer = "hf:FOLDER"'),
         (
             "listed",
             {"collator": "pad", "collator_arguments": {"multipl": 3}},

@@ -11,7 +11,7 @@ import pytest
 
 from meshwise.plan import Plan, PlanError
 from meshwise.train.dataset import STDLIB
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, SampleJob, TrainJob
+from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
 from meshwise.train.prepare_job import prepare
 
 OWN = """
@@ -27,6 +27,12 @@ def data():
 
 def loss(output, batch):
     return output.sum(), output.numel()
+
+class Own(torch.optim.SGD):
+    pass
+
+class Steps(torch.optim.lr_scheduler.ExponentialLR):
+    pass
 """
 
 
@@ -40,6 +46,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
         model=ModelJob(f"{name}:model"),
         data=DataJob(files=("text.txt", STDLIB, "more/*.txt"), dataset=f"{name}:data", cache="cache"),
         loss=f"{name}:loss",
+        optimizer=OptimizerJob(f"whole:{name}:Own"),
+        schedule=ScheduleJob(name=f"{name}:Steps", arguments={"gamma": 0.9}),
         train=TrainJob(batch=3, output="runs/own"),
         plan=Plan(dp=None, zero=1),
         ranks=3,
@@ -55,6 +63,8 @@ def test_what_is_prepared_can_be_run_again_from_anywhere(job: Job, tmp_path: Pat
     assert prepared.train.output == f"{tmp_path}/runs/own"
     names = [prepared.model.name, prepared.data.dataset, prepared.loss]
     assert names == [f"{tmp_path}/{tmp_path.name}.py:{what}" for what in ("model", "data", "loss")]
+    assert prepared.optimizer.name == f"whole:{tmp_path}/{tmp_path.name}.py:Own"
+    assert prepared.schedule.name == f"{tmp_path}/{tmp_path.name}.py:Steps"
     assert prepare(prepared, ranks=3).job == prepared
 
 

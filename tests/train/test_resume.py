@@ -116,6 +116,78 @@ def test_killed_at_any_step_and_resumed_every_later_number_is_the_same(
     assert f"resume   after step {step} ({5 * step} samples), from {folder}/checkpoints/step-{step}" in printed
 
 
+OWN_SCHEDULER = """
+from torch.optim.lr_scheduler import LRScheduler
+
+class Halving(LRScheduler):
+    def __init__(self, optimizer, every):
+        self.every = every
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [rate * 0.5 ** (self.last_epoch // self.every) for rate in self.base_lrs]
+"""
+SCHEDULERS: Mapping[str, tuple[dict[str, Any], list[float]]] = {
+    "OneCycleLR": ({"max_lr": 0.02, "total_steps": STEPS}, []),
+    "MultiStepLR": ({"milestones": [2, 5], "gamma": 0.1}, [1e-2, 1e-2, 1e-3, 1e-3, 1e-3, 1e-4, 1e-4, 1e-4]),
+    "halving.py:Halving": ({"every": 3}, [1e-2] * 3 + [5e-3] * 3 + [2.5e-3] * 2),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_the_job_goes_on_as_if_the_run_had_not_stopped(name: str, job: Job, tmp_path: Path) -> None:
+    arguments, rates = SCHEDULERS[name]
+    (tmp_path / "halving.py").write_text(OWN_SCHEDULER)
+    name = str(tmp_path / name) if name.endswith("Halving") else name
+    job = dataclasses.replace(job, schedule=ScheduleJob(name=name, arguments=arguments))
+    run_job(job)
+    whole = Path(job.train.output)
+    folder = killed_after(3, whole, into=tmp_path / "killed")
+    run_job(change(job, "train", output=str(folder), resume="auto"))
+
+    found = [event["lr"] for event in events(whole, "step")]
+    assert found == pytest.approx(rates) if rates else found[0] < found[2] > found[-1]
+    assert steps(folder) == steps(whole)[3:], "bit for bit"
+    assert (folder / "parameters.safetensors").read_bytes() == (whole / "parameters.safetensors").read_bytes()
+
+
+def test_the_average_of_a_job_is_validated_and_goes_on(job: Job, tmp_path: Path) -> None:
+    job = change(change(job, "data", validation=0.2), "train", validate_every=2, average=0.7)
+    run_job(job)
+    whole = Path(job.train.output)
+    folder = killed_after(3, whole, into=tmp_path / "killed")
+    run_job(change(job, "train", output=str(folder), resume="auto"))
+    run_job(change(job, "train", average=None, output=str(tmp_path / "plain")))
+
+    averaged, resumed, plain = (
+        [event["loss"] for event in events(place, "validation")] for place in (whole, folder, tmp_path / "plain")
+    )
+    assert resumed[-3:] == averaged[-3:], "bit for bit"
+    assert steps(whole) == steps(tmp_path / "plain")
+    assert all(one > other for one, other in zip(averaged, plain, strict=True)), "it lags behind a falling loss"
+    with pytest.raises(JobError, match=r"train.average: average\(1.5\): the decay is between 0 and 1"):
+        run_job(change(job, "train", average=1.5))
+
+
+@pytest.mark.parametrize(
+    "schedule, message",
+    [
+        (
+            {"name": "OneCycle"},
+            "no function 'OneCycle' in torch.optim.lr_scheduler; did you mean 'OneC",
+        ),
+        ({"name": "ReduceLROnPlateau"}, "follows a measured value"),
+        ({"name": "StepLR", "arguments": {"steps": 2}}, "schedule.arguments: unknown argument 'steps'; did you mean"),
+        ({"name": "StepLR", "warmup": 3}, "sets the rate alone; of .schedule. leave only arguments"),
+        ({"arguments": {"gamma": 2}}, 'add schedule.name = "OneCycleLR"'),
+        ({"name": "OneCycleLR", "arguments": {"max_lr": 0.1, "total_steps": 3}}, "schedule.name: .* total steps is 3"),
+    ],
+)
+def test_a_wrong_scheduler_is_refused(schedule: dict[str, Any], message: str, job: Job) -> None:
+    with pytest.raises(JobError, match=message):
+        run_job(dataclasses.replace(job, schedule=ScheduleJob(**schedule)))
+
+
 @pytest.mark.parametrize("plan, ranks", [("dp=1", 1), ("dp=3 zero=3", 3), ("dp=2 zero=2 microbatches=2", 2)])
 def test_another_plan_or_world_goes_on_with_the_same_samples(plan: str, ranks: int, job: Job, tmp_path: Path) -> None:
     job = change(job, "train", dtype="float64")

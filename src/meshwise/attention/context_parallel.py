@@ -57,7 +57,7 @@ from meshwise.attention.token_interception import TokenInterception
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.api.world import World
 from meshwise.model.parameter_units import matches
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 
 _Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 """Functions before and after a module's forward; the module's copies in the stages of a pipeline share them."""
@@ -333,7 +333,13 @@ class ContextParallel:
     def install(self, module: nn.Module) -> Callable[[], None]:
         """Let the models of transformers in `module` call this attention, and register the hooks of the rules.
 
-        Return a function that undoes both."""
+        Return a function that undoes both. Raises PlanError under cp for learned prompts of PEFT."""
+        adapters = (getattr(module, "peft_config", None) or {}).values()
+        if self._splits and any(getattr(config, "is_prompt_learning", False) for config in adapters):
+            raise PlanError(
+                "learned prompts of PEFT lengthen every sequence inside the model, and cp splits sequences before it; "
+                "use cp=1, or LoRA"
+            )
         self._names = {one: name for name, one in module.named_modules()}
         undo = contextlib.ExitStack()
         undo.callback(use_attend(module))

@@ -33,7 +33,7 @@ from meshwise.comm.launch.launch import run
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.flags_and_toml import read_job, to_toml
-from meshwise.train.job import Job, JobError, SampleJob, StudiedJob
+from meshwise.train.job import Job, JobError, SampleJob, ScheduleJob, StudiedJob
 from meshwise.train.loop import train
 from meshwise.train.prepare_job import prepare
 from meshwise.view.picture import html_document, html_table
@@ -45,7 +45,7 @@ TRIAL = "trial.toml"
 def trial_job(job: Job, *, batch: int, lr: float, samples: int, folder: str) -> Job:
     """Return the job of one trial in `folder`. Its noise is measured if its micro-batches are of one size."""
     parts = (job.plan.dp or 1) * job.plan.microbatches
-    warmup = {"shape": "constant", "warmup": 0, "warmup_samples": max(1, samples // 10), "lr_scaling": "none"}
+    warmup = ScheduleJob(shape="constant", warmup_samples=max(1, samples // 10))
     size = {"batch": batch, "steps": samples // batch, "ramp": None, "auto_batch": None}
     files = {
         "output": str(Path(folder) / f"batch-{batch}-lr-{lr:g}"),
@@ -54,8 +54,8 @@ def trial_job(job: Job, *, batch: int, lr: float, samples: int, folder: str) -> 
         "resume": None,
     }
     noise = {"noise": parts > 1 and batch % parts == 0}
-    changed = job.changed(optimizer={"lr": lr}, schedule=warmup, train={**size, **files, **noise})
-    return dataclasses.replace(changed, sample=SampleJob(), restarts=0)
+    changed = job.changed(optimizer={"lr": lr}, train={**size, **files, **noise})
+    return dataclasses.replace(changed, schedule=warmup, sample=SampleJob(), restarts=0)
 
 
 def train_trials(world: World, *, jobs: Sequence[Job], seconds: float) -> int:

@@ -125,7 +125,8 @@ class LiveUnit:
                 if parameter.requires_grad != bucket.trainable:
                     return (
                         f"requires_grad of {name!r} was {bucket.trainable} when the model was parallelized and is "
-                        f"{parameter.requires_grad} now; call parallelize again after freezing or unfreezing"
+                        f"{parameter.requires_grad} now; save, change requires_grad in a new model before "
+                        "parallelize, and load (docs/coming_from.md, Freeze and unfreeze)"
                     )
                 if parameter.dtype != bucket.dtype:
                     return (

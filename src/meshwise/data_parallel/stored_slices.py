@@ -373,10 +373,12 @@ class CheckpointRefill:
         found = [(name, tuple(sorted(slot for slot in self._slots[name] if slot.startswith(kinds)))) for name in names]
         for name, keys in found[1:]:
             if keys != found[0][1]:
+                new = found[0][0] if keys else name
                 raise ValueError(
                     f"the checkpoint has {', '.join(found[0][1]) or 'no optimizer state'} for {found[0][0]} and "
                     f"{', '.join(keys) or 'no optimizer state'} for {name}; was one of them frozen when it was saved? "
-                    "Then load only the parameters: export the checkpoint, and load the exported file"
+                    "What begins to train now needs an optimizer group of its own, by any key: "
+                    f"parameter_options=meshwise.optim.parameter_rule(model, groups={{{new!r}: {{'began': 1}}}})"
                 )
         return found[0][1]
 

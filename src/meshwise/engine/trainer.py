@@ -48,7 +48,7 @@ from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode
-from meshwise.model.module_copy import refuse_partial_copies
+from meshwise.model.module_copy import PartialCopies
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
@@ -151,8 +151,8 @@ class Trainer:
         self._engine = engine
         self._runner = runner
         split = any(row.layout.axes or row.held_at for row in engine.table.rows)
-        if split or any(unit.is_sharded for unit in engine.units):
-            refuse_partial_copies(engine.modules, plan=str(plan))
+        split = split or any(unit.is_sharded for unit in engine.units)
+        self._copies = PartialCopies(engine.modules if split else (), plan=str(plan))
         self._recipe = recipe
         self._policy = policy
         self._update, when = build_update(engine, optimizer=optimizer, early=recipe.early)
@@ -468,7 +468,7 @@ class Trainer:
         def written() -> None:
             try:
                 if state:
-                    write(folder, state_dict=state, **arguments)
+                    self._copies.reading_names()(write)(folder, state_dict=state, **arguments)
             except OSError as error:
                 raise ValueError(f"{folder} was not written: {error}") from error
 

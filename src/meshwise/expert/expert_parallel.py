@@ -8,7 +8,12 @@ stacked experts are split, the first by columns, the last by rows:
 
 The bias of the first, (experts, n · inner), is split as the first. The bias of the last, (experts, features), is whole.
 
-Both matrices may be stored the other way round, (experts, inputs, outputs)."""
+Both matrices may be stored the other way round, (experts, inputs, outputs).
+
+PEFT's `target_parameters` wraps a module of stacked experts. It has the LoRA matrices of all E experts, of rank r:
+
+    | lora_A   (E · r, inputs)    all rows of the first expert, then of the second
+    | lora_B   (outputs, r · E)   the first column of every expert, then the second"""
 
 import functools
 import math
@@ -158,7 +163,9 @@ def _idle(rows: Tensor, *, experts: nn.Module) -> Tensor:
     """Return no rows, from which each parameter of `experts` gets a gradient of zeros in the backward.
 
     So the reductions of gradients start at the same place of the backward on every rank."""
-    return rows + torch.stack([each.flatten()[:0].sum() for each in experts.parameters()]).sum()
+    parametrized = experts._modules.get("parametrizations")  # by PEFT, around the call of the experts
+    adapted = [getattr(experts, key) for key, _ in parametrized.named_children()] if parametrized else []
+    return rows + torch.stack([each.flatten()[:0].sum() for each in (*experts.parameters(), *adapted)]).sum()
 
 
 class ExpertCalls:
@@ -301,8 +308,9 @@ def expert_parallel(
             continue
         set_sharded_class(experts, front=SplitExperts, sharding=SplitMixture(mixture, exchange, inner))
         placed |= _stacked_placed(experts, name, inner=inner, axes=axes)
+        placed |= _adapters_placed(modules, name=name, exchange=exchange, axes=axes)
         for key in mixture.counts:
-            setattr(experts, key, exchange.shares[world.group(axes.experts).index])
+            setattr(experts, key, exchange.shares[exchange.index])
         if inner is not None:
             layout, rank = Layout((axes.inner,)), world.rank
             [size] = layout.local_shape((inner.inner,), mesh=world.mesh, rank=rank)
@@ -332,6 +340,31 @@ def _stacked_placed(
         elif inner is not None:
             summed = (*summed, *axes.inner)
         placed[key] = Placement(Layout(tuple(splits), cuts=tuple(cuts)), summed)
+    return placed
+
+
+def _adapters_placed(
+    modules: Mapping[str, nn.Module], *, name: str, exchange: ExpertExchange, axes: ExpertAxes
+) -> dict[str, Placement]:
+    """Return the placements of the adapters around the experts called `name`, and set the wrappers' count of experts.
+
+    Raises PlanError under `etp`, and where PEFT cannot compute one expert alone."""
+    placed, shares, index = dict[str, Placement](), exchange.shares, exchange.index
+    experts, why = sum(shares), "etp splits no adapters of experts; use etp=1" if exchange.inner_ranks > 1 else ""
+    if experts > min(shares) == 1 and vars(modules[name]).get("is_transposed"):
+        why = f"of matrices (experts, inputs, outputs) PEFT adapts two or more on a rank; use 'ep={experts // 2}'"
+    if why and name.endswith(".base_layer"):
+        raise PlanError(f"PEFT adapter of {name.partition('.base_layer')[0]!r}: {why}")
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+        for kind in ("lora_A", "lora_B"):
+            for adapter, matrix in modules[name].get_submodule(kind).named_children():
+                rows = kind == "lora_A"
+                rank = matrix.get_parameter("weight").size(0 if rows else 1) // experts
+                cut = DimSplit(grain=rank) if rows else DimSplit((experts,) * rank)
+                splits, cuts = ((axes.experts, ()), (cut, ANYWHERE)) if rows else (((), axes.experts), (ANYWHERE, cut))
+                placed[f"{name}.{kind}.{adapter}.weight"] = Placement(Layout(splits, cuts=cuts), axes.summed)
+        vars(modules[name])["num_experts"] = shares[index]
     return placed
 
 

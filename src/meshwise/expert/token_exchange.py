@@ -98,7 +98,8 @@ class ExpertExchange:
         self._recall = recall
         self.shares = [stop - start for start, stop in even_split(experts, world.group(axes.experts).size)]
         """Number of experts of each rank along `ep`."""
-        index = world.group(axes.experts).index
+        self.index = index = world.group(axes.experts).index
+        """Index of this rank along `ep`."""
         self.span = sum(self.shares[:index]), sum(self.shares[: index + 1])
         """Numbers [start, stop) of this rank's experts."""
         self.load = torch.zeros(experts, dtype=torch.int64, device=world.device)

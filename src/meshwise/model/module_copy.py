@@ -2,10 +2,11 @@
 
 A module gets a class of its own that computes on shards: names, hooks, `isinstance` and `state_dict` stay."""
 
+import contextlib
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -70,16 +71,30 @@ _COPY = (
 )
 
 
-def refuse_partial_copies(modules: Iterable[nn.Module], *, plan: str) -> None:
+class PartialCopies:
     """Make `state_dict`, `load_state_dict`, `deepcopy` and pickling of modules raise RuntimeError.
 
     torch would write or copy this rank's part without a word: NaN under zero=3, halves of matrices under tp, one stage
-    under pp. `save_pretrained` and `torch.optim.swa_utils.AveragedModel` use these methods. `plan`: for the message."""
-    save, load, copy = (_raising(plan, what) for what in (_SAVE, _LOAD, _COPY))
-    for module in {part: None for whole in modules for part in whole.modules()}:
-        module.register_state_dict_pre_hook(save)
-        module.register_load_state_dict_pre_hook(load)
-        vars(module)["__reduce_ex__"] = copy  # asked for by copy.deepcopy and pickle, before they read the module
+    under pp. `save_pretrained` and `torch.optim.swa_utils.AveragedModel` use these methods."""
+
+    def __init__(self, modules: Iterable[nn.Module], *, plan: str) -> None:
+        """`plan`: for the messages."""
+        self._refuses = True
+        save, load, copy = (_raising(plan, what) for what in (_SAVE, _LOAD, _COPY))
+        unless_names: Callable[..., None] = lambda *given: save(*given) if self._refuses else None  # noqa: E731
+        for module in {part: None for whole in modules for part in whole.modules()}:
+            module.register_state_dict_pre_hook(unless_names)
+            module.register_load_state_dict_pre_hook(load)
+            vars(module)["__reduce_ex__"] = copy  # asked for by copy.deepcopy and pickle, before they read the module
+
+    @contextlib.contextmanager
+    def reading_names(self) -> Iterator[None]:
+        """Let `state_dict` pass in the block, for a library that reads its names and no values."""
+        self._refuses = False
+        try:
+            yield
+        finally:
+            self._refuses = True
 
 
 def _raising(plan: str, what: str) -> Callable[..., NoReturn]:

@@ -25,6 +25,7 @@ from meshwise.tensor.core.sharded_layers import (
     ShardedEmbedding,
     ShardedHead,
     ShardedLinear,
+    ShardedMagnitude,
     ShardedNorm,
     SplitNorm,
     SplitTable,
@@ -82,6 +83,8 @@ class _Split:
             "embedding": self._embedding,
             **dict.fromkeys(("positions", "patches", "vector", "inner"), self._by_features),
             "norm": self._norm,
+            "magnitude": self._magnitude,
+            "dropout": lambda _name, _part: None,  # see `activation_regions`
             **dict.fromkeys(("whole", "each_head"), self._whole),
             **dict.fromkeys(("attention", "pair"), self._around_pair),
             "block": lambda _name, _part: None,  # `add_hooks` handles blocks
@@ -193,6 +196,14 @@ class _Split:
         features = vars(module)["normalized_shape"][0] if parameter is None else parameter.numel()
         sizes = context.sizes(int(features), axes=axes, cut=part.cut if part.inner else ANYWHERE)
         set_sharded_class(module, front=ShardedNorm, sharding=SplitNorm(context.world, axes, sizes, part.norm))
+
+    def _magnitude(self, name: str, part: Part) -> None:
+        """Place DoRA's factors like the outputs of their matrix, and sum the norms of its rows if they are split."""
+        context = self._context(name, part)
+        place, role = (self._by_features, "inner") if part.inner else (self._whole, "whole")
+        place(name, dataclasses.replace(part, role=role))
+        axes = () if part.inner else context.scheme.inner
+        set_sharded_class(self._modules[name], front=ShardedMagnitude, sharding=(context.world, axes))
 
     def _whole(self, name: str, part: Part) -> None:
         """Place a module's parameters whole on every rank. For `each_head`, gradients are summed over heads too."""

@@ -3,15 +3,21 @@
 The batch is fixed, grows with the samples read, or follows the noise scale: docs/large_batch.md draws both.
 
 The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches. `batch_factor` is the
-factor of the learning rate for a batch. `balanced_rows` gives slow replicas fewer rows."""
+factor of the learning rate for a batch. `scheduler` finds a class of torch that sets the rates instead. `balanced_rows`
+gives slow replicas fewer rows."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import optim
 
 from meshwise.engine.noise_scale import NoiseScale
 from meshwise.plan import Plan
 from meshwise.train.job import JobError, ScheduleJob, TrainJob
+from meshwise.train.objects_by_name import bind, locate
 
 PATIENCE = 20
 """Steps over which the noise scale is averaged, and that pass before the batch changes again."""
@@ -118,6 +124,18 @@ def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
         return schedule.floor + (1 - schedule.floor) * height
 
     return at
+
+
+def scheduler(job: ScheduleJob) -> Callable[[optim.Optimizer], Any] | None:
+    """Return a function that builds the scheduler of an optimizer; None without a name. Raises JobError if wrong."""
+    if job.name is None:
+        return None
+    name = job.name if ":" in job.name else f"torch.optim.lr_scheduler:{job.name}"
+    found: Any = locate(name, key="schedule.name")
+    if found is optim.lr_scheduler.ReduceLROnPlateau:
+        raise JobError(f"schedule.name = {job.name!r} follows a measured value, and a job counts updates; use another")
+    bind(partial(found, None), arguments=job.arguments, key="schedule.arguments")
+    return lambda optimizer: found(optimizer, **job.arguments)
 
 
 _LEAST_SAVING = 0.05

@@ -21,7 +21,7 @@ from meshwise.base.tensor_tree import reachable
 from meshwise.model.forward import default_forward
 from meshwise.reference.gpt import IGNORED
 from meshwise.train.job import HUB, DataJob, JobError
-from meshwise.train.objects_by_name import bind, locate
+from meshwise.train.objects_by_name import bind, locate, nearest
 from meshwise.train.pretrained_model import hub_folder, library
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -151,6 +151,10 @@ def named_collator(job: DataJob) -> Collate | None:
     found: Any = {"pad": pad, "pack": partial(pack, context=job.context)}.get(name)
     if found is None and ":" not in name:
         raise JobError(f"data.collator = {name!r} is none of pad, pack, hf:CLASS and module:function")
+    if name.startswith(HUB):
+        classes = {each for each in dir(library("transformers", key="data.collator")) if "Collator" in each}
+        if (own := name.removeprefix(HUB)) not in classes:
+            raise JobError(f"data.collator = {name!r}: transformers has no {own!r}; {nearest(own, known=classes)}")
     found = found or locate(name.replace(HUB, "transformers:"), key="data.collator")
     if not inspect.isclass(found):
         bind(partial(found, []), arguments=arguments, key=key)
@@ -158,6 +162,8 @@ def named_collator(job: DataJob) -> Collate | None:
     if job.tokenizer:
         auto = library("transformers", key="data.tokenizer").AutoTokenizer
         arguments["tokenizer"] = auto.from_pretrained(hub_folder(job.tokenizer, key="data.tokenizer"))
+    elif "tokenizer" in inspect.signature(found).parameters and "tokenizer" not in arguments:
+        raise JobError(f'data.collator = {name!r} takes a tokenizer; add data.tokenizer = "hf:FOLDER"')
     return bind(found, arguments=arguments, key=key)()  # type: ignore[no-any-return]
 
 

@@ -236,8 +236,17 @@ class ScheduleJob:
     """The rate of the last step, as a fraction of the peak; ignored by `constant`."""
     decay: float = 0.2
     """For `wsd`: the fraction of all steps, at the end of the run, in which the rate falls."""
+    name: str | None = None
+    """In place of all keys above: a class of torch.optim.lr_scheduler, as `OneCycleLR`, or a function or class
+    `package.module:Class` or `path/to/file.py:Class` that takes the optimizer. It makes one step for each update."""
+    arguments: Arguments = field(default_factory=dict)
+    """Keyword arguments of the class `name`, as in `max_lr=0.01 total_steps=1000`."""
 
     def __post_init__(self) -> None:
+        if self.name is not None and dataclasses.replace(self, name=None, arguments={}) != ScheduleJob():
+            raise JobError(f"schedule.name = {self.name!r} sets the rate alone; of [schedule] leave only arguments")
+        if self.name is None and self.arguments:
+            raise JobError('schedule.arguments belong to a class; add schedule.name = "OneCycleLR"')
         check_least(self, least=0, names="warmup warmup_samples", table="schedule.")
         check_least(self, least=1, names="base_batch", table="schedule.")
         if self.warmup and self.warmup_samples:
@@ -271,6 +280,8 @@ class TrainJob:
     """Seed of the initial parameters and of the order of samples."""
     clip_norm: float | None = None
     """Gradients with a larger norm over all parameters are scaled down to this norm. Default: no clipping."""
+    average: float | None = None
+    """Decay of an average of the parameters (EMA), as 0.999. Validations and `keep_best` take the average."""
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers towards an even load of the experts (docs/experts.md)."""
     expert_capacity: float = 0.0

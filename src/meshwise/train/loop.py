@@ -18,6 +18,7 @@ import statistics
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ from meshwise.train.batch_and_lr import BatchSizes, balanced_rows, batch_factor,
 from meshwise.train.console_output import OutputConsole, ProgressLines, leave_traceback
 from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
 from meshwise.train.global_batches import SampleStream, sample_source
-from meshwise.train.job import Job, JobError, SampleJob
+from meshwise.train.job import Job, JobError, SampleJob, as_job_error
 from meshwise.train.prepare_job import Prepared, prepare
 from meshwise.train.run_checkpoints import (
     BEST,
@@ -142,6 +143,11 @@ class _Run:
         self._progress = RunProgress()
         self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
         self._rate = lr_schedule(job.schedule, steps=job.train.steps)
+        with as_job_error(of="schedule.name: "):
+            self._scheduler = prepared.scheduler and prepared.scheduler(trainer.optimizer)
+        self._scheduled = 0
+        with as_job_error(of="train.average: "):
+            self._average = None if job.train.average is None else trainer.average(job.train.average)
         self._sizes, self._size = BatchSizes(job.train), 0
         self._source: Any = None
         self._reader: Iterator[Any] = iter(())
@@ -270,6 +276,14 @@ class _Run:
 
     def _set_rate(self) -> float:
         """Set the learning rate of the next step by updates, samples and batch; return the first group's rate."""
+        if self._scheduler is not None:
+            # A resumed run repeats all steps of the scheduler, so that a checkpoint needs no state of it.
+            with as_job_error(of="schedule.name: "), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch expects an update before each step
+                for _ in range(self._scheduled, self._progress.updates):
+                    self._scheduler.step()
+            self._scheduled = self._progress.updates
+            return float(self._trainer.optimizer.param_groups[0]["lr"])
         fraction = self._rate(self._progress.updates)
         fraction *= batch_factor(self._job.schedule, samples=self._progress.samples, size=self._size)
         for group, peak in zip(self._trainer.optimizer.param_groups, self._peaks, strict=True):
@@ -343,7 +357,9 @@ class _Run:
         size = length(self._data.validation)
         most = size if job.validate_batches is None else min(size, job.validate_batches * job.batch)
         batches = self._read(self._data.validation, range(0, most, job.batch), SampleOrder(size, seed=0))
-        result = self._trainer.evaluate(batches, local=self._data.collate is None)
+        averaged = self._average.applied() if self._average and self._progress.updates else contextlib.nullcontext()
+        with averaged:
+            result = self._trainer.evaluate(batches, local=self._data.collate is None)
         self._validation, best = result.loss, self._progress.best
         self._emit(run_events.Validation(step, result.loss, result.tokens))
         if job.keep_best and (best is None or result.loss < best):

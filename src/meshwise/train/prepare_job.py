@@ -23,7 +23,7 @@ from meshwise.model.parameter_table import ParameterOptions
 from meshwise.plan import PlanError
 from meshwise.plan.plan_keys import is_path
 from meshwise.simulate.rehearsal import RehearsalSubject
-from meshwise.train.batch_and_lr import BatchSizes
+from meshwise.train.batch_and_lr import BatchSizes, scheduler
 from meshwise.train.console_output import counted
 from meshwise.train.dataset import STDLIB, RunData, SampleOrder, length, load_data, read_batches
 from meshwise.train.global_batches import sample_source
@@ -46,6 +46,7 @@ class Prepared:
     optimizer: type[torch.optim.Optimizer]
     optimizer_arguments: dict[str, Any]
     parameter_options: ParameterOptions | None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
     data: RunData
 
     @property
@@ -141,7 +142,7 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
         raise JobError(f"sample.length = {job.sample.length}: only a model of text (data.files) generates text; use 0")
     rule = optimizer_options(job.optimizer, model=model)
     resolved = _absolute(dataclasses.replace(job, plan=plan, ranks=None))
-    return Prepared(resolved, model, loss, kind, arguments, rule, data)
+    return Prepared(resolved, model, loss, kind, arguments, rule, scheduler(job.schedule), data)
 
 
 def check_plan(prepared: Prepared) -> None:
@@ -172,6 +173,8 @@ def _absolute(job: Job) -> Job:
     changed = job.changed(
         plan={"schedule": _absolute_path(schedule) if is_path(schedule) else schedule},
         model={"name": _absolute_name(job.model.name)},
+        optimizer={"name": _absolute_name(job.optimizer.name)},
+        schedule={"name": job.schedule.name and _absolute_name(job.schedule.name)},
         data={
             "files": tuple(name if name == STDLIB else _absolute_path(name) for name in data.files),
             "dataset": data.dataset and _absolute_name(data.dataset),
@@ -193,6 +196,8 @@ def _absolute_path(path: str) -> str:
 
 def _absolute_name(name: str) -> str:
     """Return `path/to/file.py:function`, `json:FILES` or `hf:FOLDER` with an absolute path; other names unchanged."""
+    if name.startswith("whole:"):
+        return f"whole:{_absolute_name(name.removeprefix('whole:'))}"
     kind, colon, place = name.partition(":")
     if f"{kind}:" in ROW_KINDS or (f"{kind}:" == HUB and Path(place).is_dir()):
         return f"{kind}{colon}{Path(place).absolute()}"

@@ -280,7 +280,7 @@ def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str
             f"the job differs from the job of the checkpoint:\n{shown}\n"
             f"undo these changes, or accept them: --train.accept {' '.join(refused)}"
         )
-    if "train.steps" in lines and job.schedule.shape != "constant":
+    if "train.steps" in lines and job.schedule.shape != "constant" and job.schedule.name is None:
         lines["train.steps"] += ", and the learning rate follows the new length"
     return [line for key, line in lines.items() if not _within(key, _SILENT_KEYS)]
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
+from meshwise.layout.layout import DimSplit
 from meshwise.model.random_draws import ActivationRegion, DimSlice, RegionStarts
 from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
@@ -63,6 +64,10 @@ def activation_regions(
             after[name] = ActivationRegion if part.whole_features else stream
         elif part.role == "whole" and not within:
             before[name] = ActivationRegion
+        elif part.role == "dropout":
+            context, adapted = inside if within else outside, module.get_submodule(name.partition(".lora_dropout")[0])
+            split = functools.partial(_inner_features, context, vars(adapted)["in_features"], part.cut)
+            before[name] = split if part.inner else functools.partial(_stream, context, width)
         elif part.shared:
             continue  # several ranks hold these keys and values; the queries show this rank's heads
         elif name in projections and part.role == "colwise":
@@ -106,6 +111,13 @@ def _inner(projection: Projection) -> ActivationRegion:
     part = projection.bias_layout.pieces((sum(projection.out_sizes),), mesh=world.mesh, rank=world.rank)[0]
     start, size = part.offsets[0], part.sizes[0]
     return ActivationRegion(hidden=(DimSlice(-1, start, size),), scores=(DimSlice(-3, start, size),), shares=shares)
+
+
+def _inner_features(context: SplitContext, features: int, cut: DimSplit) -> ActivationRegion:
+    """Return the region of this rank's slice of `features` inner features."""
+    axes = context.scheme.inner
+    sizes, index = context.sizes(features, axes=axes, cut=cut), context.world.group(axes).index
+    return ActivationRegion(hidden=(DimSlice(-1, sum(sizes[:index]), sizes[index]),))
 
 
 def _stream(context: SplitContext, width: int) -> ActivationRegion:

@@ -24,6 +24,8 @@ features that must stay on one rank, such as the features of a head.
     | attention   the module around the pair of an attention; it may have attributes that count heads
     | pair        a TransformerEncoder around its blocks
     | block       a repeated block: with sequence parallelism the tokens are split from the first to the last block
+    | magnitude   DoRA's factors of the outputs of a colwise or rowwise linear
+    | dropout     the dropout of an adapter, on the input of the linear that it adapts
     | whole       a module that each rank computes whole, such as a classifier or a pooler
     | experts     the experts of a mixture, which `expert/` divides over ranks
 
@@ -118,7 +120,8 @@ class Part:
     """whole: the first of the output features that each rank uses for its own heads alone; None for no such feature.
     The gradients of these features are summed over the ranks."""
     inner: bool = False
-    """norm: True for a norm inside a pair, over all heads of the queries or of the keys; it is split like the heads."""
+    """norm: True for a norm inside a pair, over all heads of the queries or of the keys; it is split like the heads.
+    magnitude, dropout: True if its features are inner ones, which are split."""
 
     @property
     def cut(self) -> DimSplit:

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.world import World
 from meshwise.layout.layout import ANYWHERE, Layout
 from meshwise.model.parameter_table import Placement
 from meshwise.model.torch_private import in_backward, needed_gradients
@@ -42,7 +43,7 @@ from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandM
 from meshwise.tensor.core.part import Norm, Part
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.core.vocab_parallel import DimShards, SplitLogits, TableWeight, require_valid
-from meshwise.tensor.schemes import NO_MOVE, Scheme, SchemeProduct
+from meshwise.tensor.schemes import NO_MOVE, Axes, Scheme, SchemeProduct
 
 
 class Projection(BoundToRank):
@@ -276,6 +277,28 @@ class ShardedNorm(nn.Module):
         stored = self._parameters.get(norm.gain)
         gain = stored + norm.offset if stored is not None and norm.offset else stored
         return self.sharding(x, gain, self._parameters.get(norm.bias))
+
+
+class ShardedMagnitude(nn.Module):
+    """Part of PEFT's DoRA that scales the rows of W + B A to learned norms; it becomes the first base of its class.
+
+    `sharding`: the world, and the axes that split the rows; () if a rank has whole rows."""
+
+    sharding: tuple[World, Axes]
+    fan_in_fan_out: bool
+
+    def get_lora_weight(self, *, lora_A: nn.Module, lora_B: nn.Module, **_: Any) -> Tensor:
+        """Return this rank's part of B A, (outputs, inputs): without `forward`, which sums over the ranks."""
+        return lora_B.get_parameter("weight").detach() @ lora_A.get_parameter("weight").detach()
+
+    @gradient.uncompiled
+    def get_weight_norm(self, *, weight: Tensor, lora_weight: Tensor, scaling: float, **_: Any) -> Tensor:
+        """Return the norms (outputs,) of the whole rows of W + scaling · B A; PEFT takes no gradient of them."""
+        world, axes = self.sharding
+        whole = (weight.T if self.fan_in_fan_out else weight).detach() + scaling * lora_weight
+        squares = whole.square().sum(1)
+        world.all_reduce(squares, axes=axes).wait()
+        return squares.sqrt()
 
 
 class _Normalise(torch.autograd.Function):

@@ -10,15 +10,8 @@ vocabulary's. Each module gets its role (`core/part.py` explains them) from the 
 A rule that matches nothing is an error, with similar names. A parameter without a role is an error, with rules to copy.
 A module that the plan cannot split is an error that names the nearest plans that can.
 
-Adapters of PEFT (LoRA) follow the matrix that they adapt. An adapted linear computes W x + B A x. The parts of W are
-found in the model without adapters. Under 1d:
+Adapters of PEFT follow the matrix that they adapt: `adapter_parts.py`."""
 
-    | W          A                                                B
-    | colwise    whole (each_head if an attention gathers x)      colwise: its output is split as W's
-    | rowwise    rowwise: its input is split                      whole: its input is summed over the ranks
-    | whole      whole                                            whole"""
-
-import copy
 import dataclasses
 import difflib
 import itertools
@@ -35,9 +28,10 @@ from meshwise.model.find_mixtures import find_mixtures, ruled_mixtures
 from meshwise.model.parameter_units import matches
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
+from meshwise.tensor.detect.adapter_parts import prompt_rules, with_adapters, without_adapters
 from meshwise.tensor.detect.attention_heads import head_degree, latent_attentions, latent_parts
 from meshwise.tensor.detect.column_row_pairs import FoundAttention
-from meshwise.tensor.detect.known_names import DECLARED, enclosing, full_name, of_all_blocks
+from meshwise.tensor.detect.known_names import DECLARED, enclosing, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
 from meshwise.tensor.detect.model_structure import ModelStructure
 
@@ -102,12 +96,13 @@ def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -
     Raises PlanError for a compiled model, and for modules that the plan cannot split, with the nearest plans that can.
     """
     refuse_compiled(module)
+    rules = {**prompt_rules(module, plan=plan), **(rules or {})}
     bare = without_adapters(module)
     if bare is not module:
         return with_adapters(assign_roles(bare, plan=plan, rules=rules), module=module, plan=plan)
-    found = _read(module, plan=plan, rules=rules or {})
+    found = _read(module, plan=plan, rules=rules)
     if found.left:
-        raise ValueError(_no_role(module, found, plan=plan, rules=rules or {}))
+        raise ValueError(_no_role(module, found, plan=plan, rules=rules))
     return _fitting(found, plan=plan)
 
 
@@ -309,61 +304,6 @@ def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dic
         elif part.role in _SMALL and not name.startswith(inside):
             changed[name] = Part("whole")
     return {**parts, **changed}
-
-
-_ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
-_KNOWN = ("base_layer", "lora_A", "lora_B")
-
-
-def without_adapters(module: nn.Module) -> nn.Module:
-    """Return a model in which each adapted layer is replaced by its base layer; `module` itself without adapters.
-
-    Modules around adapted layers are shallow copies; parameters and other modules are shared."""
-    if _is_adapted(module):
-        return module.get_submodule("base_layer")
-    children = {name: child and without_adapters(child) for name, child in module._modules.items()}
-    if all(child is module._modules[name] for name, child in children.items()):
-        return module
-    bare = copy.copy(module)
-    bare._modules = children
-    return bare
-
-
-def with_adapters(parts: Mapping[str, Part], *, module: nn.Module, plan: Plan) -> dict[str, Part]:
-    """Return the parts of an adapted model. `parts`: found in the model without adapters.
-
-    Raises PlanError for adapters that tensor parallelism does not know, with the plan or setting that works."""
-    found = dict(parts)
-    for name, layer in [(name, one) for name, one in module.named_modules() if _is_adapted(one)]:
-        part = found.pop(name, Part("whole"))
-        found[f"{name}.base_layer"] = part
-        _refuse_unknown(name, layer, part, plan)
-        # If an attention gathers its input, each rank has one term of A's gradient; `each_head` sums the terms.
-        first = part if part.role == "rowwise" else Part("each_head" if part.gathered else "whole")
-        ends = {"lora_A": first, "lora_B": part if part.role == "colwise" else Part("whole")}
-        for matrices, end in ends.items():
-            found |= {f"{name}.{matrices}.{adapter}": end for adapter in layer.get_submodule(matrices)._modules}
-    return found
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    return any(full_name(kind) == _ADAPTED for kind in type(module).__mro__)
-
-
-def _refuse_unknown(name: str, layer: nn.Module, part: Part, plan: Plan) -> None:
-    """Raise PlanError for an adapted layer that is not split here."""
-    others = [own for own, _ in layer.named_parameters() if own.partition(".")[0] not in _KNOWN]
-    drops = [each for each in layer.modules() if isinstance(each, nn.Dropout) and each.p > 0]
-    if plan.tp_mode != "1d" or plan.sequence_parallel:
-        why = "adapters follow their matrices under tp_mode=1d alone; use tp_mode=1d sequence_parallel=0"
-    elif others or part.role not in ("colwise", "rowwise", "whole"):
-        what = f"the parameter {others[0]!r}" if others else f"a matrix that is {part.role!r}"
-        why = f"it has {what}, and only LoRA of attention and MLP linears is split; use tp=1, or other target_modules"
-    elif drops:
-        why = "its dropout would depend on the plan; use lora_dropout=0, or tp=1"
-    else:
-        return
-    raise PlanError(f"PEFT adapter of {name!r} under tp={plan.tp}: {why}")
 
 
 def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan) -> None:

@@ -1,0 +1,84 @@
+"""Test adapters of PEFT on the experts of a mixture, divided with them, against one process."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expert import mixtures_of_transformers as mixtures
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.trainer import Trainer
+from meshwise.plan import Plan, PlanError
+from meshwise.testing import agree, alone, outcome, run
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft
+
+STACKED = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+ADAPTED = {
+    "Mixtral": STACKED,
+    "GptOss": STACKED,  # stored as (experts, inputs, outputs), with biases
+    "Llama4": STACKED,  # experts that get rows
+    "Switch": {"target_modules": ["q", "v", "wi", "wo"]},  # a list of modules
+}
+
+
+def build(family: str) -> Any:
+    model = peft.get_peft_model(mixtures.build(family), peft.LoraConfig(r=3, **ADAPTED[family])).double()
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def made(world: World, *, family: str, plan: str) -> Trainer:
+    options = Options(example=mixtures.batches()[0], forward=mixtures.forward)
+    return parallelize(build(family), plan, world=world, loss=mixtures.loss, options=options, lr=1e-2)
+
+
+@functools.cache
+def expected(family: str) -> Any:
+    options = Options(forward=mixtures.forward)
+    return alone(build(family), loss=mixtures.loss, batches=mixtures.batches(), lr=1e-2, options=options)
+
+
+@pytest.mark.parametrize("plan", ["ep=2 dp=2", "tp=2", "ep=2 dp=4 zero=2", "pp=2 ep=2 tp=2 microbatches=2"])
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters_of_experts_train_as_on_one_process(family: str, plan: str) -> None:
+    def main(world: World) -> Any:
+        return outcome(made(world, family=family, plan=plan), batches=mixtures.batches())
+
+    for one in run(Plan.parse(plan).mesh().size, main):
+        agree(one, expected(family), bound=1e-9)
+
+
+def test_adapters_of_experts_are_saved_whole(tmp_path: Path) -> None:
+    def main(world: World) -> Any:
+        trainer = made(world, family="Mixtral", plan="dp=4 ep=4")  # one expert on a rank
+        trainer.step(mixtures.batches()[0])
+        trainer.save_pretrained(tmp_path)
+        return trainer.state_dict()
+
+    state = run(4, main)[0]
+    model = peft.PeftModel.from_pretrained(mixtures.build("Mixtral"), tmp_path)
+    found = {name: value for name, value in model.state_dict().items() if "lora" in name}
+    assert len(found) == 12
+    for name, value in found.items():
+        assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize(
+    "family, plan, message",
+    [
+        ("Mixtral", "tp=2 etp=2", "layers.0.mlp.experts': etp splits no adapters of experts; use etp=1"),
+        ("GptOss", "dp=4 ep=4", "layers.0.mlp.experts': of matrices .* use 'ep=2'"),
+    ],
+)
+def test_adapters_of_experts_that_cannot_be_divided_are_refused(family: str, plan: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        run(Plan.parse(plan).mesh().size, lambda world: made(world, family=family, plan=plan))
