@@ -2,8 +2,9 @@
 
 A promise about every schedule, ZeRO stage and degree has thousands of combinations. Most errors depend on one value or
 on two values together. So the part has, for every two axes, every pair of values of the whole grid. Where cells are
-expensive and other grids have the pairs, a grid of strength 1 asks for every value once. The choice of cells depends on
-the grid alone. A test names its grid and takes one argument for each axis:
+expensive and other grids have the pairs, a grid of strength 1 asks for every value once; `single` names axes for which
+the part does so. The choice of cells depends on the grid alone. A test names its grid and takes one argument for each
+axis:
 
     @pytest.mark.grid(Grid({"schedule": SCHEDULES, "pp": (2, 4), "zero": (0, 1, 2, 3)}))
     def test_…(schedule: str, pp: int, zero: int) -> None: …"""
@@ -37,6 +38,9 @@ class Grid:
     strength: int = 2
     """What the part has: 2 for every pair of values of two axes, 1 for every value of each axis."""
 
+    single: Sequence[str] = ()
+    """Axes of which the part has every value; their pairs are in other grids, and in the whole."""
+
     def whole(self) -> list[Cell]:
         """Every cell, the first axis slowest."""
         product = itertools.product(*self.axes.values())
@@ -62,7 +66,10 @@ class Grid:
         return [whole[at] for at in sorted(chosen)]
 
     def _values(self, cell: Cell) -> Iterator[Values]:
-        return itertools.combinations([(axis, repr(value)) for axis, value in cell.items()], self.strength)
+        values = [(axis, repr(value)) for axis, value in cell.items()]
+        yield from ((value,) for value in values)
+        if self.strength == 2:
+            yield from itertools.combinations([value for value in values if value[0] not in self.single], 2)
 
 
 def name(cell: Cell) -> str:

@@ -101,6 +101,7 @@ LAYOUTS = Grid(
         "rest": ("", "microbatches=3", "recompute=full", "recompute=selective microbatches=2"),
     },
     cost=lambda cell: Plan.parse(cell["ranks"]).mesh().size,
+    single=("zero", "rest"),
 )
 
 
@@ -114,7 +115,8 @@ KIND = Grid(
         "kind": tuple(KINDS),
         "ranks": ("dp=4 ep=2 zero=3", "dp=2 tp=2 ep=4 microbatches=2", "pp=2 dp=2 ep=2 recompute=full"),
         "tied": (False, True),
-    }
+    },
+    single=("ranks", "tied"),
 )
 
 
