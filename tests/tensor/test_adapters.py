@@ -56,7 +56,8 @@ PLANS = Grid(
         "split": ("dp=2", "tp=2", "tp=4", "dp=2 tp=2", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2"),
         "zero": (0, 1, 3),
         "recompute": ("none", "full"),
-    }
+    },
+    strength=1,
 )
 
 
