@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 VOCABULARY, CONTEXT, ROWS = 16, 4, (7, 2)
 KINDS: Mapping[str, Mapping[str, Any]] = {

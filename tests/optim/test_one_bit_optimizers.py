@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.reduction import CODECS
@@ -23,7 +24,7 @@ from meshwise.optim import LAMB, OneBitAdam, OneBitLAMB, Several, ZeroOneAdam
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import TapeCall
-from meshwise.testing import agree, alone, count, outcome, run
+from meshwise.testing import agree, count, run
 from meshwise.verify import verify
 
 KINDS: dict[str, Any] = {"adam": OneBitAdam, "lamb": OneBitLAMB, "zero one": ZeroOneAdam}

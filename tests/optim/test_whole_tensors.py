@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -16,7 +17,7 @@ from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.simulate.predicted_memory import memory_of
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import Category
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from meshwise.train.job import JobError, OptimizerJob
 from meshwise.train.objects_by_name import optimizer
 from meshwise.verify import verify

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grid import Cell, Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.cut.model_cut import CutOptions
@@ -15,7 +16,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT
 from meshwise.reference.gpt import Block
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from tensor.plain import gpt
 
 WIDTH, WORDS, TOKENS = 16, 24, 6

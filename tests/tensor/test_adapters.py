@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.checkpoint.hugging_face import ADAPTER, export
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 peft = pytest.importorskip("peft")
 
