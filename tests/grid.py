@@ -41,15 +41,18 @@ class Grid:
     single: Sequence[str] = ()
     """Axes of which the part has every value; their pairs are in other grids, and in the whole."""
 
+    heavy: Callable[[Cell], bool] = field(default=lambda _cell: False)
+    """Cells that only the whole has."""
+
     def whole(self) -> list[Cell]:
         """Every cell, the first axis slowest."""
         product = itertools.product(*self.axes.values())
         return [cell for values in product if self.exists(cell := dict(zip(self.axes, values, strict=True)))]
 
     def part(self) -> list[Cell]:
-        """Cells that have every pair of values that the whole grid has (every value at strength 1), few and cheap."""
+        """Few and cheap cells with every pair of values (every value at strength 1) of the cells that are not heavy."""
         draw = random.Random(0)
-        whole = self.whole()
+        whole = [cell for cell in self.whole() if not self.heavy(cell)]
         values, costs = [list(self._values(cell)) for cell in whole], [self.cost(cell) for cell in whole]
         having: dict[Values, list[int]] = {}
         for at in draw.sample(range(len(whole)), len(whole)):

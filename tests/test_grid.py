@@ -44,6 +44,12 @@ def test_of_a_single_axis_the_part_has_every_value_and_of_the_others_every_pair(
     assert len(part) < 1.3 * 9 * 2
 
 
+def test_heavy_cells_are_in_the_whole_alone() -> None:
+    grid = Grid(AXES, heavy=lambda cell: cell["pp"] * cell["tp"] > 4)
+    assert {"pp": 4, "tp": 2} in [{"pp": cell["pp"], "tp": cell["tp"]} for cell in grid.whole()]
+    assert pairs(grid.part()) == pairs(grid.whole()) - {(("pp", 4), ("tp", 2))}
+
+
 def test_the_part_is_the_same_every_time() -> None:
     assert Grid(AXES).part() == Grid(AXES).part()
 

@@ -150,17 +150,22 @@ def exists(cell: Cell) -> bool:
     return scheme == GRIDS[0] or len(at) != 1
 
 
-GRID = Grid(
-    {"model": tuple(MODELS), "scheme": (*GRIDS, "tp=2", "tp=2 sequence_parallel=1"), "at": PLACES},
-    exists=exists,
-    cost=lambda cell: Plan.parse(plan_of(cell["scheme"], cell["at"])).mesh().size,
-    strength=1,
-)
+def ranks(cell: Cell) -> int:
+    return Plan.parse(plan_of(cell["scheme"], cell["at"])).mesh().size
 
 
 def plan_of(scheme: str, at: tuple[str, ...]) -> str:
     stages = len(at) + 1
     return f"{scheme} pp={stages} microbatches={stages}{' schedule=zb-h1' if stages > 2 else ''}"
+
+
+GRID = Grid(
+    {"model": tuple(MODELS), "scheme": (*GRIDS, "tp=2", "tp=2 sequence_parallel=1"), "at": PLACES},
+    exists=exists,
+    cost=ranks,
+    strength=1,
+    heavy=lambda cell: ranks(cell) > 8,
+)
 
 
 def model_of(model: str) -> nn.Module:
@@ -211,6 +216,7 @@ RETURNED = Grid(
     },
     exists=lambda cell: cell["scheme"] != GRIDS[2] or cell["cut"][0] == "head",
     strength=1,
+    heavy=lambda cell: cell["scheme"] == GRIDS[2],
 )
 
 
