@@ -2,8 +2,9 @@
 
 A promise about every schedule, ZeRO stage and degree has thousands of combinations. Most errors depend on one value or
 on two values together. So the part has, for every two axes, every pair of values of the whole grid. Where cells are
-expensive and other grids have the pairs, a grid of strength 1 asks for every value once. The choice of cells depends on
-the grid alone. A test names its grid and takes one argument for each axis:
+expensive and other grids have the pairs, a grid of strength 1 asks for every value once; `single` names axes for which
+the part does so. The choice of cells depends on the grid alone. A test names its grid and takes one argument for each
+axis:
 
     @pytest.mark.grid(Grid({"schedule": SCHEDULES, "pp": (2, 4), "zero": (0, 1, 2, 3)}))
     def test_…(schedule: str, pp: int, zero: int) -> None: …"""
@@ -37,15 +38,21 @@ class Grid:
     strength: int = 2
     """What the part has: 2 for every pair of values of two axes, 1 for every value of each axis."""
 
+    single: Sequence[str] = ()
+    """Axes of which the part has every value; their pairs are in other grids, and in the whole."""
+
+    heavy: Callable[[Cell], bool] = field(default=lambda _cell: False)
+    """Cells that only the whole has."""
+
     def whole(self) -> list[Cell]:
         """Every cell, the first axis slowest."""
         product = itertools.product(*self.axes.values())
         return [cell for values in product if self.exists(cell := dict(zip(self.axes, values, strict=True)))]
 
     def part(self) -> list[Cell]:
-        """Cells that have every pair of values that the whole grid has (every value at strength 1), few and cheap."""
+        """Few and cheap cells with every pair of values (every value at strength 1) of the cells that are not heavy."""
         draw = random.Random(0)
-        whole = self.whole()
+        whole = [cell for cell in self.whole() if not self.heavy(cell)]
         values, costs = [list(self._values(cell)) for cell in whole], [self.cost(cell) for cell in whole]
         having: dict[Values, list[int]] = {}
         for at in draw.sample(range(len(whole)), len(whole)):
@@ -62,7 +69,10 @@ class Grid:
         return [whole[at] for at in sorted(chosen)]
 
     def _values(self, cell: Cell) -> Iterator[Values]:
-        return itertools.combinations([(axis, repr(value)) for axis, value in cell.items()], self.strength)
+        values = [(axis, repr(value)) for axis, value in cell.items()]
+        yield from ((value,) for value in values)
+        if self.strength == 2:
+            yield from itertools.combinations([value for value in values if value[0] not in self.single], 2)
 
 
 def name(cell: Cell) -> str:

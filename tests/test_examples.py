@@ -1,10 +1,12 @@
 """Test that the examples run and print the results that they describe."""
 
 import difflib
+import functools
 import importlib.util
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -69,6 +71,13 @@ def test_few_lines_of_a_script_are_new(name: str) -> None:
     assert f"[{name}](../examples/{name}) | {len(plain)} | {len(new)} |" in PAGE.read_text()
 
 
+@functools.cache
+def plain_losses(name: str) -> list[float]:
+    """In the working directory of the test that asks first."""
+    losses: list[float] = loaded(f"{name}/plain").main()
+    return losses
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft
 @pytest.mark.parametrize(
     "name, plan",
@@ -90,9 +99,20 @@ def test_a_script_has_the_losses_of_its_plain_version(
     for library in {"finetune": ["transformers"], "lora": ["transformers", "peft"]}.get(name, []):
         pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
-    expected = loaded(f"{name}/plain").main()
+    expected = plain_losses(name)
     for losses in run(Plan.parse(plan).mesh().size, loaded(f"{name}/ours").main, args=(plan,)):
         assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@functools.cache
+def losses_of_ddp() -> list[float]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, str(EXAMPLES / "ddp_classifier" / "plain.py")]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 3, done.stderr
+    return losses
 
 
 @pytest.mark.processes
@@ -101,15 +121,9 @@ def test_a_script_has_the_losses_of_its_plain_version(
 )  # ranks that are threads share the data loaders' draws
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3"])
 def test_the_classifier_has_the_losses_of_ddp(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = EXAMPLES / "ddp_classifier" / "plain.py"
-    command = [*launcher, str(script)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    expected = [float(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert len(expected) == 3, done.stderr
     monkeypatch.chdir(tmp_path)
     for losses in run(2, loaded("ddp_classifier/ours").main, args=(plan,)):
-        assert losses[3::4] == pytest.approx(expected, rel=1e-5)
+        assert losses[3::4] == pytest.approx(losses_of_ddp(), rel=1e-5)
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

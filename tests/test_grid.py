@@ -36,6 +36,20 @@ def test_a_part_of_strength_1_has_every_value_in_no_more_cells_than_the_longest_
     assert all(cell in grid.whole() for cell in part)
 
 
+def test_of_a_single_axis_the_part_has_every_value_and_of_the_others_every_pair() -> None:
+    whole, part = Grid(AXES).whole(), Grid(AXES, single=("model", "zero")).part()
+    others = {name: value for name, value in AXES.items() if name not in ("model", "zero")}
+    assert pairs([{name: cell[name] for name in others} for cell in part]) == pairs(Grid(others).whole())
+    assert {value for cell in part for value in cell.items()} == {value for cell in whole for value in cell.items()}
+    assert len(part) < 1.3 * 9 * 2
+
+
+def test_heavy_cells_are_in_the_whole_alone() -> None:
+    grid = Grid(AXES, heavy=lambda cell: cell["pp"] * cell["tp"] > 4)
+    assert {"pp": 4, "tp": 2} in [{"pp": cell["pp"], "tp": cell["tp"]} for cell in grid.whole()]
+    assert pairs(grid.part()) == pairs(grid.whole()) - {(("pp", 4), ("tp", 2))}
+
+
 def test_the_part_is_the_same_every_time() -> None:
     assert Grid(AXES).part() == Grid(AXES).part()
 

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise import World, parallelize
 from meshwise.attention.context_parallel import _flex_attention
 from meshwise.reference.gpt import next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 TOKENS, WORDS, HEADS, KV_HEADS, FEATURES = 13, 29, 4, 2, 4
 WIDTH = HEADS * FEATURES

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise import Options, Plan, World, parallelize
 from meshwise.reference import GPT, GPTConfig
 from meshwise.reference.gpt import next_token_loss
 from meshwise.simulate.rehearsal import rehearse
-from meshwise.testing import SavedForBackward, agree, alone, outcome, run
+from meshwise.testing import SavedForBackward, agree, run
 from simulate.subjects import gpt_subject
 
 

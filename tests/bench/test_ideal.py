@@ -64,7 +64,7 @@ def test_a_small_run_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureF
     page = tmp_path / "benchmarks.md"
     page.write_text("<!-- ideal: begin -->\n<!-- ideal: end -->\n")
     chosen = ["--only", "apart, micro", "--only", "meshwise zero=2"]
-    words = ["--ranks", "2", "--turns", "2", *chosen, "--docs", str(page)]
+    words = ["--ranks", "1", "--turns", "1", *chosen, "--docs", str(page)]
 
     status = main([*words, *(word for size in SMALL for word in ("--shape", size))])
 

@@ -226,8 +226,7 @@ def test_a_signal_lets_all_ranks_save_and_end_and_the_printed_command_goes_on(ho
     assert [path.name for path in (folder / "run" / "checkpoints").glob("step-*")] == [f"step-{len(done)}"]
     following = shlex.split(out.partition("\nnext: ")[2].splitlines()[0])
     assert following[:2] == ["meshwise", "train"]
-    again = Command(sys.executable, "-m", *following, f"--train.steps={len(done) + 2}", folder=folder)
-    assert again.end()[0] == 0
+    assert main([*following[1:], f"--train.steps={len(done) + 2}"]) == 0
     assert [step for step, _ in steps(folder / "run")] == list(range(1, len(done) + 3))
 
 

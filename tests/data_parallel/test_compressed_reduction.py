@@ -102,7 +102,9 @@ def replay(wire: str, ranks: int, *, zero: int, feedback: bool, steps: int) -> d
 
 
 REPLAYS = Grid(
-    {"wire": WIRES, "ranks": (2, 3, 4), "zero": (0, 1, 2, 3), "feedback": (0, 1)}, cost=lambda cell: cell["ranks"]
+    {"wire": WIRES, "ranks": (2, 3, 4), "zero": (0, 1, 2, 3), "feedback": (0, 1)},
+    cost=lambda cell: cell["ranks"],
+    single=("ranks",),
 )
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Forward, default_forward
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 WIDTH = 8
 over_plans = pytest.mark.parametrize("plan", ["dp=2 zero=1", "dp=2 zero=3", "dp=3 zero=3 microbatches=2"])

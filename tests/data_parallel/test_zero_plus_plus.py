@@ -73,6 +73,7 @@ GATHERS = Grid(
         "more": ("", "recompute=selective", "recompute=full", "offload=params:cpu,optimizer:cpu"),
     },
     cost=lambda cell: 3.0 if cell["more"] else 1.0,
+    single=("more",),
 )
 
 
@@ -269,7 +270,7 @@ HOPS = Grid(
         "zero": (1, 2, 3),
         "feedback": (0, 1),
     },
-    cost=lambda _: 2.0,
+    single=("shape",),
 )
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from expert.exact_casts import ExactCasts
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 TOKENS, VOCABULARY = 6, 23
 TEXT: Mapping[str, Any] = {

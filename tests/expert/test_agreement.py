@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.reference.mixture_gpt import balanced_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 VOCABULARY, CONTEXT, ROWS = 16, 4, (7, 2)
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -101,6 +102,7 @@ LAYOUTS = Grid(
         "rest": ("", "microbatches=3", "recompute=full", "recompute=selective microbatches=2"),
     },
     cost=lambda cell: Plan.parse(cell["ranks"]).mesh().size,
+    single=("zero", "rest"),
 )
 
 
@@ -114,7 +116,8 @@ KIND = Grid(
         "kind": tuple(KINDS),
         "ranks": ("dp=4 ep=2 zero=3", "dp=2 tp=2 ep=4 microbatches=2", "pp=2 dp=2 ep=2 recompute=full"),
         "tied": (False, True),
-    }
+    },
+    single=("ranks", "tied"),
 )
 
 

@@ -10,12 +10,13 @@ from torch.nn import functional
 
 from expert.test_agreement import VOCABULARY, batches
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from meshwise.verify import verify
 
 WIDTH, EXPERTS = 8, 5

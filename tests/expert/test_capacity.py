@@ -13,12 +13,13 @@ from expert import mixtures_of_transformers as hugging_face
 from expert.test_agreement import VOCABULARY, batches, build, loss, training
 from expert.test_called_experts import build as build_called
 from expert.test_called_experts import training as training_of_called
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.expert.expert_capacity import limit_experts
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from meshwise.verify import verify
 
 

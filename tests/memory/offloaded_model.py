@@ -1,6 +1,7 @@
 """The model that the tests of tiers train, and its outcome."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ SMALL = SwapConfig(buffers=2, buffer=1 << 16)
 class Blocks(nn.Module):
     """Blocks of which one has more elements than are updated at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(layers)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 5)
 
@@ -48,10 +49,18 @@ EARLY = replace(CLIPPED, clip_norm=None, nonfinite="end")
 
 
 def under(
-    world: World, plan: str, *, kind: type = torch.optim.AdamW, options: Options = CLIPPED, **arguments: Any
+    world: World,
+    plan: str,
+    *,
+    kind: type = torch.optim.AdamW,
+    options: Options = CLIPPED,
+    layers: int = 3,
+    **arguments: Any,
 ) -> Trainer:
     arguments = {"lr": 1e-2, "weight_decay": 0.1} | arguments
-    return parallelize(Blocks, plan, loss=squares, world=world, optimizer=kind, options=options, **arguments)
+    return parallelize(
+        partial(Blocks, layers), plan, loss=squares, world=world, optimizer=kind, options=options, **arguments
+    )
 
 
 def outcome(trainer: Trainer) -> dict[str, Tensor]:

@@ -76,8 +76,10 @@ def test_early_updates_with_other_ways_of_splitting(plan: str) -> None:
 
 
 def steps(world: World, plan: str, options: Options) -> tuple[Timeline, Counts]:
-    """A step in which the backward of the first block waits a moment for an update; and the calls of another one."""
-    trainer = under(world, plan, options=options)
+    """A step in which the backward of the first block waits a moment for an update; and the calls of another one.
+
+    An update begins when the unit behind the next one has its gradients, so the last of four blocks is updated then."""
+    trainer = under(world, plan, options=options, layers=4)
     trainer.step(batches()[0])
     updates = lambda: sum(moved.kind == "update" for moved in trainer.tiers.moved)  # noqa: E731
     before = updates()
@@ -86,6 +88,7 @@ def steps(world: World, plan: str, options: Options) -> tuple[Timeline, Counts]:
         until = time.monotonic() + (100 if options is EARLY else 0.1)
         while updates() == before and time.monotonic() < until:
             time.sleep(0.001)
+        assert (updates() > before) is (options is EARLY)
 
     first: Any = trainer.model.blocks[0]  # type: ignore[index]
     handle = first.register_forward_hook(lambda *given: given[2].register_hook(linger) and None)
@@ -247,7 +250,7 @@ class Slow(torch.optim.AdamW):
     """Whose update takes a while."""
 
     def step(self, closure: Any = None) -> Any:
-        time.sleep(0.2)
+        time.sleep(0.05)
         return super().step(closure)
 
 
@@ -265,7 +268,7 @@ def test_a_load_waits_for_the_early_updates_of_a_backward_that_failed(tmp_path: 
             trainer.step(batches()[1])
         handle.remove()
         trainer.load(tmp_path / "saved")
-        time.sleep(0.5)
+        time.sleep(0.2)
         the_same(dict(trainer.full_parameters()), before)
         trainer.step(batches()[1])
         trainer.close()

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from optim.whole_optimizers import Normed, Orthogonal, Undeclared
 
 PLANS = ("dp=1", "dp=3", "dp=3 zero=3", "dp=2 tp=4 tp_mode=2d zero=1", "pp=2 tp=2 dp=2 zero=2 microbatches=2")

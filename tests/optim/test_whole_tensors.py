@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -16,7 +17,7 @@ from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.simulate.predicted_memory import memory_of
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import Category
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from meshwise.train.job import JobError, OptimizerJob
 from meshwise.train.objects_by_name import optimizer
 from meshwise.verify import verify
@@ -61,12 +62,13 @@ def trained(world: World, *, plan: str, tied: bool, name: str) -> Any:
 @pytest.mark.grid(
     Grid(
         {"name": NAMES, "shape": SHAPES, "dp": (1, 2, 3), "zero": (0, 1, 2, 3), "tied": (False, True)},
-        cost=lambda cell: Plan.parse(f"{cell['shape']} dp={cell['dp']}").mesh().size,
+        cost=lambda cell: Plan.parse(f"{cell['shape']} dp={cell['dp']}").mesh().size * (8 if cell["dp"] == 1 else 1),
         exists=lambda cell: (
             Plan.parse(f"{cell['shape']} dp={cell['dp']}").mesh().size <= 8
             and not (cell["zero"] and cell["dp"] == 1)
             and not (cell["zero"] > 1 and "pp" in cell["shape"])
         ),
+        strength=1,  # by the access to whole tensors that the optimizers of test_large_batch_optimizers.py use
     )
 )
 def test_a_plan_gives_what_the_class_gives_on_one_process(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grid import Cell, Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.cut.model_cut import CutOptions
@@ -15,7 +16,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT
 from meshwise.reference.gpt import Block
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from tensor.plain import gpt
 
 WIDTH, WORDS, TOKENS = 16, 24, 6
@@ -149,17 +150,22 @@ def exists(cell: Cell) -> bool:
     return scheme == GRIDS[0] or len(at) != 1
 
 
-GRID = Grid(
-    {"model": tuple(MODELS), "scheme": (*GRIDS, "tp=2", "tp=2 sequence_parallel=1"), "at": PLACES},
-    exists=exists,
-    cost=lambda cell: Plan.parse(plan_of(cell["scheme"], cell["at"])).mesh().size,
-    strength=1,
-)
+def ranks(cell: Cell) -> int:
+    return Plan.parse(plan_of(cell["scheme"], cell["at"])).mesh().size
 
 
 def plan_of(scheme: str, at: tuple[str, ...]) -> str:
     stages = len(at) + 1
     return f"{scheme} pp={stages} microbatches={stages}{' schedule=zb-h1' if stages > 2 else ''}"
+
+
+GRID = Grid(
+    {"model": tuple(MODELS), "scheme": (*GRIDS, "tp=2", "tp=2 sequence_parallel=1"), "at": PLACES},
+    exists=exists,
+    cost=ranks,
+    strength=1,
+    heavy=lambda cell: ranks(cell) > 8,
+)
 
 
 def model_of(model: str) -> nn.Module:
@@ -210,6 +216,7 @@ RETURNED = Grid(
     },
     exists=lambda cell: cell["scheme"] != GRIDS[2] or cell["cut"][0] == "head",
     strength=1,
+    heavy=lambda cell: cell["scheme"] == GRIDS[2],
 )
 
 

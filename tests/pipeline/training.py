@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 BOUND = 1e-9
 WIDTH = 6

@@ -151,6 +151,7 @@ def require_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], *, b
             "rows": (10, 12),
         },
         cost=lambda cell: 3.0 if "2 " in cell["shape"] else 1.0,
+        single=("shape",),
     )
 )
 def test_a_plan_is_the_published_algorithm(scheme: str, shape: str, every: int, rows: int) -> None:

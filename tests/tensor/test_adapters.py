@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from expert.exact_casts import ExactCasts
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.checkpoint.hugging_face import ADAPTER, export
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 peft = pytest.importorskip("peft")
 
@@ -58,7 +59,8 @@ PLANS = Grid(
         "split": ("dp=2", "tp=2", "tp=4", "dp=2 tp=2", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2"),
         "zero": (0, 1, 3),
         "recompute": ("none", "full"),
-    }
+    },
+    strength=1,
 )
 
 

@@ -101,11 +101,15 @@ def losses(folder: Path) -> list[float]:
     return [event["loss"] for event in events if event["event"] == "step"]
 
 
+RESUMES = {"dp=2 zero=3": 4, "tp=2": 5, "pp=2 microbatches=2": 7}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_plan_trains_on_the_same_batches_and_resumes_at_the_sample(kind: str, tmp_path: Path) -> None:
     run_job(job(tmp_path, **KINDS[kind]), ranks=1)
     expected = losses(tmp_path / "run")
-    for plan, step in (("dp=2 zero=3", 4), ("tp=2", 5), ("pp=2 microbatches=2", 7)):
+    plans = RESUMES if kind == "stateful, sorted" else ("dp=2 zero=3",)
+    for plan, step in ((plan, RESUMES[plan]) for plan in plans):
         other = job(tmp_path, plan=plan, **KINDS[kind])
         place = tmp_path / plan
         settings = replace(other.train, output=str(place), resume=str(tmp_path / f"run/checkpoints/step-{step}"))

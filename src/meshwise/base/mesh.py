@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -73,12 +74,12 @@ class Mesh:
     def __str__(self) -> str:
         return " ".join(f"{name}={degree}" for name, degree in self.axes)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the axes, outermost first."""
         return tuple(name for name, _ in self.axes)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks: the product of the degrees."""
         return math.prod(degree for _, degree in self.axes)
@@ -104,6 +105,7 @@ class Mesh:
         named = self.expand(axes)
         return tuple(name for name in self.names if name not in named)
 
+    @lru_cache(4096)  # noqa: B019 - every collective and every part of a tensor asks for it
     def index(self, rank: int, *, axis: str) -> int:
         """Return the index of `rank` along `axis`; along a joint axis, its place among the ranks of that axis."""
         coordinate, index = self.coordinate(rank), 0

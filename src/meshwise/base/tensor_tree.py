@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -32,17 +33,23 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 def tensors(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors of a tree, in the order of its dataclass fields, keys and items."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from tensors(getattr(tree, field.name))
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from tensors(value)
+    rest = [tree]
+    while rest:
+        item = rest.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            rest += item[::-1]
+        elif type(item) in _PLAIN:
+            continue
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            rest += [getattr(item, field.name) for field in dataclasses.fields(item)][::-1]
+        elif isinstance(item, Mapping):
+            rest += [*item.values()][::-1]
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+"""Types of most values without tensors, which need no further look: modes look at the arguments of every operation."""
 
 
 def storage_bytes(tree: Any) -> int:

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -205,7 +205,7 @@ class Layout:
 
         Raises ValueError if the number of dims differs, the mesh lacks an axis, or a dim does not fit its `DimSplit`.
         """
-        bounds = self._bounds(shape, mesh=mesh, rank=rank)
+        bounds = self._bounds(tuple(shape), mesh=mesh, rank=rank)
         return tuple(
             Rectangle(tuple(start for start, _ in corner), tuple(stop - start for start, stop in corner))
             for corner in itertools.product(*bounds)
@@ -213,7 +213,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """Return the shape of the tensor that `rank` stores. Raises ValueError as `pieces` does."""
-        bounds = self._bounds(shape, mesh=mesh, rank=rank)
+        bounds = self._bounds(tuple(shape), mesh=mesh, rank=rank)
         return tuple(sum(stop - start for start, stop in spans) for spans in bounds)
 
     @property
@@ -225,7 +225,8 @@ class Layout:
     def _cuts(self) -> tuple[DimSplit, ...]:
         return self.cuts or (ANYWHERE,) * len(self.splits)
 
-    def _bounds(self, shape: Sequence[int], *, mesh: Mesh, rank: int) -> list[list[tuple[int, int]]]:
+    @lru_cache(4096)  # noqa: B019 - layouts and meshes are small values
+    def _bounds(self, shape: tuple[int, ...], *, mesh: Mesh, rank: int) -> list[list[tuple[int, int]]]:
         """Return (start, stop) of the rank's part of each section, per dim."""
         if len(shape) != len(self.splits):
             raise ValueError(f"the layout '{self}' has {len(self.splits)} dims, the shape {tuple(shape)} {len(shape)}")

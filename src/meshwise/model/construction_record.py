@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.torch_private import TorchDispatchMode, without_modes, written_arguments
+from meshwise.model.torch_private import LightDispatchMode, without_modes, written_arguments
 
 CPU = torch.device("cpu")
 """The device on which values are computed."""
@@ -267,7 +267,7 @@ def _with_generator(func: Any) -> Any:
 _traits_of = cache(_Traits)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(LightDispatchMode):
     """Mode that runs every operation on meta tensors and records it."""
 
     def __init__(self, record: ConstructionRecord) -> None:

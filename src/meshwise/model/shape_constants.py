@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.torch_private import TorchDispatchMode, in_backward, without_modes, written_arguments
+from meshwise.model.torch_private import LightDispatchMode, in_backward, without_modes, written_arguments
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ _LIKE = _NEW | {aten.zeros_like, aten.ones_like, aten.full_like}
 """Operations that read only the dtype or the sizes of a tensor argument."""
 
 
-class ShapeConstants(TorchDispatchMode):
+class ShapeConstants(LightDispatchMode):
     """Mode that gives the model the known values of meta tensors, in all steps of one rank's rehearsal.
 
     Known are the values of the batch's integers, and of tensors made from known tensors. In a `forward` and in a
@@ -221,7 +221,7 @@ def run_on_meta(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, A
     return func(*args, **kwargs)
 
 
-class MetaKernels(TorchDispatchMode):
+class MetaKernels(LightDispatchMode):
     """Mode that runs operations on meta tensors by `run_on_meta`, and all others as usual."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -40,7 +40,7 @@ from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.shared_segment import KEPT, fits
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.model.shape_constants import run_on_meta
-from meshwise.model.torch_private import TorchDispatchMode, without_modes
+from meshwise.model.torch_private import LightDispatchMode, without_modes
 from meshwise.optim.flat_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action
 from meshwise.simulate.step_tape import (
@@ -192,7 +192,7 @@ OperationMemo: TypeAlias = dict[Any, _Known]
 """Cache of operations' costs and result shapes. A model repeats its blocks, and shape inference is slow."""
 
 
-class OperationRecorder(TorchDispatchMode):
+class OperationRecorder(LightDispatchMode):
     """Dispatch mode that records every operation below autograd with its cost and outputs."""
 
     def __init__(self, recorder: Recorder, *, memo: OperationMemo) -> None:
@@ -371,7 +371,7 @@ def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
         return optimizer
 
     class Rehearsed(optimizer):  # type: ignore[misc, valid-type]
-        __doc__ = optimizer.__doc__
+        __doc__, __module__ = optimizer.__doc__, optimizer.__module__  # a class of torch needs no trial on slices
         __signature__ = inspect.signature(optimizer)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
@@ -46,9 +47,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Let torch.compile run a function as it is, with all that it calls: a compiled block is cut at its collectives."""
-    disabled: F = torch.compiler.disable(function)
-    return disabled
+    """Let torch.compile run a function as it is, with all that it calls: a compiled block is cut at its collectives.
+
+    `torch.compiler.disable` would import the compiler with this package, which is half of the time that takes."""
+    return _disable_dynamo(function)  # type: ignore[return-value]
 
 
 class PendingResult:

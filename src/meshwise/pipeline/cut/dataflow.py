@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.torch_private import TorchDispatchMode, written_arguments
+from meshwise.model.torch_private import LightDispatchMode, written_arguments
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _effect_of(key: str) -> Dependencies:
     return Dependencies(effects=frozenset((key,)))
 
 
-class DataflowTracer(TorchDispatchMode):
+class DataflowTracer(LightDispatchMode):
     """Dispatch mode that records the dependencies of tensors that are made or changed while it is on."""
 
     def __init__(self) -> None:
