@@ -3,7 +3,7 @@
     python benchmarks/slow_links.py
 
 Four ranks train the GPT of 33.7 million parameters of `gpt.py`; every call along dp takes as long as on `--link`. The
-plans take turns, one step each. DiLoCo agrees every 50 steps: its mean is of 49 steps without an agreement and one with.
+plans take turns, one step each. DiLoCo agrees every 50 steps: its mean is of 49 steps without agreement and one with.
 Both are medians of measured steps; the benchmark agrees every `--every` steps, to see some."""
 
 from __future__ import annotations
