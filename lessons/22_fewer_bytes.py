@@ -152,8 +152,8 @@ print(f"server: loss {loss(w):.4f}; its link carries {2 * (RANKS - 1)} tensors a
 # %% [markdown]
 # ## With meshwise
 #
-# Each method but the server is a word of a plan. The same model, loss and optimizer run under each of them, and give
-# the numbers of the replays above.
+# Each method is a word of a plan; the server's is `dp=3 server=1`. The same model, loss and optimizer run under the
+# others, and give the numbers of the replays above.
 
 
 # %%

@@ -75,6 +75,30 @@ assert world.exchange(world.rank) == list(range(world.size))""",
 
 if __name__ == "__main__":
     losses = mw.run(2, main)  # two processes""",
+    "remote": """def two_ranks(world):
+    head = mw.remote(torch.nn.Linear, args=(4, 2), world=world, rank=1, optimizer=torch.optim.Adam)
+    if head.here:
+        return head.serve()
+    logits = head(batch[0])
+    torch.nn.functional.cross_entropy(logits, batch[1]).backward()  # runs on rank 1
+    head.step()
+    head.close()
+
+
+if __name__ == "__main__":
+    mw.run(2, two_ranks)""",
+    "RemoteModule": """def both(world):
+    heads = [mw.remote(torch.nn.Linear, args=(4, 2), world=world, rank=rank) for rank in (1, 2)]
+    if world.rank:
+        return heads[world.rank - 1].serve()
+    calls = [head.begin(batch[0]) for head in heads]  # both ranks compute
+    total = sum(call.wait().sum() for call in calls)
+    for head in heads:
+        head.close()
+
+
+if __name__ == "__main__":
+    mw.run(3, both)""",
     "PendingSave": """saving = trainer.save("run/step-1", wait=False)  # training may continue
 saving.wait()
 trainer.load("run/step-1")""",
@@ -142,7 +166,7 @@ except (mw.RankLostError, SystemExit) as error:
 }
 """The example of each public name, in the order of the page."""
 
-PROCESSES = ("run", "RanksDisagree", "RankLostError")
+PROCESSES = ("run", "remote", "RemoteModule", "RanksDisagree", "RankLostError")
 """Examples that start processes: a test of processes runs them, as a script."""
 
 

@@ -18,6 +18,7 @@ from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import LossScale
 from meshwise.simulate.predicted_memory import needs
+from meshwise.sync.remote_module import RemoteModule, remote
 from meshwise.verify import Report, verify
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "PlanError",
     "RankLostError",
     "RanksDisagree",
+    "RemoteModule",
     "Report",
     "SaveError",
     "StepResult",
@@ -52,6 +54,7 @@ __all__ = [
     "measure",
     "needs",
     "parallelize",
+    "remote",
     "run",
     "verify",
 ]
