@@ -17,7 +17,7 @@ from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.optim import LAMB, LARS, Muon, Several, parameter_rule
 from meshwise.optim.large_batch_optimizers import orthogonalize
 from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from meshwise.verify import verify
 
 SGD_AND_LAMB = {"hidden": (LAMB, {"lr": 0.02}), "rest": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})}
