@@ -164,7 +164,6 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     operators = {f"_scaled_dot_product_{name}": noted(name, run) for name, run in names.items()}
     monkeypatch.setattr(fused_kernels, "_aten", SimpleNamespace(**operators))
     monkeypatch.setattr(attention_tiles, "fused_kernel", chosen)
-    monkeypatch.setattr(attention_tiles, "keeps_half_precision", lambda _device: True)
     monkeypatch.setattr(attention_tiles, "CPU_TILE", 16)
     return called
 

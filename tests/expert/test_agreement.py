@@ -51,7 +51,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def training(kind: str = "top-2", *, cp: int = 1) -> dict[str, Any]:
-    rules = {"blocks.*.mlp": "tokens whole"} if cp > 1 else None  # it takes a mean over the tokens
+    whole = cp > 1 and kind in ("balance", "expert-choice")  # these routers compare or average the tokens of a sequence
+    rules = {"blocks.*.mlp": "tokens whole"} if whole else None
     rate = 0.02 if kind == "biased" else 0.0
     options = Options(clip_norm=0.5, example=batches()[0], tensor_rules=rules, expert_bias_rate=rate)
     return {"loss": loss, "options": options, "lr": 1e-2, "weight_decay": 0.1}
@@ -89,6 +90,7 @@ RANKS = (
     "dp=2 tp=2 ep=4 sequence_parallel=1",
     "tp=2 etp=2 sequence_parallel=1",
     "cp=2 ep=2 context=ulysses",
+    "dp=2 cp=2 ep=4 chunk=3",
     "dp=2 cp=2 ep=4",
     "cp=2 tp=2 ep=2 etp=2 context=ring",
     "pp=2 cp=2 ep=2 context=striped",
@@ -133,13 +135,21 @@ DISPATCH = Grid(
             "dp=2 tp=2 ep=4",
             "dp=2 tp=2 ep=2 etp=2 sequence_parallel=1",
             "pp=2 dp=2 ep=2",
+            "pp=2 dp=2 ep=2 schedule=zb-h1",
             "cp=2 ep=2",
         ),
         "zero": (0, 3),
         "dispatch": ("auto", "all-gather"),
         "chunk": (0, 3),
         "kind": ("top-2", "noisy", "expert-choice", "5 experts"),
-        "rest": ("", "microbatches=3", "recompute=full", "recompute=selective"),
+        "rest": (
+            "",
+            "microbatches=3",
+            "recompute=full",
+            "recompute=selective",
+            "budget=20K",
+            "offload=activations:cpu",
+        ),
     },
     exists=lambda cell: cell["dispatch"] != "auto" or cell["chunk"] > 0,
     cost=lambda cell: Plan.parse(cell["ranks"]).mesh().size,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwise.attention.fused_kernels import AttentionInput, FusedKernel, fused_kernel, keeps_half_precision
+from meshwise.attention.fused_kernels import AttentionInput, FusedKernel, fused_kernel
 from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full, pair_indices
 from meshwise.layout.layout import TokenRanges, TokenTile
 from meshwise.model.random_interception import DrawContext, IndexBlock, draw, keep_mask
@@ -146,11 +146,10 @@ class TiledAttention:
 
     def add(self, q: Tensor, *, block: tuple[Tensor, Tensor], keys: TokenRanges, into: tuple[Tensor, Tensor]) -> None:
         """Merge the attention on a block (k, v) at the positions `keys` into the accumulators."""
-        dtype = q.dtype if keeps_half_precision(q.device) else into[0].dtype
-        k, v = (x.to(dtype) for x in block)
+        k, v = block
         for tile, runs in self._plan(keys, q):
             rows = slice(tile.start, tile.stop)
-            part = _fold(q[:, :, rows].to(k.dtype), k.size(1))
+            part = _fold(q[:, :, rows], k.size(1))
             o, lse = into[0][:, :, rows], into[1][:, :, rows]
             for run in runs:
                 pair = None if run.tile is None else TilePair(tile, run.tile)
@@ -173,15 +172,14 @@ class TiledAttention:
         """Return the gradients of a block's k and v, and add the gradients of q and of the mask to `into`.
 
         `merged`: the merged o and lse, and their gradients; None: lse has no gradient."""
-        dtype = q.dtype if keeps_half_precision(q.device) else into[0].dtype
-        k, v = (x.to(dtype) for x in block)
+        k, v = block
         dk, dv = (torch.zeros_like(x, dtype=into[0].dtype) for x in (k, v))
         safe_lse = merged[1].masked_fill(merged[1] == -math.inf, 0.0)
         for tile, runs in self._plan(keys, q, by_keys=True):
             here = slice(tile.start, tile.stop)
             for run in runs:
                 rows = slice(run.start, run.stop)
-                part, out, do = (_fold(x[:, :, rows].to(dtype), k.size(1)) for x in (q, merged[0], merged[2]))
+                part, out, do = (_fold(x[:, :, rows], k.size(1)) for x in (q, merged[0], merged[2]))
                 lse = safe_lse[:, :, rows].reshape(part.shape[:-1])
                 dlse = None if merged[3] is None else merged[3][:, :, rows].to(lse.dtype).reshape(lse.shape)
                 pair = None if run.tile is None else TilePair(run.tile, tile)
@@ -252,7 +250,7 @@ class TiledAttention:
         plain |= rules.dropout is not None or rules.score_mod is not None
         plain |= rules.mask is not None and rules.mask.requires_grad
         fused = None if plain else fused_kernel(part, value_features=v.size(-1), masked=pair is not None)
-        if fused is None:
+        if fused is None or fused.widens:
             part, k, v = (x.to(accumulator(x.dtype)) for x in (part, k, v))
         if pair is not None:
             groups = part.size(2) // (pair.queries.stop - pair.queries.start)
@@ -342,10 +340,10 @@ class _Kernel:
         self, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return the gradients of q, k, v and of the mask (None from the fused kernel, which has no `dlse`)."""
+        q, k, v, _, scale = self.given
+        do, o = do.to(q.dtype), o.to(q.dtype)
         if self.fused is not None:
             return *self.fused.backward(self.given, do, o, lse), None
-        q, k, v, _, scale = self.given
-        do, o = do.to(lse.dtype), o.to(lse.dtype)
         scores, slope = self._scores()
         weights = (scores - lse.unsqueeze(-1)).exp_()
         dropped = weights if self.keep is None else weights * self.keep

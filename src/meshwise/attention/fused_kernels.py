@@ -11,7 +11,7 @@ The kernels of CUDA need features, strides and offsets that are multiples of 8 e
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,22 +35,16 @@ class AttentionInput(NamedTuple):
     scale: float
 
 
-Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
-
-
 class FusedKernel(NamedTuple):
     """Functions of one kernel.
 
     | forward    returns o and lse; lse of a query without keys is not defined
-    | backward   returns the gradients of q, k and v, for the gradient of o, and o and lse of all keys"""
+    | backward   returns the gradients of q, k and v, for the gradient of o, and o and lse of all keys
+    | widens     half precision is to be converted to fp32 before"""
 
     forward: Callable[[AttentionInput], tuple[Tensor, Tensor]]
-    backward: Callable[[AttentionInput, Tensor, Tensor, Tensor], Gradients]
-
-
-def keeps_half_precision(device: torch.device) -> bool:
-    """Return whether the fused kernels of a device compute products of half precision as they are."""
-    return device.type == "cuda"
+    backward: Callable[[AttentionInput, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    widens: bool = False
 
 
 def fused_kernel(q: Tensor, *, value_features: int, masked: bool) -> FusedKernel | None:
@@ -77,7 +71,7 @@ def _cpu_forward(x: AttentionInput) -> tuple[Tensor, Tensor]:
     return o, lse
 
 
-def _cpu_backward(x: AttentionInput, do: Tensor, o: Tensor, lse: Tensor) -> Gradients:
+def _cpu_backward(x: AttentionInput, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     backward, dropout, is_causal = _aten._scaled_dot_product_flash_attention_for_cpu_backward, 0.0, False
     dq, dk, dv = backward(do, *x[:3], o, lse, dropout, is_causal, attn_mask=x.mask, scale=x.scale)
     return dq, dk, dv
@@ -94,7 +88,7 @@ def _flash_forward(x: AttentionInput) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def _flash_backward(x: AttentionInput, do: Tensor, o: Tensor, lse: Tensor) -> Gradients:
+def _flash_backward(x: AttentionInput, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     seed, offset = (x.q.new_empty(size, dtype=torch.uint64) for size in (2, ()))  # read under dropout only
     borders, dropout, is_causal = (None, None, x.q.size(2), x.k.size(2)), 0.0, False
     given = (*map(_aligned, (do, *x[:3], o)), lse.contiguous(), *borders, dropout, is_causal, seed, offset)
@@ -119,7 +113,7 @@ def _efficient_forward(x: AttentionInput) -> tuple[Tensor, Tensor]:
     return o, lse.narrow(-1, 0, x.q.size(2))  # the kernel fills up rows of lse
 
 
-def _efficient_backward(x: AttentionInput, do: Tensor, o: Tensor, lse: Tensor) -> Gradients:
+def _efficient_backward(x: AttentionInput, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     seed, offset = (x.q.new_empty((), dtype=torch.int64) for _ in range(2))  # read under dropout only
     filled = functional.pad(lse, (0, -lse.size(-1) % _ALIGNED_LSE), value=math.inf).contiguous()
     # The kernel reads o with the strides of (samples, queries, heads, features).
@@ -130,6 +124,6 @@ def _efficient_backward(x: AttentionInput, do: Tensor, o: Tensor, lse: Tensor) -
     return dq, dk, dv
 
 
-_CPU = FusedKernel(_cpu_forward, _cpu_backward)
+_CPU = FusedKernel(_cpu_forward, _cpu_backward, widens=True)
 _FLASH = FusedKernel(_flash_forward, _flash_backward)
 _EFFICIENT = FusedKernel(_efficient_forward, _efficient_backward)

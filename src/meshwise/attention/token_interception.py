@@ -226,6 +226,19 @@ class TokenInterception(ForwardAndBackwardMode):
                 self._states[place] = self.state
             self.state, self.active = None, False
 
+    def snapshot(self) -> TokenState | None:
+        """Return the tokens at this place of the forward, for a repeated forward."""
+        return self.state
+
+    @contextlib.contextmanager
+    def restored(self, place: TokenState | None) -> Iterator[None]:
+        """Take a result of `snapshot` as the tokens in the block: a part of a module with whole tokens repeats so."""
+        before, self.state = self.state, place
+        try:
+            yield
+        finally:
+            self.state = before
+
     def positions(self) -> Tensor | None:
         """Return the global positions of this rank's tokens in the present forward; None if it has all tokens."""
         state = self.state

@@ -445,11 +445,10 @@ def _build_engine(
     """Build the engine, random draws and batch statistics of the model or of a stage on this rank.
 
     earlier: names of a stage's parameters that an earlier stage also holds; None for the whole model."""
-    plan, world, options, module = setting.plan, setting.world, setting.options, source.module
+    plan, world, options, context, module = setting.plan, setting.world, setting.options, setting.context, source.module
     convert(module, precision=setting.storage.precision)
     setting.routers.follow(module)
-    over_tokens = {} if setting.context is None else {"over_tokens": setting.context.over_tokens}
-    limit_experts(module, capacity=options.expert_capacity, **over_tokens)
+    limit_experts(module, capacity=options.expert_capacity, over_tokens=context.over_tokens if context else None)
     table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes, bucket=plan.bucket)
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)
@@ -467,6 +466,8 @@ def _build_engine(
     engine = DataParallel(source, table=table, world=world, storage=setting.storage, by_module=earlier is None)
     draws = _draws(module, setting, outside)
     recall.remember(draws)
+    if context is not None:
+        recall.remember(context.mode)
     setting.compile(module, draws=draws)
     statistics = BatchStatistics(module, world=world, axes=plan.loss_axes, joined=setting.joined)
     return LiveModel(engine, draws, statistics)

@@ -29,9 +29,10 @@ OverTokens: TypeAlias = Callable[..., Tensor]
 class ExpertCapacity:
     """Limit of one mixture's experts, as hooks of the module of experts and of the module around it."""
 
-    def __init__(self, capacity: float, *, mixture: Mixture, over_tokens: OverTokens) -> None:
+    def __init__(self, capacity: float, *, mixture: Mixture, over_tokens: OverTokens | None) -> None:
         """`capacity`: most tokens of a sample for one expert, as a multiple of the even share."""
-        self._capacity, self._mixture, self._over_tokens = capacity, mixture, over_tokens
+        self._capacity, self._mixture = capacity, mixture
+        self._over_tokens: OverTokens = over_tokens or (lambda x, *, function, **_: function(x))
         self._tokens = 0
 
     def limit(self, module: nn.Module, *, experts: nn.Module) -> None:
@@ -84,12 +85,10 @@ class ExpertCapacity:
         return chosen.cumsum(-1) > (chosen.size(-1) * choices / self._mixture.experts * self._capacity).ceil()
 
 
-def limit_experts(
-    module: nn.Module, *, capacity: float, over_tokens: OverTokens = lambda x, *, function, **_: function(x)
-) -> None:
+def limit_experts(module: nn.Module, *, capacity: float, over_tokens: OverTokens | None = None) -> None:
     """Let the experts of a model's mixtures take at most `capacity` of each sample's tokens, by hooks; 0: no limit.
 
-    Call it before the experts are divided. `over_tokens`: how a function gets the tokens of all ranks of cp."""
+    Call it before the experts are divided. `over_tokens`: how a function gets all tokens; None: this rank has them."""
     for name, mixture in find_mixtures(module).items() if capacity else ():
         around, experts = module.get_submodule(name.rpartition(".")[0]), module.get_submodule(name)
         ExpertCapacity(capacity, mixture=mixture, over_tokens=over_tokens).limit(around, experts=experts)
