@@ -92,7 +92,8 @@ def markdown(losses: Losses, *, batches: tuple[int, int]) -> str:
         for batch in batches:
             rate, seeds = best(losses, optimizer=optimizer, batch=batch)
             means.append(statistics.mean(seeds))
-            cells.append(f"{means[-1]:.2f} ({min(seeds):.2f} to {max(seeds):.2f}) | {rate:g}")
+            spread = f" ({min(seeds):.2f} to {max(seeds):.2f})" if len(seeds) > 1 else ""
+            cells.append(f"{means[-1]:.2f}{spread} | {rate:g}")
         lines.append(f"| {optimizer} | {' | '.join(cells)} | {means[1] - means[0]:.2f} |")
     return "\n".join(lines)
 
