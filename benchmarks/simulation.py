@@ -24,7 +24,6 @@ from torch.nn import functional
 
 from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calibrate
 from meshwise.comm.api.world import World
-from meshwise.comm.launch.connect import environment
 from meshwise.comm.launch.launch import run
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
@@ -111,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--every", type=int, default=5, help="calibrate before every so-manieth plan")
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update({"OMP_NUM_THREADS": "1", **MALLOC})
     found: list[CalibrationResult] = []
     rows, refused = [], []
     for index, (name, plan) in enumerate(itertools.product(arguments.models, arguments.plans)):
@@ -149,9 +148,8 @@ def compare(name: str, plan: str, cluster: Cluster) -> tuple[str, str, float, fl
     """One plan: model, plan, seconds predicted and measured, error, peak predicted and measured, error."""
     case, ranks = CASES[name], Plan.parse(plan).mesh().size
     prediction = predict(rehearse(case.subject(), plan=plan, ranks=ranks, shared=ranks > 1), cluster=cluster)
-    measured: list[MeasuredRank] = run(ranks, taken, args=(name, plan))[0]
-    with environment(MALLOC):  # freed memory goes back to the system, which costs time
-        lean: list[MeasuredRank] = run(ranks, taken, args=(name, plan))[0]
+    measured: list[MeasuredRank] = run(ranks, timed, args=(name, plan))[0]
+    lean: list[MeasuredRank] = run(ranks, taken, args=(name, plan))[0]
     size = fullest(prediction.memory).peak.bytes + int(cluster.device.own)
     peak = max(one.peak for one in lean)
     took = max(one.step for one in measured)
@@ -161,7 +159,20 @@ def compare(name: str, plan: str, cluster: Cluster) -> tuple[str, str, float, fl
 def calibrated(world: World, rounds: int) -> CalibrationResult:
     """On every rank."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     return calibrate(world, effort=CalibrationEffort(rounds=rounds))
+
+
+def timed(world: World, name: str, plan: str) -> list[MeasuredRank]:
+    """On every rank, as a training keeps its memory."""
+    keep_freed_memory()
+    return taken(world, name, plan)
+
+
+def keep_freed_memory() -> None:
+    """Let the trainer set how this rank's memory is freed, which it leaves to the environment else."""
+    for name in MALLOC:
+        os.environ.pop(name, None)
 
 
 def taken(world: World, name: str, plan: str) -> list[MeasuredRank]:
