@@ -1,6 +1,7 @@
 """Blocks under compile=blocks: the same bits with the eager backend, one compilation for all blocks of one shape."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.reference.mixture_gpt import MixtureConfig, MixtureGPT
-from meshwise.testing import run
+from meshwise.testing import agree, alone, outcome, run
 
 # torch.compile itself reads `.grad` of tensors that are no leaves.
 pytestmark = [
@@ -106,11 +107,60 @@ def test_a_mixture_is_compiled_around_its_experts() -> None:
     assert sum(graphs for _, graphs in found) > 0
 
 
-def transformer(kind: str) -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"vocab_size": 32, "num_key_value_heads": 2, "use_cache": False, "num_local_experts": 4}
+def uneven() -> list[tuple[Tensor, Tensor]]:
+    """Batches whose rows most plans do not divide; the last one has fewer rows than some plans have ranks."""
+    drawn = torch.randint(32, (19, 9), generator=torch.Generator().manual_seed(1))
+    return [(rows[:, :-1], rows[:, 1:]) for rows in drawn.split((12, 5, 2))]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=3 zero=1",
+        "dp=3 zero=3 microbatches=2",
+        "pp=2 microbatches=3 schedule=zb-h1",
+        "pp=2 dp=2 zero=2 microbatches=2",
+        "tp=2 microbatches=2",
+    ],
+)
+def test_compiled_plans_agree_with_one_process(plan: str) -> None:
+    """A part of the cells of the other grids of agreement."""
+
+    def main(world: World) -> Any:
+        options = Options(compiler="eager", example=tokens(0))
+        named = f"{plan} compile=blocks"
+        trainer = parallelize(model, named, world=world, loss=next_token_loss, options=options, lr=1e-2)
+        return outcome(trainer, batches=uneven()), trainer.compiled.graphs
+
+    expected = alone(model, batches=uneven(), loss=next_token_loss, lr=1e-2)
+    found = run(Plan.parse(plan).mesh().size, main)
+    assert sum(graphs for _, graphs in found) > 0
+    for steps, _ in found:
+        agree(steps, expected, bound=1e-9)
+
+
+def transformer(kind: str, *, layers: int = 2, cache: bool = False) -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4}
+    more = {"vocab_size": 32, "num_key_value_heads": 2, "use_cache": cache, "num_local_experts": 4}
     built: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more))
     return built
+
+
+def test_a_cache_that_differs_in_each_layer_is_told() -> None:
+    """Without a cache the layers share their code."""
+
+    def loss(output: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        return functional.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), 32
+
+    for cache, recompilations in ((False, 0), (True, 3)):
+        torch.compiler.reset()
+        build, options = partial(transformer, "llama", layers=4, cache=cache), Options(compiler="eager")
+        trainer = parallelize(build, "dp=1 compile=blocks", loss=loss, options=options, lr=1e-2)
+        trainer.step(tokens(0))
+        said = pytest.warns(UserWarning, match="4 times, .* set use_cache=False") if cache else nullcontext()
+        with said:
+            trainer.step(tokens(1))
+        assert trainer.compiled.recompilations == recompilations
 
 
 @pytest.mark.parametrize("kind, plan", [("llama", "tp=2"), ("mixtral", "tp=2"), ("mixtral", "dp=2 ep=2")])

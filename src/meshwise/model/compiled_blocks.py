@@ -7,6 +7,7 @@ draws, it is compiled too. Layers that tp or ep split run as they are, and the r
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,9 @@ from torch import nn
 
 from meshwise.model.random_draws import RandomDraws
 from meshwise.model.torch_private import compiler_backend, dispatch_modes, without_function_modes
+
+_MANY = 4
+"""Compilations of one forward, for shapes, modes and gradients that differ, after which a warning says so."""
 
 
 class CompiledBlocks:
@@ -30,7 +34,7 @@ class CompiledBlocks:
         self.blocks = self.graphs = self.graph_breaks = self.recompilations = 0
         self.drawing: list[str] = []
         self._splits = splits
-        self._compiled: set[Any] = set()
+        self._compiled = Counter[Any]()
         known = [] if backend is None else torch.compiler.list_backends(exclude_tags=())
         if backend is not None and backend not in known:
             raise ValueError(f"compiler={backend!r} is no backend of torch.compile; there are {', '.join(known)}")
@@ -78,7 +82,13 @@ class CompiledBlocks:
         self.graphs += made
         self.graph_breaks += made - 1
         self.recompilations += own in self._compiled
-        self._compiled.add(own)
+        self._compiled[own] += 1
+        if self._compiled[own] == _MANY:
+            warnings.warn(
+                f"torch.compile has compiled the forward of {name} and its like {_MANY} times, and gives up after 8; "
+                "TORCH_LOGS=recompiles shows why. A cache of transformers differs in each layer: set use_cache=False",
+                stacklevel=2,
+            )
         if made > 1 and not self._splits:
             warnings.warn(
                 f"torch.compile cut the forward of {name} into {made} graphs; TORCH_LOGS=graph_breaks shows where",
