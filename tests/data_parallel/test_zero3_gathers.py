@@ -138,6 +138,16 @@ def test_prefetch_is_how_many_units_are_gathered_ahead(prefetch: int) -> None:
         assert peak == expected
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=2 microbatches=2", "dp=3 zero=3 microbatches=2"])
+def test_units_joined_in_buckets_change_no_number(plan: str) -> None:
+    check(f"{plan} bucket=5K", Stack)
+
+    def main(world: World) -> int:
+        return len(trained(world, f"{plan} bucket=5K", doubled(Stack)).table.units)
+
+    assert set(run(int(plan[3]), main)) == {3}  # a block has 2,240 bytes
+
+
 @over_plans
 def test_a_block_is_whole_while_it_runs_and_no_other_is(plan: str) -> None:
     def main(world: World) -> None:

@@ -44,6 +44,26 @@ def test_a_gpt_is_its_embeddings_its_blocks_and_its_head() -> None:
     """)
 
 
+def test_a_bucket_joins_neighbours_up_to_its_bytes() -> None:
+    """An opened module with parameters of its own stays alone, because they are in use until its forward ends."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(5)))
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.blocks(x) * self.scale
+            return result
+
+    block = 2 * 20 * 4
+    for bucket, sizes in ((0, [1, 1, 1, 1, 1]), (2 * block, [2, 2, 1]), (10 * block, [5])):
+        found = {unit.name: unit.numel * 4 / block for unit in parameter_table(Scaled(), bucket=bucket).units}
+        assert [size for name, size in found.items() if name != "(root)"] == sizes
+        assert found["(root)"] == 0.1
+
+
 def test_a_tied_head_joins_the_embedding_and_takes_the_final_norm_along() -> None:
     assert units(tiny_gpt(tied=True, rotary=True)) == drawn("""
         embedding+norm  embedding,norm,head   528

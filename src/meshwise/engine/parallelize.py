@@ -449,7 +449,7 @@ def _build_engine(
     convert(module, precision=setting.storage.precision)
     setting.routers.follow(module)
     limit_experts(module, capacity=options.expert_capacity)
-    table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes)
+    table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes, bucket=plan.bucket)
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)

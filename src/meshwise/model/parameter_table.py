@@ -4,6 +4,7 @@ All code that uses parameters (initialization, gradient reduction, the norm, the
 table and never walks the module itself. So a parameter has one name everywhere. A tied parameter is registered under
 several names, but is one parameter: gathered once, counted once in the norm, updated once, saved once."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -153,12 +154,13 @@ def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: 
 
 
 def parameter_table(
-    module: nn.Module, *, options: ParameterOptions | None = None, replicas: Sequence[str] = REPLICAS
+    module: nn.Module, *, options: ParameterOptions | None = None, replicas: Sequence[str] = REPLICAS, bucket: int = 0
 ) -> ParameterTable:
     """Return the parameter table of a model on any device, the meta device included.
 
     | options    returns the optimizer options of a parameter, from its name and value; by default `matrices_decay`
     | replicas   axes over which the gradients of every parameter are summed
+    | bucket     neighbouring units are joined while they have at most so many bytes of parameters
 
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
     Raises ValueError as `check_trains` and `check_readable` do. Raises it also for options that are no mapping, and
@@ -168,7 +170,8 @@ def parameter_table(
     check_readable(module)
     _check(names)
     rule = options or matrices_decay
-    divided = partition(module)
+    sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
+    divided = _joined(partition(module), sizes=sizes, limit=bucket)
     pieces = [piece for unit in divided for piece in unit]
     owner = {name: piece.module for piece in reversed(pieces) for name in piece.parameters}  # the first that uses it
     unit_of = {piece.module: _unit_name(unit, owner) for unit in divided for piece in unit}
@@ -195,6 +198,26 @@ def parameter_table(
             for name, modules in users.items()
         )
     )
+
+
+def _joined(
+    units: Sequence[list[GatheredModule]], *, sizes: Mapping[str, int], limit: int
+) -> list[list[GatheredModule]]:
+    """Return the units, with neighbours joined up to `limit` bytes.
+
+    A unit that is in use during the whole forward of an opened module is not joined: it would stay gathered."""
+    found: list[list[GatheredModule]] = []
+    size = 0.0 if limit else math.inf
+    for unit in units:
+        names = {name for piece in unit for name in piece.parameters}
+        own = math.inf if any(piece.spans for piece in unit) else sum(sizes[name] for name in names)
+        if found and size + own <= limit:
+            found[-1] = [*found[-1], *unit]
+            size += own
+        else:
+            found.append(unit)
+            size = own
+    return found
 
 
 def all_names(module: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -88,6 +88,9 @@ class Plan:
         means="with zero=3, units whose parameters are gathered ahead of the one that runs; 0: none is",
         least=0,
     )
+    bucket: int = Key(
+        "bytes up to which neighbouring units are gathered and reduced as one; 0: each unit for itself", size=True
+    ).field(0)
     microbatches: int = whole_number(
         1, means="parts of a rank's rows of a batch, which are computed one after the other"
     )

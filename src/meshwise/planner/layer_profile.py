@@ -106,6 +106,7 @@ class ProfileKey:
             "shards": 0,
             "hpz": 1,
             "prefetch": 1,
+            "bucket": 0,
             "gather": "exact",
             "pp": pieces,
             "zero": 0,
