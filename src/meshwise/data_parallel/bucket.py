@@ -293,8 +293,10 @@ class Bucket:
         return view
 
     def views_in_use(self) -> Sequence[Tensor | None]:
-        """Return the accumulated gradients in piece order; None where there is none yet, or in another dtype."""
-        if self.gradient is None or self.gradient.dtype != self.dtype:
+        """Return the accumulated gradients in piece order; None where there is none yet, or in another dtype.
+
+        Without values all are None: rehearsals and bounds count the sum of a unit's gradients as one operation."""
+        if self.gradient is None or self.gradient.is_meta or self.gradient.dtype != self.dtype:
             return [None] * len(self.place.pieces)
         return [view if index in self._filled else None for index, view in enumerate(self._gradient_views())]
 
