@@ -222,7 +222,7 @@ def _summary(value: Any) -> list[str]:
 def _methods(value: type) -> list[str]:
     rows = []
     for name, member in vars(value).items():
-        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        function = member.fget if isinstance(member, property) else inspect.unwrap(getattr(member, "__func__", member))
         if name.startswith("_") or not inspect.isfunction(function):
             continue
         what = f"`{name}`" if isinstance(member, property) else f"`{name}({_names(function)})`"

@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -74,12 +74,12 @@ class Mesh:
     def __str__(self) -> str:
         return " ".join(f"{name}={degree}" for name, degree in self.axes)
 
-    @cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the axes, outermost first."""
         return tuple(name for name, _ in self.axes)
 
-    @cached_property
+    @property
     def size(self) -> int:
         """Number of ranks: the product of the degrees."""
         return math.prod(degree for _, degree in self.axes)
