@@ -54,11 +54,9 @@ def test_the_split_backward_is_a_program(monkeypatch: pytest.MonkeyPatch, capfd:
     assert "48 gradients" in capfd.readouterr().out
 
 
-@pytest.mark.processes
-def test_two_towers_on_two_ranks_learn() -> None:
-    program = [sys.executable, str(EXAMPLES / "two_towers.py")]
-    said = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True).stdout
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", said)]
+def test_two_towers_on_two_ranks_learn(capsys: pytest.CaptureFixture[str]) -> None:
+    run(3, loaded("two_towers").main)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", capsys.readouterr().out)]
     assert len(losses) == 4
     assert losses[-1] < 2.5 < 3.5 < losses[0]
 

@@ -166,16 +166,9 @@ class TwoInputs(Masked):
         return self.experts[0](x, x), self.gate(x)
 
 
-class Idle(Masked):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts[0] = nn.Identity()
-
-
 REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str, str, str]] = {
     "two lists": (Conditional, "blocks.*.moe", "dp=2 ep=2", r"has 2 ModuleLists.*{'blocks.0.moe.routed': 'experts'}"),
     "no list": (Masked, "blocks.*.moe.gate", "dp=2 ep=2", "has 0 ModuleLists.*Name a module with one list"),
-    "no parameters": (Idle, "blocks.*.moe", "dp=2 ep=2", "an expert of blocks.0.moe.experts has no parameters"),
     "too few": (Masked, "blocks.*.moe", "dp=6 ep=6", "has only 5 experts. Nearest that works: 'ep=5'"),
     "no match": (Masked, "blocks.*.mo", "dp=2 ep=2", r"no module .*: {\"blocks.\*.moe\": \"experts\"}"),
     "etp": (Masked, "blocks.*.moe", "tp=2 etp=2", "so etp cannot split it"),
