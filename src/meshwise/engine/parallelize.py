@@ -89,9 +89,7 @@ class Options:
     """Seed of the initial values, if the model is given as a function that builds it, and of dropout."""
     nonfinite: str = "raise"
     """Action when the loss or the gradient is not finite. `raise` raises NonFiniteError, and the state stays as it was.
-    `skip:n` skips at most n such steps in a row. `end` raises, but some units may be updated already; load a checkpoint
-    to continue. In return, without clipping and loss scale, state on the CPU or a disk is updated unit by unit during
-    the backward."""
+    `skip:n` skips at most n such steps in a row."""
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers (buffers `e_score_correction_bias`) towards an even load, as
     in DeepSeek-V3, which took 0.001. 0: they keep their values."""

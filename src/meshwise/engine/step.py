@@ -18,7 +18,7 @@ from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase
 from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld
 from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.update_timing import UpdateTiming
+from meshwise.data_parallel.update_timing import StepAfterBackward
 from meshwise.engine.microbatch_runner import BatchSharder, OnGradient, zeros
 from meshwise.engine.noise_scale import NoiseMeter, NoiseScale
 from meshwise.engine.staged_runner import MicrobatchRunner
@@ -84,11 +84,11 @@ class TrainingSteps:
         runner: MicrobatchRunner,
         plan: Plan,
         recipe: UpdateRecipe,
-        updating: UpdateTiming | ParameterServers,
+        updating: StepAfterBackward | ParameterServers,
         policy: ActivationPolicy,
         replicas: Replicas | None = None,
     ) -> None:
-        """`policy`: which activations are recomputed or moved to a tier. `updating`: when or where units are updated.
+        """`policy`: which activations are recomputed or moved to a tier. `updating`: where units are updated.
 
         `replicas`: under a `sync` across steps; each replica then decides about its own updates."""
         self.applied = True
@@ -146,7 +146,7 @@ class TrainingSteps:
             self._estimate_count(batch, local=local)
             given = batch_digest(batch, contents=not self._compared)
             with self._world.record() as called:
-                sums = self._runner.train(micro_batches, scale=self.factor, on_count=self._counted)
+                sums = self._runner.train(micro_batches, scale=self.factor)
                 self._runner.finish()
                 self._world.flight_recorder.doing = StepPhase.EXCHANGE
                 inputs = StepInputs(given, tree.row_count(batch), tuple(called))
@@ -216,12 +216,11 @@ class TrainingSteps:
         if scale is not None and totals.overflowed and not scale.exhausted:
             self._scale = scale.overflowed().expecting(totals.count)
             return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
-        updated = self._updating.skip_update()
         if totals.count and inspect is not None:
             problem += culprits(self._engine, axes=self._together, run=inspect)
         self._skips += 1
         if self._skips > self._recipe.nonfinite.most:
-            raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
+            raise NonFiniteError(problem + self._recipe.nonfinite.advice(counted=bool(totals.count)))
         return problem
 
     def _apply(self, totals: StepTotals) -> None:
@@ -256,9 +255,6 @@ class TrainingSteps:
     def _counts_loss(self) -> bool:
         """True if this rank's loss and count enter the sums: on one rank of each group with equal rows and tokens."""
         return self._world.group(self._world.mesh.others(("pp", *self._plan.loss_axes))).index == 0
-
-    def _counted(self, count: Tensor) -> None:
-        self._updating.receive_count(count if self._counts_loss else torch.zeros_like(count))
 
     def totals(
         self,
