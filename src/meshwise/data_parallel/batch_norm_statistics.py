@@ -159,9 +159,6 @@ def disable_sync_batch_norm(module: nn.Module) -> contextlib.ExitStack:
 
 def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: StorageConfig) -> None:
     """Raise PlanError for an embedding with `max_norm` if other copies, or a master, of its weight exist."""
-    owners: dict[Tensor, int] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        owners[parameter] = owners.get(parameter, 0) + 1
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
             continue
@@ -172,8 +169,6 @@ def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: Sto
             wrong = "a master of another dtype is updated. Nearest that works: precision=fp32, with a model in fp32"
         elif storage.tiers.is_offloaded("masters") or storage.tiers.is_offloaded("params"):
             wrong = "the tensor that is updated is on another tier. Nearest that works: offload=none"
-        elif plan.pp > 1 and owners[part.weight] > 1:
-            wrong = "another stage may have a copy of it. Nearest that works: pp=1"
         else:
             continue
         raise PlanError(
