@@ -12,7 +12,7 @@ from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.reduction import Reduction
 from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.update_timing import StepAfterBackward
+from meshwise.engine.step import StepAfterBackward
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterTable

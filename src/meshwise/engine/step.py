@@ -18,7 +18,6 @@ from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase
 from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld
 from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.update_timing import StepAfterBackward
 from meshwise.engine.microbatch_runner import BatchSharder, OnGradient, zeros
 from meshwise.engine.noise_scale import NoiseMeter, NoiseScale
 from meshwise.engine.staged_runner import MicrobatchRunner
@@ -36,6 +35,7 @@ from meshwise.engine.step_result import (
 )
 from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.allocator import first_step_of
+from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import LossScale, likely_count
 from meshwise.sync.parameter_servers import ParameterServers
@@ -72,6 +72,37 @@ class StepAttempt:
         return StepResult(
             totals.mean, totals.norm, int(totals.count), seconds, skipped, self.problem, scale, self.noise
         )
+
+
+class StepAfterBackward:
+    """Updates all parameters after the backward, when loss and norm are known."""
+
+    def __init__(self, engine: Engine, *, update: ChunkedUpdate) -> None:
+        self._engine = engine
+        self._update = update
+
+    def begin(self) -> None:
+        """Ask the optimizer which gradients it needs. Raises TierError if an earlier update failed half way."""
+        self._update.check()
+        local = bool(getattr(self._update.optimizer, "keeps_gradients", False))
+        for bucket in self._engine.buckets:
+            bucket.local = local
+            if not local:
+                bucket.reduction_state.pop("momentum", None)  # this step changes the owned part alone
+
+    def apply(self, factor: float) -> None:
+        """Update all buckets; each is published as soon as it is updated, while the next is updated."""
+        self._engine.scale_gradients(factor)
+        works = [bucket.publish() for bucket in self._engine.buckets if not bucket.chunks]  # a worker of servers
+        last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets if bucket.chunks}
+
+        def done(chunk: UpdateChunk) -> None:
+            if chunk in last:
+                works.append(last[chunk].publish())
+
+        self._update.step(done)
+        for work in works:
+            work.wait()
 
 
 class TrainingSteps:

@@ -35,11 +35,10 @@ from meshwise.comm.api.world import World
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import buffers
-from meshwise.data_parallel.update_timing import StepAfterBackward
 from meshwise.engine.microbatch_runner import BatchSharder, WholeModelRunner, gather_rows, zeros
 from meshwise.engine.open_step import OpenStep
 from meshwise.engine.staged_runner import MicrobatchRunner
-from meshwise.engine.step import TrainingSteps
+from meshwise.engine.step import StepAfterBackward, TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
 from meshwise.expert.expert_parallel import fullest_mixture, imbalances
 from meshwise.memory.activation_offload import ActivationTier

@@ -106,7 +106,7 @@ class ParameterServers:
         if self._factor and self.serving:
             self._sent = {worker: [each.owned_parameters.clone() for each in self._buckets] for worker in self._workers}
 
-    # ---- a worker: the methods of `data_parallel.update_timing` ----------------------------------------------------
+    # ---- a worker: the methods of `engine.step.StepAfterBackward` -------------------------------------------------
 
     @contextmanager
     def step(self) -> Iterator[None]:
