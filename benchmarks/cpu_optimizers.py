@@ -42,7 +42,7 @@ def contestants(parameters: Sequence[nn.Parameter], *, deepspeed: bool) -> dict[
         for parameter, gradient in zip(parameters, gradients, strict=True)
     ]
     tiers = Tiers(Offload.parse("optimizer:cpu"))
-    update = ChunkedUpdate(torch.optim.AdamW(parameters, fused=True, **SETTINGS), chunks=[chunks], tiers=tiers)
+    update = ChunkedUpdate(torch.optim.AdamW(parameters, fused=True, **SETTINGS), chunks=chunks, tiers=tiers)
 
     def ours() -> None:
         update.step(lambda _: None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,9 +33,6 @@ PLANS = (
     "zero=3 offload=optimizer:disk",
     "zero=3 offload=params:disk,optimizer:disk",
 )
-EARLY = " nonfinite=end"
-"""After a plan: units are updated while the backward goes on, and nothing is clipped. The others are clipped."""
-CONTESTANTS = (*PLANS, *(f"{plan}{EARLY}" for plan in PLANS[1:]))
 GPT_SHAPE = GPTConfig(layers=6, width=384, heads=6, vocabulary=8192, context=256)
 WIDTH, DEPTH = 4096, 6
 DD = 2**30
@@ -105,9 +102,9 @@ def _quartiles(ours: list[float], theirs: list[float]) -> list[float]:
 def _steps(world: World, found: Found, folder: Path, rounds: int) -> None:
     tokens = torch.randint(0, 8192, (8, 257))
     batch = (tokens[:, :-1], tokens[:, 1:])
-    trainers = {plan: _under(world, plan, folder) for plan in CONTESTANTS}
+    trainers = {plan: _under(world, plan, folder) for plan in PLANS}
     for turn in range(-2, rounds):
-        for plan in CONTESTANTS if turn % 2 else CONTESTANTS[::-1]:
+        for plan in PLANS if turn % 2 else PLANS[::-1]:
             started, used = time.perf_counter(), time.process_time()
             trainers[plan].step(batch)
             if turn >= 0:
@@ -161,11 +158,7 @@ def squares(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
 
 def _under(world: World, plan: str, folder: Path) -> Trainer:
     options = Options(clip_norm=1.0, swap=SwapConfig(folder=folder))
-    if plan.endswith(EARLY):
-        options = replace(options, clip_norm=None, nonfinite="end")
-    return parallelize(
-        lambda: GPT(GPT_SHAPE), plan.removesuffix(EARLY), loss=next_token_loss, world=world, options=options, lr=1e-3
-    )
+    return parallelize(lambda: GPT(GPT_SHAPE), plan, loss=next_token_loss, world=world, options=options, lr=1e-3)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_a_clip_norm_of_zero_is_refused(clip: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "ignore", "raise:", "raise:1", "skip", "skip:", "skip:0", "skip:-1", "skip:²"])
 def test_a_policy_that_does_not_exist_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="write 'raise', 'end', or 'skip:3' to skip at most 3 such steps in a row"):
+    with pytest.raises(ValueError, match="write 'raise', or 'skip:3' to skip at most 3 such steps in a row"):
         on_ranks(1, linear, options=Options(nonfinite=text))
 
 

@@ -110,7 +110,7 @@ FAULTS = (
     Fault("data_parallel.bucket:Bucket.settle", "arriving.work.wait()", "dp=2 zero=1", "may not have written yet"),
     Fault("data_parallel.live_unit:LiveUnit.ready", "work.wait()", "dp=2 zero=3", "may not have written yet"),
     Fault(
-        "data_parallel.update_timing:StepAfterBackward.apply",
+        "engine.step:StepAfterBackward.apply",
         "work.wait()",
         "dp=2 zero=1",
         "may not have (written|read) yet",

@@ -12,7 +12,8 @@ from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.reduction import Reduction
 from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.update_timing import build_update
+from meshwise.engine.step import StepAfterBackward
+from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import build_optimizer
@@ -36,7 +37,9 @@ class HandMade:
         self.engine = Engine({0: self._stage}, ranks=[0], world=self.world)
         groups = [{"params": owned, **dict(options)} for options, owned in self.engine.slices().items()]
         optimizer = build_optimizer(torch.optim.SGD, groups=groups, lr=0.1, momentum=0.9)
-        self.update, self.timing = build_update(self.engine, optimizer=optimizer, early=False)
+        chunks = [chunk for bucket in self.engine.buckets for chunk in bucket.chunks]
+        self.update = ChunkedUpdate(optimizer, chunks=chunks, tiers=self.engine.tiers)
+        self.timing = StepAfterBackward(self.engine, update=self.update)
         self.state = TrainingState(self.engine, update=self.update, plan=Plan())
 
     def step(self, loss: Tensor) -> float:

@@ -64,14 +64,6 @@ def test_it_goes_with_the_other_axes_and_with_offload(plan: str, tmp_path: Path)
         agree(steps, whole, bound=BOUND)
 
 
-def test_updates_in_the_backward_wait_for_the_replicas() -> None:
-    options = Options(nonfinite="end")
-    whole = alone(Case().model(), batches=batches(), **{**TRAINING, "options": options})
-    plan = "dp=2x2 zero=2 microbatches=2 offload=optimizer:cpu"
-    for steps in run(4, trained, args=(plan, options, Case())):
-        agree(steps, whole, bound=BOUND)
-
-
 @pytest.mark.parametrize("plan", ["dp=2x2 zero=1", "dp=2x2 zero=3"])
 def test_optimizers_of_norms_and_whole_parameters_count_each_element_once(plan: str) -> None:
     optimizers = {"hidden": (Muon, {"lr": 0.02}), "rest": (LAMB, {"lr": 0.01})}

@@ -1,6 +1,5 @@
 """The model that the tests of tiers train, and its outcome."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,6 @@ def batches(count: int = STEPS) -> list[Tensor]:
 
 
 CLIPPED = Options(clip_norm=0.5, swap=SMALL, example=torch.zeros(8, WIDTH))
-EARLY = replace(CLIPPED, clip_norm=None, nonfinite="end")
-"""With these, units are updated as their gradients arrive."""
 
 
 def under(

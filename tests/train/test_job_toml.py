@@ -115,7 +115,7 @@ def test_a_plan_is_a_line_or_a_table(plan: str, tmp_path: Path) -> None:
         (["--train.noise", "yes"], "unexpected 'yes'"),
         (["--train.steps", "0"], "train.steps = 0 has to be at least 1"),
         (["--train.clip-norm", "0"], "train.clip_norm = 0.0 has to be above 0"),
-        (["--train.nonfinite", "skip"], "nonfinite='skip'; write 'raise', 'end', or 'skip:3'"),
+        (["--train.nonfinite", "skip"], "nonfinite='skip'; write 'raise', or 'skip:3'"),
         (["--data.validation", "1"], "data.validation = 1.0 is a fraction of the data"),
         (["--data.files"], "data.files is empty"),
         (["--schedule.floor", "2"], "schedule.floor = 2.0 is a fraction: from 0 to 1"),

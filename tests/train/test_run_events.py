@@ -74,15 +74,15 @@ PLAIN = """\
 plan     dp=2 zero=1   (on CPU)
          dp | 0 1
          rank | 0 1
-model    1,234 parameters, 34 of them trained; on rank 0: parameters 2 KiB
+model    1,234 parameters, 34 of them trained; on rank 0: parameters 2.0 KiB
 dtypes   bfloat16: parameters, compute; float32: master
 data     12 MB
 run      4 steps of 1 sample, into runs/a
-step 1/4  loss 2.5000  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15
-step 2/4  loss 1.2500  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15  SKIPPED
+step 1/4  loss 2.5000  grad 1.250  lr 3.00e-04  12.3k tok/s  3.0 MiB  ETA 1:15
+step 2/4  loss 1.2500  grad 1.250  lr 3.00e-04  12.3k tok/s  3.0 MiB  ETA 1:15  SKIPPED
 NOT FINITE at step 2: the loss is nan; rank 1: head.weight
 validation after step 3: loss 1.5000 over 512 tokens
-step 4/4  loss 0.6250  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15
+step 4/4  loss 0.6250  grad 1.250  lr 3.00e-04  12.3k tok/s  3.0 MiB  ETA 1:15
 the model writes:
   | def f(x):
   |     return [bold]x[/bold]
@@ -135,7 +135,7 @@ def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
 
     shown = out.getvalue()
     assert "step 4/4" in shown
-    assert "loss 0.6250  grad 1.250  lr 3.00e-04  12.3k tok/s  3 MiB  ETA 1:15" in shown
+    assert "loss 0.6250  grad 1.250  lr 3.00e-04  12.3k tok/s  3.0 MiB  ETA 1:15" in shown
     assert "NOT FINITE at step 2: the loss is nan; rank 1: head.weight" in shown
     assert "return [bold]x[/bold]" in shown
     assert "next: meshwise verify runs/a/job.toml" in shown

@@ -113,7 +113,6 @@ class TrainingState:
         checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the state
         may then be partly overwritten, until another load succeeds."""
         self.wait_staged()
-        self._update.abandon()
         world = self._engine.world
         pretrained = on_all_ranks(lambda: is_pretrained(folder), world=world)
         read = self._read_pretrained if pretrained else read_index

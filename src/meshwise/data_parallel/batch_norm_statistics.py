@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.base.batch_norm_classes import BatchNorm, RunningNorm
+from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import StorageConfig
@@ -138,15 +138,6 @@ def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
     return {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
 
 
-def running_norms(module: nn.Module) -> dict[str, RunningNorm]:
-    """Return all batch norms, and the instance norms with running statistics, by module name."""
-    return {
-        name: part
-        for name, part in module.named_modules()
-        if isinstance(part, BatchNorm) or (isinstance(part, RunningNorm) and part.track_running_stats)
-    }
-
-
 def disable_sync_batch_norm(module: nn.Module) -> contextlib.ExitStack:
     """Make every SyncBatchNorm of a model run without torch's process group, until the returned stack is closed."""
     undo = contextlib.ExitStack()
@@ -159,9 +150,6 @@ def disable_sync_batch_norm(module: nn.Module) -> contextlib.ExitStack:
 
 def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: StorageConfig) -> None:
     """Raise PlanError for an embedding with `max_norm` if other copies, or a master, of its weight exist."""
-    owners: dict[Tensor, int] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        owners[parameter] = owners.get(parameter, 0) + 1
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
             continue
@@ -172,8 +160,6 @@ def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: Sto
             wrong = "a master of another dtype is updated. Nearest that works: precision=fp32, with a model in fp32"
         elif storage.tiers.is_offloaded("masters") or storage.tiers.is_offloaded("params"):
             wrong = "the tensor that is updated is on another tier. Nearest that works: offload=none"
-        elif plan.pp > 1 and owners[part.weight] > 1:
-            wrong = "another stage may have a copy of it. Nearest that works: pp=1"
         else:
             continue
         raise PlanError(

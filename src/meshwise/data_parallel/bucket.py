@@ -5,7 +5,7 @@ zero=3 the full parameters exist only while their unit is in use. `StorageConfig
 tiers."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,7 +58,7 @@ class Bucket:
     | master     the owned elements, unrounded; the parameters themselves if dtype and device are equal; None if frozen
     | slices     (options, part of the master) for the optimizer; `chunks` the parts that are updated at once
     | gradient   accumulated gradients of this rank, all elements; `reduced` the sum over the ranks, owned elements
-    | factor     gradients on disk are multiplied by it when they are read; `on_reduced` is called after a reduction
+    | factor     gradients on disk are multiplied by it when they are read
     | local      True in a step that leaves each rank its own gradients, because the optimizer exchanges momenta.
     |            `reduced` then holds them, all elements, and norms are the mean square of all ranks' norms
     | sparse     indices of the pieces that got a sparse gradient in this step
@@ -117,7 +117,6 @@ class Bucket:
         self.slices: list[tuple[Options, nn.Parameter]] = []
         self.chunks: list[UpdateChunk] = []
         self.reduction_state: dict[str, Tensor] = {}
-        self.on_reduced: Callable[[Bucket], None] | None = None
         self._square: Tensor | None = None
         self._loan: BorrowedTensor | None = None
         self._filled: set[int] = set()
@@ -350,9 +349,7 @@ class Bucket:
         return self.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
 
     def settle(self) -> None:
-        """Wait for the started reduction and add its result to `reduced`; do nothing if none has started.
-
-        Calls `on_reduced`, unless the sum of the replicas is still to come."""
+        """Wait for the started reduction and add its result to `reduced`; do nothing if none has started."""
         if self._arriving is None:
             return
         arriving, self._arriving = self._arriving, None
@@ -360,8 +357,6 @@ class Bucket:
         self.factor = 1.0
         self._square = None
         self._arrived(arriving.values)
-        if self.on_reduced is not None and not self.has_replicas:
-            self.on_reduced(self)
 
     def start_replicas(self) -> None:
         """Start to add the `reduced` gradients of the replicas, in the wire dtype; once a step, after `settle`."""
@@ -379,7 +374,7 @@ class Bucket:
         self._between = self.storage.reduction.start_replicas(wire, peers=self.peers)
 
     def settle_replicas(self) -> None:
-        """Wait for the sum of the replicas, put it into `reduced`, and call `on_reduced`; do nothing if none."""
+        """Wait for the sum of the replicas, and put it into `reduced`; do nothing if none."""
         if self._between is None:
             return
         between, self._between = self._between, None
@@ -390,8 +385,6 @@ class Bucket:
             self._put_to_rest(between.values.to(self.reduced_gradient.dtype))
         elif between.values is not self.reduced:
             self.reduced_gradient.copy_(between.values)
-        if self.on_reduced is not None:
-            self.on_reduced(self)
 
     def _arrived(self, target: Tensor) -> None:
         if self.storage.tiers.is_offloaded("gradients"):

@@ -167,13 +167,13 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.start_replicas()
             self._between.append(bucket)
-        self._settle_replicas(0)
+        self._settle_replicas()
 
     def settle(self) -> None:
         """Wait for all reductions that have started, and stop accumulating gradients."""
         self._stop()
         self._settle()
-        self._settle_replicas(0)
+        self._settle_replicas()
 
     def inspect(self, loss: Tensor, *, on_gradient: GradientCallback) -> None:
         """Run the backward of `loss`, and pass every gradient of this rank to `on_gradient`; keep and reduce none."""
@@ -237,12 +237,9 @@ class DataParallel:
             gradients = self._order[self._started]
             if not all_of_them and not gradients.complete:
                 return
-            updated_early = any(bucket.on_reduced is not None for bucket in gradients.unit.buckets)
             # One unit is reduced while the next one accumulates.
-            if self.reduction.shards_gradients or updated_early or self.storage.outer:
+            if self.reduction.shards_gradients or self.storage.outer:
                 self._settle()
-            if updated_early:
-                self._settle_replicas(1)
             self._started += 1
             self._in_flight.append(gradients.unit)
             for bucket in gradients.unit.buckets:
@@ -257,8 +254,8 @@ class DataParallel:
                     bucket.start_replicas()
                     self._between.append(bucket)
 
-    def _settle_replicas(self, left: int) -> None:
-        while len(self._between) > left:
+    def _settle_replicas(self) -> None:
+        while self._between:
             self._between.pop(0).settle_replicas()
 
     # ---- full tensors ------------------------------------------------------------------------------------------

@@ -161,9 +161,6 @@ def gather_rows(x: Tensor, *, world: World, axes: tuple[str, ...], counts: bool)
 Sums: TypeAlias = tuple[Tensor, Tensor]
 """(sum of the loss, its count) over this rank's rows: two fp64 scalars on the device."""
 
-OnCount: TypeAlias = Callable[[Tensor], None]
-"""Callback that receives the count of the loss over this rank's rows, a fp64 scalar, after the last forward."""
-
 OnGradient: TypeAlias = Callable[[int, ParameterRow, Tensor], None]
 """Callback that receives one parameter's gradient: `(number of the micro-batch, the parameter's row, gradient)`."""
 
@@ -226,7 +223,7 @@ class WholeModelRunner:
         self.runs_empty = shares_rows or live.statistics.joined or any(unit.is_sharded for unit in live.engine.units)
         self.begin, self.finish, self.close = live.draws.begin, live.draws.finish, live.draws.close
 
-    def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
+    def train(self, micro_batches: Sequence[MicroBatch], *, scale: float) -> Sums:
         """Run forward, backward of the loss times `scale`, and reduction; return the unscaled loss and count."""
         total, tokens = zeros(self._engine.world)
         self._engine.begin_step()
@@ -235,8 +232,6 @@ class WholeModelRunner:
             last = index + 1 == len(micro_batches)
             flight_recorder.doing = Action(0, ActionKind.F, index)
             if micro_batch.rows is None:
-                if last:
-                    on_count(tokens)
                 self._engine.backward(None, last=last)
                 continue
             with self._running(micro_batch):
@@ -244,8 +239,6 @@ class WholeModelRunner:
             if micro_batch.counts:
                 total += loss.detach().double()
                 tokens += count
-            if last:
-                on_count(tokens)
             # If ranks split the rows of one matmul, a backward carries gradients from one rank's rows to another rank.
             # So the gradients of a spare row, whose loss is multiplied by 0, must be kept: other ranks' are among them.
             keep = micro_batch.counts or self._shares_rows

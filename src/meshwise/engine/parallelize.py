@@ -25,7 +25,6 @@ from meshwise.data_parallel.batch_norm_statistics import (
     batch_norms,
     disable_sync_batch_norm,
     refuse_renormed,
-    running_norms,
 )
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
@@ -89,9 +88,7 @@ class Options:
     """Seed of the initial values, if the model is given as a function that builds it, and of dropout."""
     nonfinite: str = "raise"
     """Action when the loss or the gradient is not finite. `raise` raises NonFiniteError, and the state stays as it was.
-    `skip:n` skips at most n such steps in a row. `end` raises, but some units may be updated already; load a checkpoint
-    to continue. In return, without clipping and loss scale, state on the CPU or a disk is updated unit by unit during
-    the backward."""
+    `skip:n` skips at most n such steps in a row."""
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers (buffers `e_score_correction_bias`) towards an even load, as
     in DeepSeek-V3, which took 0.001. 0: they keep their values."""
@@ -255,7 +252,7 @@ def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterU
             f"{bias} of the router beside {name} is updated in each step from the tokens of all replicas, and "
             f"{key}={by} differs; use {key}={Plan().to_toml()[key]}"
         )
-    for norm in running_norms(module):
+    for norm in batch_norms(module):
         raise PlanError(
             f"{norm} has running statistics, which replicas do not exchange under {key}={by}; use GroupNorm or "
             f"LayerNorm, or {key}={Plan().to_toml()[key]}"
@@ -579,17 +576,11 @@ def _place_buffers(source: ParameterSource, world: World, precision: Precision) 
 
 def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World) -> bool:
     """Return whether batch norms take statistics over several ranks. Raises PlanError if the plan does not allow it."""
-    norms = list(running_norms(module))
+    norms = list(batch_norms(module))
     setting.policy.undo.push(disable_sync_batch_norm(module))
-    is_split = world.group(setting.plan.loss_axes).size > 1
-    if is_split and (without := [name for name in norms if name not in batch_norms(module)]):
-        raise PlanError(
-            f"{without[0]} is an instance norm with running statistics over samples, which replicas do not exchange; "
-            "build it with track_running_stats=False, use GroupNorm, or train without replicas (dp=1)"
-        )
     if norms and _splits_rows(setting.plan, world):
         raise PlanError(
             f"{norms[0]} takes statistics over the batch for each feature, and tp_mode={setting.plan.tp_mode} splits "
             "features and rows; use tp_mode=1d, or GroupNorm or LayerNorm"
         )
-    return bool(norms) and is_split
+    return bool(norms) and world.group(setting.plan.loss_axes).size > 1

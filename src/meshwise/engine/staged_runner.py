@@ -22,7 +22,6 @@ from meshwise.engine.microbatch_runner import (
     LiveModel,
     MicroBatch,
     MicrobatchTask,
-    OnCount,
     OnGradient,
     Sums,
     WholeModelRunner,
@@ -162,14 +161,13 @@ class StagedRunner:
         for live in self._stages.values():
             live.draws.close()
 
-    def train(self, micro_batches: Sequence[MicroBatch], *, scale: float, on_count: OnCount) -> Sums:
+    def train(self, micro_batches: Sequence[MicroBatch], *, scale: float) -> Sums:
         """Train on the micro-batches, as in `WholeModelRunner.train`; loss and count are 0 except on the last stage."""
         sums = zeros(self._world)
         for live in self._stages.values():
             live.begin()
         self._runtime.run(self.schedule, jobs=self._jobs(micro_batches, sums, scale))
         self._world.flight_recorder.doing = StepPhase.SETTLE
-        on_count(sums[1])
         self._engine.sum_ties()
         for live in self._stages.values():
             live.settle()

@@ -18,7 +18,6 @@ from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase
 from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld
 from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.update_timing import UpdateTiming
 from meshwise.engine.microbatch_runner import BatchSharder, OnGradient, zeros
 from meshwise.engine.noise_scale import NoiseMeter, NoiseScale
 from meshwise.engine.staged_runner import MicrobatchRunner
@@ -36,6 +35,7 @@ from meshwise.engine.step_result import (
 )
 from meshwise.memory.activation_policy import ActivationPolicy
 from meshwise.memory.allocator import first_step_of
+from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import LossScale, likely_count
 from meshwise.sync.parameter_servers import ParameterServers
@@ -74,6 +74,37 @@ class StepAttempt:
         )
 
 
+class StepAfterBackward:
+    """Updates all parameters after the backward, when loss and norm are known."""
+
+    def __init__(self, engine: Engine, *, update: ChunkedUpdate) -> None:
+        self._engine = engine
+        self._update = update
+
+    def begin(self) -> None:
+        """Ask the optimizer which gradients it needs. Raises TierError if an earlier update failed half way."""
+        self._update.check()
+        local = bool(getattr(self._update.optimizer, "keeps_gradients", False))
+        for bucket in self._engine.buckets:
+            bucket.local = local
+            if not local:
+                bucket.reduction_state.pop("momentum", None)  # this step changes the owned part alone
+
+    def apply(self, factor: float) -> None:
+        """Update all buckets; each is published as soon as it is updated, while the next is updated."""
+        self._engine.scale_gradients(factor)
+        works = [bucket.publish() for bucket in self._engine.buckets if not bucket.chunks]  # a worker of servers
+        last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets if bucket.chunks}
+
+        def done(chunk: UpdateChunk) -> None:
+            if chunk in last:
+                works.append(last[chunk].publish())
+
+        self._update.step(done)
+        for work in works:
+            work.wait()
+
+
 class TrainingSteps:
     """Runs the steps of one training, and keeps the state that one step leaves to the next."""
 
@@ -84,11 +115,11 @@ class TrainingSteps:
         runner: MicrobatchRunner,
         plan: Plan,
         recipe: UpdateRecipe,
-        updating: UpdateTiming | ParameterServers,
+        updating: StepAfterBackward | ParameterServers,
         policy: ActivationPolicy,
         replicas: Replicas | None = None,
     ) -> None:
-        """`policy`: which activations are recomputed or moved to a tier. `updating`: when or where units are updated.
+        """`policy`: which activations are recomputed or moved to a tier. `updating`: where units are updated.
 
         `replicas`: under a `sync` across steps; each replica then decides about its own updates."""
         self.applied = True
@@ -146,7 +177,7 @@ class TrainingSteps:
             self._estimate_count(batch, local=local)
             given = batch_digest(batch, contents=not self._compared)
             with self._world.record() as called:
-                sums = self._runner.train(micro_batches, scale=self.factor, on_count=self._counted)
+                sums = self._runner.train(micro_batches, scale=self.factor)
                 self._runner.finish()
                 self._world.flight_recorder.doing = StepPhase.EXCHANGE
                 inputs = StepInputs(given, tree.row_count(batch), tuple(called))
@@ -216,12 +247,11 @@ class TrainingSteps:
         if scale is not None and totals.overflowed and not scale.exhausted:
             self._scale = scale.overflowed().expecting(totals.count)
             return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
-        updated = self._updating.skip_update()
         if totals.count and inspect is not None:
             problem += culprits(self._engine, axes=self._together, run=inspect)
         self._skips += 1
         if self._skips > self._recipe.nonfinite.most:
-            raise NonFiniteError(problem + self._recipe.nonfinite.advice(updated=updated, counted=bool(totals.count)))
+            raise NonFiniteError(problem + self._recipe.nonfinite.advice(counted=bool(totals.count)))
         return problem
 
     def _apply(self, totals: StepTotals) -> None:
@@ -256,9 +286,6 @@ class TrainingSteps:
     def _counts_loss(self) -> bool:
         """True if this rank's loss and count enter the sums: on one rank of each group with equal rows and tokens."""
         return self._world.group(self._world.mesh.others(("pp", *self._plan.loss_axes))).index == 0
-
-    def _counted(self, count: Tensor) -> None:
-        self._updating.receive_count(count if self._counts_loss else torch.zeros_like(count))
 
     def totals(
         self,

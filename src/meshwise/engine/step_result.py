@@ -24,7 +24,7 @@ from meshwise.precision.dtype_policy import LossScale, Precision
 
 
 class NonFiniteError(RuntimeError):
-    """Error for a step whose loss or gradient is not finite; only nonfinite='end' may have updated some units."""
+    """Error for a step whose loss or gradient is not finite; no parameter was updated."""
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,20 @@ class SkipPolicy:
     """Policy for steps whose loss or gradient is not finite: raise an error, or skip some steps."""
 
     most: int
-    """Number of such steps in a row that are skipped before NonFiniteError: 0 for `raise` and `end`, n for `skip:n`."""
-    ends: bool = False
-    """True for `end`: such a step may leave a partial update, and training continues only from a checkpoint."""
+    """Number of such steps in a row that are skipped before NonFiniteError: 0 for `raise`, n for `skip:n`."""
 
     @classmethod
     def parse(cls, text: str) -> "SkipPolicy":
-        """Return the policy for `raise`, `end` or `skip:<n>` with n > 0. Raises ValueError for any other text."""
-        if text in ("raise", "end"):
-            return cls(0, ends=text == "end")
+        """Return the policy for `raise` or `skip:<n>` with n > 0. Raises ValueError for any other text."""
+        if text == "raise":
+            return cls(0)
         word, _, number = text.partition(":")
         if word == "skip" and number.isdecimal() and int(number) > 0:
             return cls(int(number))
-        raise ValueError(f"nonfinite={text!r}; write 'raise', 'end', or 'skip:3' to skip at most 3 such steps in a row")
+        raise ValueError(f"nonfinite={text!r}; write 'raise', or 'skip:3' to skip at most 3 such steps in a row")
 
-    def advice(self, *, updated: bool, counted: bool = True) -> str:
-        """Return advice for the user. `updated`: some units were updated. `counted`: the loss had a count above 0."""
-        if updated:
-            return (
-                "; with nonfinite='end' units whose gradient was finite are updated already, so load a checkpoint to "
-                "continue. With 'raise' no unit would be updated, and updates would begin after the backward"
-            )
+    def advice(self, *, counted: bool) -> str:
+        """Return advice for the user. `counted`: the loss had a count above 0."""
         if self.most:
             return f"; nonfinite='skip:{self.most}' allows no more such steps in a row"
         if not counted:
@@ -290,11 +283,6 @@ class UpdateRecipe:
     """Loss scale of the first step; None for a precision without one."""
     noise: bool = False
     """True if each step measures its gradient noise."""
-
-    @property
-    def early(self) -> bool:
-        """True if a unit may be updated before the other units' gradients are known: nonfinite='end', no clipping."""
-        return self.nonfinite.ends and self.clip_norm is None and self.scale is None
 
 
 def check_count(count: float) -> None:

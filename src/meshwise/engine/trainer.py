@@ -35,16 +35,16 @@ from meshwise.comm.api.world import World
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import buffers
-from meshwise.data_parallel.update_timing import build_update
 from meshwise.engine.microbatch_runner import BatchSharder, WholeModelRunner, gather_rows, zeros
 from meshwise.engine.open_step import OpenStep
 from meshwise.engine.staged_runner import MicrobatchRunner
-from meshwise.engine.step import TrainingSteps
+from meshwise.engine.step import StepAfterBackward, TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
 from meshwise.expert.expert_parallel import fullest_mixture, imbalances
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.allocator import memory_errors_explained
+from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode
@@ -155,7 +155,8 @@ class Trainer:
         self._copies = PartialCopies(engine.modules if split else (), plan=str(plan))
         self._recipe = recipe
         self._policy = policy
-        self._update, when = build_update(engine, optimizer=optimizer, early=recipe.early)
+        chunks = (chunk for bucket in engine.buckets for chunk in bucket.chunks)
+        self._update = ChunkedUpdate(optimizer, chunks=chunks, tiers=engine.tiers)
         self._average: ParameterAverage | None = None
         self._state = TrainingState(engine, update=self._update, plan=plan)
         self._replicas = None
@@ -168,7 +169,7 @@ class Trainer:
             wait = self._state.wait_staged
             self._servers = ParameterServers(engine, update=self._update, optimizer=optimizer, plan=plan, wait=wait)
             self._state.servers = self._servers
-        timing = self._servers or when
+        timing = self._servers or StepAfterBackward(engine, update=self._update)
         self._stepping = TrainingSteps(
             engine, runner=runner, plan=plan, recipe=recipe, updating=timing, policy=policy, replicas=self._replicas
         )
@@ -291,9 +292,9 @@ class Trainer:
         return (sum, count), and any error of model and loss.
 
         A step that raised has no effect: parameters, optimizer, running statistics and the next draws are as before.
-        After all ranks have caught the error, they may continue. There are three exceptions: an error of the optimizer
-        itself; nonfinite='end', which may have updated some units; and an error in a stage of pp. Messages of that step
-        may be under way, so the next step raises StageError."""
+        After all ranks have caught the error, they may continue. There are two exceptions: an error of the optimizer
+        itself, and an error in a stage of pp. Messages of that step may be under way, so the next step raises
+        StageError."""
         self._refuse_averaged()
         with self._memory_errors_explained():
             return self._stepping.step(batch, local=local, total=total, only=only)
@@ -305,12 +306,10 @@ class Trainer:
     def open_step(self) -> OpenStep:
         """Return a step whose forwards, losses and backwards the caller runs: `with trainer.open_step() as step:`.
 
-        Raises PlanError with pp, and for updates in the backward (nonfinite='end' with offload)."""
+        Raises PlanError with pp."""
         self._refuse_averaged()
         if self.plan.apart_axes:
             raise PlanError(f"open_step sums gradients over replicas, and '{self.plan}' does not; use sync=step")
-        if self._recipe.early and self.tiers.offload.updates_on_cpu:
-            raise PlanError("open_step updates after its backwards, and nonfinite='end' in them; use nonfinite='raise'")
         return OpenStep(self._stepping, runner=self.whole_runner("open_step"), plan=self.plan)
 
     def whole_runner(self, what: str) -> WholeModelRunner:
@@ -546,7 +545,6 @@ class Trainer:
 
     def close(self) -> None:
         """Remove the hooks from model and optimizer, close the tiers' files; a save under way continues."""
-        self._update.close()
         self._stepping.close()
         self._state.close()
         self._engine.close()

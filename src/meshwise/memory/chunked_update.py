@@ -9,22 +9,16 @@ a gradient. So one optimizer holds the state of all parameters, as without offlo
 
 A round has as many chunks as fit into a staging buffer. If nothing is offloaded, one round holds all chunks.
 
-`step` runs all rounds when the gradients of all buckets have been reduced. With `early`, the rounds of a bucket run as
-soon as its gradients are reduced: on another thread, during the backward of other units (`begin`, `submit`, `finish`).
-Such an update runs before the ranks know whether the step may be applied. `abandon`
-returns whether an early update has changed parameters.
+`step` runs all rounds when the gradients of all buckets have been reduced.
 
 During the update, the disk tensors of a round's chunks lie in one staging buffer, chunk by chunk (`StagedRound`):
 
     buffer     | master | gradient | exp_avg | exp_avg_sq | master | ...        written back: all but the gradients"""
 
-import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TypeAlias
 
 import torch
@@ -110,12 +104,6 @@ class StagedRound:
         """Bytes of the masters in the round."""
         return sum(one.chunk.master.nbytes for one in self.round)
 
-    @property
-    def finite(self) -> bool:
-        """True if all gradients are finite; call `bind_values` first."""
-        gradients = [parameter.grad for one in self.round for parameter in one.chunk.slices]
-        return all(bool(torch.linalg.vector_norm(each).isfinite()) for each in gradients if each is not None)
-
     def bind_values(self) -> None:
         """Wait for the reads; then give the optimizer masters, gradients (times their factor) and state in memory.
 
@@ -177,35 +165,19 @@ class StagedRound:
 Round: TypeAlias = Sequence[StoredChunk]
 """Chunks that one step of the optimizer updates together."""
 
-_Submissions: TypeAlias = SimpleQueue[tuple[Sequence[Round], Callable[[], object]] | None]
-"""Queue of the rounds of a bucket and the function that waits for its gradients; None: no more follow."""
-
 
 class ChunkedUpdate:
     """Optimizer step over all chunks that this rank updates, with their tensors on any tier."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        chunks: Sequence[Sequence[UpdateChunk]],
-        tiers: Tiers,
-        early: bool = False,
-    ) -> None:
-        """`chunks`: one list per bucket. `early`: a thread updates each bucket when its gradients are reduced.
-
-        Reserves room for the optimizer's state on its tier. Raises TierError if the disk has no room."""
+    def __init__(self, optimizer: torch.optim.Optimizer, *, chunks: Iterable[UpdateChunk], tiers: Tiers) -> None:
+        """Reserve room for the optimizer's state on its tier. Raises TierError if the disk has no room."""
         self.optimizer = optimizer
         self._tiers = tiers
         self._on_disk: dict[nn.Parameter, dict[str, Tensor]] = {}
-        together = chunks if early else [list(itertools.chain(*chunks))]
-        self._rounds = {own[0]: list(self._in_rounds(map(self._stored_chunk, own))) for own in together if own}
+        self._rounds = list(self._in_rounds(map(self._stored_chunk, chunks)))
         self.broken = False
         """True if parameters may belong to different steps: `check` raises, until a checkpoint is loaded."""
-        self._queue: _Submissions = SimpleQueue()
-        self._under_way: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="update") if early else None
-        tiers.reserve(max((_bytes(round_) for rounds in self._rounds.values() for round_ in rounds), default=0))
+        tiers.reserve(max(map(_bytes, self._rounds), default=0))
 
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update every chunk by its gradient, in the same order on every rank; then call `done` for the chunk.
@@ -215,62 +187,16 @@ class ChunkedUpdate:
         self.check()
         self._tiers.settle()
         self.broken = True
-        self._update_all(itertools.chain(*self._rounds.values()), done)
+        self._update_all(done)
         self.broken = False
-
-    # ---- early -------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Start the thread's updates for one step. Raises TierError if an earlier update ended half way."""
-        self.check()
-        assert self._thread is not None
-        self._queue = SimpleQueue()
-        self._under_way = self._thread.submit(self._update_early, self._queue)
-
-    def submit(self, chunks: Sequence[UpdateChunk], *, ready: Callable[[], object]) -> None:
-        """Let the thread call `ready`, which waits for one bucket's gradients, and update the bucket's `chunks`."""
-        self._queue.put((self._rounds[chunks[0]], ready))
-
-    def finish(self) -> None:
-        """Wait until every submitted chunk is updated, and accept the updates. Raises TierError as `step` does."""
-        assert self._under_way is not None
-        self._queue.put(None)
-        running, self._under_way = self._under_way, None
-        running.result()
-        self._tiers.settle()
-        self.broken = False
-
-    def abandon(self) -> bool:
-        """Wait for the submitted updates of a step that is given up; return whether parameters have changed."""
-        if self._under_way is not None:
-            self._queue.put(None)
-            running, self._under_way = self._under_way, None
-            running.exception()
-        return self.broken
-
-    def _update_early(self, queue: _Submissions) -> None:
-        try:
-            with self._tiers.on_copy_stream():
-                self._update_all(_submitted(queue), lambda _: None)
-        except BaseException:
-            self.broken = True
-            raise
-
-    # ---- updates that ended half way ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Give up updates in progress. Raises TierError if an update has ended half way since the last load."""
-        if self.abandon():
+        """Raise TierError if an update has ended half way since the last load."""
+        if self.broken:
             raise TierError(
                 "an update ended half way, so parameters and optimizer state are part old and part new; load a "
                 "checkpoint to continue"
             )
-
-    def close(self) -> None:
-        """Give up the updates under way, and end the thread."""
-        self.abandon()
-        if self._thread is not None:
-            self._thread.shutdown()
 
     def zero_state(self, parameter: nn.Parameter, *, key: str, dtype: torch.dtype) -> Tensor:
         """Return zeros for the optimizer's state `key` of a parameter; if it is on disk, the reserved tensor itself."""
@@ -281,33 +207,27 @@ class ChunkedUpdate:
 
     # ---- rounds ------------------------------------------------------------------------------------------------
 
-    def _update_all(self, rounds: Iterable[Round], done: Callable[[UpdateChunk], None]) -> None:
-        """Update round by round, read the next round meanwhile, and wait for all writes.
-
-        An early update stops at the first gradient that is not finite: that round and all later ones stay unchanged."""
+    def _update_all(self, done: Callable[[UpdateChunk], None]) -> None:
+        """Update round by round, read the next round meanwhile, and wait for all writes."""
         options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]
         writes: list[SwapTransfer] = []
-        sound = True
         staged_rounds: deque[StagedRound] = deque()
         try:
-            for round_ in itertools.chain(rounds, (None,)):
+            for round_ in (*self._rounds, None):
                 if round_ is not None:
                     staged_rounds.append(StagedRound(round_, optimizer=self.optimizer, tiers=self._tiers))
                 if len(staged_rounds) < (1 if round_ is None else 2):
                     continue
                 staged = staged_rounds[0]
                 staged.bind_values()
-                sound = sound and (self._thread is None or staged.finite)
-                if sound:
-                    self.broken = True
-                    for group, values in zip(self.optimizer.param_groups, options, strict=True):
-                        group.update(values)  # an optimizer may count steps in the group, but all rounds are one step
-                    began = time.monotonic()
-                    self.optimizer.step()
-                    self._tiers.record_update(staged.bytes, since=began)
-                    writes += staged.write()
+                for group, values in zip(self.optimizer.param_groups, options, strict=True):
+                    group.update(values)  # an optimizer may count steps in the group, but all rounds are one step
+                began = time.monotonic()
+                self.optimizer.step()
+                self._tiers.record_update(staged.bytes, since=began)
+                writes += staged.write()
                 staged_rounds.popleft().leave()
                 for one in staged.round:
                     done(one.chunk)
@@ -366,14 +286,6 @@ class ChunkedUpdate:
                 longer = [one]
             round_ = longer
         yield round_
-
-
-def _submitted(queue: _Submissions) -> Iterator[Round]:
-    """Yield the rounds of each bucket when its gradients are ready; None in the queue ends them."""
-    while (entry := queue.get()) is not None:
-        rounds, ready = entry
-        ready()
-        yield from rounds
 
 
 def _bytes(round_: Round) -> int:

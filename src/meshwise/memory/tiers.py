@@ -10,12 +10,10 @@
 A tensor on any tier can be read and filled like any other tensor; `bring` and `store` are faster. If nothing is
 offloaded, `Tiers` moves nothing."""
 
-import contextlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -214,19 +212,6 @@ class Tiers:
             transfer.then(lambda buffer=buffer: self.staging.give(buffer))  # type: ignore[misc] # one for each
             self._stored.append(transfer)
 
-    def mark(self) -> Callable[[], None]:
-        """Return a function that waits, on any thread, for the stores and the compute stream's work issued so far."""
-        stored = SwapTransfer.of(self._stored)
-        self._out.wait_stream(self._streams.current())
-        event = self._streams.event()
-        event.record(self._out)
-
-        def wait() -> None:
-            stored.wait()
-            event.synchronize()
-
-        return wait
-
     def settle(self) -> None:
         """Wait until all copies that `store` started have ended. Raises TierError if a write failed."""
         stored, self._stored = self._stored, []
@@ -234,10 +219,6 @@ class Tiers:
             transfer.wait()
         self._out.synchronize()
         self._in.synchronize()
-
-    def on_copy_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which this thread issues GPU work on the stream of copies to the device."""
-        return self._streams.use(self._in)
 
     def close(self) -> None:
         """Close the swap file when its transfers have ended."""

@@ -106,7 +106,7 @@ class ParameterServers:
         if self._factor and self.serving:
             self._sent = {worker: [each.owned_parameters.clone() for each in self._buckets] for worker in self._workers}
 
-    # ---- a worker: the timing of an update, as in `data_parallel.update_timing` -----------------------------------
+    # ---- a worker: the methods of `engine.step.StepAfterBackward` -------------------------------------------------
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -124,18 +124,11 @@ class ParameterServers:
     def begin(self) -> None:
         """Do nothing: servers check their own update."""
 
-    def receive_count(self, count: Tensor) -> None:
-        """Do nothing: a worker divides by its own count."""
-
     def apply(self, factor: float) -> None:
         """Push this worker's gradient times `factor`, and wait for the parameters of the next step."""
         self._engine.scale_gradients(factor)
         self._wait()  # a save in progress may still read the parameters
         self._exchange(_Kind.PUSH)
-
-    def skip_update(self) -> bool:
-        """Return False: no parameter was updated. The servers learn it at the end of the step."""
-        return False
 
     def _exchange(self, kind: _Kind) -> None:
         """Send a message to each server, and receive the answers, unless the worker leaves."""

@@ -44,7 +44,6 @@ class _Header(NamedTuple):
     needs: tuple[bool, ...] = ()
     keywords: tuple[tuple[str, Any], ...] = ()
     grad: bool = False
-    single: bool = False
     error: str = ""
 
 
@@ -52,7 +51,7 @@ class RemoteCall:
     """A call of a remote module in progress; `wait` returns what the module returned."""
 
     def __init__(self, module: "RemoteModule", *, number: int) -> None:
-        self._module, self.number = module, number
+        self.module, self.number = module, number
         self.works: list[Work] = []
         self.answer: tuple[_Header, list[Tensor]] | None = None
         self.token: Tensor | None = None
@@ -61,22 +60,8 @@ class RemoteCall:
         """Block until the results are there, a tensor or a tuple of tensors. Call it once.
 
         Raises RuntimeError with the text of the module's error, if it raised one."""
-        assert self.token is not None
         results = _Receive.apply(self.token, self)
-        assert self.answer is not None
-        return results[0] if self.answer[0].single else results
-
-    def take(self) -> list[Tensor]:
-        """Return the tensors of the answer to the last message of this call."""
-        header, tensors = self._module.answer_of(self)
-        if header.error:
-            raise RuntimeError(header.error)
-        return tensors
-
-    def send(self, header: _Header, *, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a message about this call; `take` returns the answer."""
-        self.answer = None
-        self._module.send(self, header=header._replace(call=self.number), tensors=tensors)
+        return results[0] if len(results) == 1 else results
 
 
 class _Send(torch.autograd.Function):
@@ -87,13 +72,13 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: RemoteCall, header: _Header, anchor: Tensor, *inputs: Tensor) -> Tensor:
         ctx.call, ctx.needs = call, header.needs
-        call.send(header, tensors=inputs)
+        call.module._send(call, header, inputs)
         return anchor.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = iter(ctx.call.take())
+        gradients = iter(ctx.call.module._take(ctx.call))
         return None, None, None, *(next(gradients) if needs else None for needs in ctx.needs)
 
 
@@ -103,23 +88,22 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, call: RemoteCall) -> tuple[Tensor, ...]:
         ctx.call, ctx.token = call, token
-        outputs = tuple(call.take())
+        outputs = tuple(call.module._take(call))
         ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.call.send(_Header(_Kind.BACKWARD), tensors=gradients)
+        ctx.call.module._send(ctx.call, _Header(_Kind.BACKWARD), gradients)
         return torch.zeros_like(ctx.token), None
 
 
 class RemoteModule:
     """This rank's side of a module that lives on rank `rank`; made by `remote`.
 
-    | here         True on the rank that has the module
-    | module       the module, on that rank
-    | open_calls   on that rank: calls whose backward has not run"""
+    | here     True on the rank that has the module
+    | module   the module, on that rank"""
 
     def __init__(self, world: World, *, rank: int, callers: Sequence[int]) -> None:
         if not 0 <= rank < world.size:
@@ -130,7 +114,7 @@ class RemoteModule:
         [self._axis] = world.mesh.names
         self.here = world.rank == rank
         self.module: nn.Module = nn.Identity()
-        self._optimizer: optim.Optimizer | None = None
+        self.optimizer: optim.Optimizer | None = None
         self._kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._number = 0
         self._unanswered: deque[RemoteCall] = deque()
@@ -173,24 +157,28 @@ class RemoteModule:
 
     def _ask(self, kind: _Kind) -> None:
         call = self._new_call()
-        call.send(_Header(kind))
-        call.take()
+        self._send(call, _Header(kind))
+        self._take(call)
 
-    def send(self, call: RemoteCall, *, header: _Header, tensors: Sequence[Tensor]) -> None:
-        """Send a message to the owner, without waiting for its arrival."""
+    def _send(self, call: RemoteCall, header: _Header, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a message about a call to the owner, without waiting for its arrival."""
         bell = torch.zeros(3, dtype=torch.uint16, device=self._world.device)
         call.works = [self._world.send(bell, axis=self._axis, to=self._rank)]
-        call.works += self._sent(header, tensors, to=self._rank)
+        call.works += self._sent(header._replace(call=call.number), tensors, to=self._rank)
+        call.answer = None
         self._unanswered.append(call)
 
-    def answer_of(self, call: RemoteCall) -> tuple[_Header, list[Tensor]]:
-        """Return the answer to the last message of `call`; answers to earlier messages come first."""
+    def _take(self, call: RemoteCall) -> list[Tensor]:
+        """Return the tensors of the answer to the last message of `call`; answers to earlier messages come first."""
         while call.answer is None:
             first = self._unanswered.popleft()
             for work in first.works:
                 work.wait()
             first.answer = self._received(source=self._rank)
-        return call.answer
+        header, tensors = call.answer
+        if header.error:
+            raise RuntimeError(header.error)
+        return tensors
 
     def _sent(self, header: _Header, tensors: Sequence[Tensor], *, to: int) -> list[Work]:
         tensors = [x.detach().to(self._world.device).contiguous() for x in tensors]
@@ -208,11 +196,6 @@ class RemoteModule:
 
     # ---- the rank that has the module ------------------------------------------------------------------------------
 
-    def hold(self, module: nn.Module, *, optimizer: Callable[[Iterable[Tensor]], optim.Optimizer] | None) -> None:
-        """Take the module that this rank serves."""
-        self.module = module.to(self._world.device)
-        self._optimizer = None if optimizer is None else optimizer(self.module.parameters())
-
     def serve(self) -> None:
         """Answer the callers until each has called `close`. Raises RuntimeError on a rank without the module."""
         if not self.here:
@@ -222,30 +205,27 @@ class RemoteModule:
             bell = torch.zeros(3, dtype=torch.uint16, device=self._world.device)
             caller = self._world.recv_any(bell, axis=self._axis, sources=sorted(active - stepped))
             header, tensors = self._received(source=caller)
-            if header.kind is _Kind.STEP and self._optimizer is not None:
+            if header.kind is _Kind.STEP and self.optimizer is not None:
                 stepped.add(caller)
             else:
                 self._answer(caller, header, tensors)
             if header.kind is _Kind.CLOSE:
                 active.remove(caller)
             if stepped and stepped == active:
-                self._update()
+                assert self.optimizer is not None
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self._kept.clear()
                 for each in stepped:
                     self._reply(each, _Header(_Kind.STEP), [])
                 stepped.clear()
 
-    def _update(self) -> None:
-        assert self._optimizer is not None
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._kept.clear()
-
     def _answer(self, caller: int, header: _Header, tensors: list[Tensor]) -> None:
         """Run what the message asks for, and answer with the results or the error."""
         try:
-            single, results = False, list[Tensor]()
+            results: list[Tensor] = []
             if header.kind is _Kind.FORWARD:
-                single, results = self._forward(caller, header, tensors)
+                results = self._forward(caller, header, tensors)
             elif header.kind is _Kind.BACKWARD:
                 results = self._backward(caller, header, tensors)
             elif header.kind is _Kind.STEP:
@@ -254,13 +234,13 @@ class RemoteModule:
             text = f"rank {self._rank}, in a remote module: {type(error).__name__}: {error}"
             self._reply(caller, _Header(header.kind, error=text), [])
         else:
-            self._reply(caller, _Header(header.kind, single=single), results)
+            self._reply(caller, _Header(header.kind), results)
 
     def _reply(self, caller: int, header: _Header, tensors: Sequence[Tensor]) -> None:
         for work in self._sent(header, tensors, to=caller):
             work.wait()
 
-    def _forward(self, caller: int, header: _Header, inputs: list[Tensor]) -> tuple[bool, list[Tensor]]:
+    def _forward(self, caller: int, header: _Header, inputs: list[Tensor]) -> list[Tensor]:
         for x, needs in zip(inputs, header.needs, strict=True):
             x.requires_grad_(needs)
         with torch.set_grad_enabled(header.grad):
@@ -268,7 +248,7 @@ class RemoteModule:
         outputs = [result] if isinstance(result, Tensor) else list(result)
         if header.grad:
             self._kept[caller, header.call] = [x for x in inputs if x.requires_grad], outputs
-        return isinstance(result, Tensor), outputs
+        return outputs
 
     def _backward(self, caller: int, header: _Header, gradients: list[Tensor]) -> list[Tensor]:
         if (caller, header.call) not in self._kept:
@@ -300,5 +280,6 @@ def remote(
     RPC*, MLSys 2023."""
     module = RemoteModule(world, rank=rank, callers=callers)
     if module.here:
-        module.hold(build(*args), optimizer=optimizer)
+        module.module = build(*args).to(world.device)
+        module.optimizer = None if optimizer is None else optimizer(module.module.parameters())
     return module

@@ -32,7 +32,7 @@ from meshwise.memory.swap_file import TierError
 from meshwise.model.forward import LossError
 from meshwise.plan import PlanError
 from meshwise.precision.dtype_policy import NO_DTYPE
-from meshwise.simulate.predicted_memory import ShortageError
+from meshwise.simulate.predicted_memory import ShortageError, size_text
 from meshwise.train import run_events
 from meshwise.train.job import JobError
 from meshwise.train.run_events import RunEvent, Step
@@ -175,7 +175,9 @@ def _text(event: RunEvent, *, of: str) -> str:
     match event:
         case run_events.Start():
             steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
-            held = ", ".join(f"{kind.replace('_', ' ')} {_bytes(size)}" for kind, size in event.memory.items() if size)
+            held = ", ".join(
+                f"{kind.replace('_', ' ')} {size_text(size)}" for kind, size in event.memory.items() if size
+            )
             trained = "" if event.trained == event.parameters else f", {event.trained:,} of them trained"
             return "\n".join(
                 [
@@ -258,7 +260,7 @@ def _numbers(step: Step, *, of: str) -> str:
     unit = "tok" if of == "token" else f"{of}s"
     return (
         f"loss {step.loss:.4f}  grad {step.grad_norm:.3f}  lr {step.lr:.2e}  {_short(step.rate)} {unit}/s  "
-        f"{_bytes(step.memory)}  ETA {_time(step.eta)}" + ("  SKIPPED" if step.skipped else "")
+        f"{size_text(step.memory)}  ETA {_time(step.eta)}" + ("  SKIPPED" if step.skipped else "")
     )
 
 
@@ -273,14 +275,6 @@ def _dtypes(precision: Mapping[str, str]) -> str:
         if dtype != NO_DTYPE:
             kinds.setdefault(dtype, []).append(kind.replace("_", " "))
     return "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in kinds.items())
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
 
 
 def _short(number: float) -> str:

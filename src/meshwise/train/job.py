@@ -289,8 +289,7 @@ class TrainJob:
     the model (docs/experts.md). Default: no token is dropped."""
     nonfinite: str = "raise"
     """What a gradient that is not finite does. `raise`: it ends the run. `skip:N`: the step is skipped, at most N steps
-    in a row. `end`: as `raise`, but a faster update of parameters on CPU or disk tiers is allowed, during the backward
-    (docs/memory.md)."""
+    in a row."""
     sync: Arguments = field(default_factory=dict)
     """With a `sync` across steps in the plan: changed settings of its scheme, as in `outer_lr=0.5 fragments=4`. See
     docs/local_steps.md."""

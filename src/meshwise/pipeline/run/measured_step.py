@@ -19,9 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
-
-from meshwise.base.mesh import Mesh
 from meshwise.base.text_format import align_columns
 from meshwise.base.timeline import Event, Timeline, TimelineRow, time_within
 from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
@@ -29,44 +26,17 @@ from meshwise.comm.api.world import World
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule
 
-_ROUNDS = 8
-"""Number of questions to each rank's clock; the quickest answer is taken."""
+_SAME_CLOCK = 1e-3
+"""Seconds by which the system times of hosts may differ; smaller offsets count as 0."""
 
 
 def clock_offset(world: World, *, now: Callable[[], float] = time.monotonic) -> float:
-    """Return by how many seconds this rank's clock `now` is ahead of the first rank's; 0 if within the error.
+    """Return by how many seconds this rank's clock `now` is ahead of the first rank's; 0 below a millisecond.
 
-    The first rank asks every other rank for the time, and uses the quickest answer: the other clock was read between
-    question and answer (Cristian, 1989). Every rank calls it."""
-    line = world.over(Mesh((("rank", world.size),)))
-    offsets = [0.0] * world.size
-    for rank in range(1, world.size):
-        if world.rank == 0:
-            offsets[rank] = min((_ask_clock(line, rank, now) for _ in range(_ROUNDS)), key=lambda answer: answer[1])[0]
-        elif world.rank == rank:
-            for _ in range(_ROUNDS):
-                _answer_clock(line, now)
-    agreed: list[float] = world.exchange(offsets)[0]
-    return agreed[world.rank]
-
-
-def _ask_clock(line: World, rank: int, now: Callable[[], float]) -> tuple[float, float]:
-    """Return the seconds by which the clock of `rank` is ahead, and the seconds between question and answer."""
-    message = torch.zeros(1, dtype=torch.float64, device=line.device)
-    asked = now()
-    line.send(message, axis="rank", to=rank).wait()
-    line.recv(message, axis="rank", source=rank).wait()
-    there, answered = message.item(), now()
-    within = asked <= there <= answered
-    return 0.0 if within else there - (asked + answered) / 2, answered - asked
-
-
-def _answer_clock(line: World, now: Callable[[], float]) -> None:
-    message = torch.zeros(1, dtype=torch.float64, device=line.device)
-    line.recv(message, axis="rank", source=0).wait()
-    message.item()  # waits for the question; on a GPU `wait` would not block the host
-    message.fill_(now())
-    line.send(message, axis="rank", to=0).wait()
+    The system times of the hosts (NTP) are taken as equal. Every rank calls it."""
+    own = max(now() - time.time() for _ in range(8))  # a pause between the two readings makes the difference smaller
+    ahead: float = own - world.exchange(own)[0]
+    return ahead if abs(ahead) > _SAME_CLOCK else 0.0
 
 
 _Means: TypeAlias = Mapping[ActionKind, float]
