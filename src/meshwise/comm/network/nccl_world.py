@@ -65,29 +65,25 @@ def nccl(store: c10d.Store) -> Backend:
 
 
 class Communicators:
-    """Process groups of one rank, made when they are first used or prepared."""
+    """Process groups of one rank, made when they are first used or prepared. `made`: by purpose and ranks."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
+        self.made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
         self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, purpose: str = "") -> c10d.ProcessGroup:
         """Return the process group of `ranks` for `purpose`; block until all members have made it. rank: this rank."""
         assert not self.closed, "the world was closed"
-        if (purpose, ranks) not in self._made:
-            self._made[purpose, ranks] = self._backend(purpose, ranks, rank)
-        return self._made[purpose, ranks]
-
-    def has(self, ranks: tuple[int, ...], *, purpose: str = "") -> bool:
-        """Return whether the process group of `ranks` for `purpose` is made."""
-        return (purpose, ranks) in self._made
+        if (purpose, ranks) not in self.made:
+            self.made[purpose, ranks] = self._backend(purpose, ranks, rank)
+        return self.made[purpose, ranks]
 
     def close(self) -> None:
         """Release the process groups, in the same order on every rank: a release may wait for the other members."""
         self.closed = True
-        for key in sorted(self._made):
-            self._made.pop(key).shutdown()
+        for key in sorted(self.made):
+            self.made.pop(key).shutdown()
 
 
 class NcclWorld(World):
@@ -118,7 +114,7 @@ class NcclWorld(World):
         keys: set[tuple[str, tuple[int, ...]]] = {("", group.ranks) for group in groups if group.size > 1}
         keys |= {(POINT_TO_POINT, ranks) for ranks in lines if self.rank in ranks}
         # Every rank goes through its communicators in the same order, so no ranks wait for each other in a circle.
-        new = sorted(key for key in keys if not self._communicators.has(key[1], purpose=key[0]))
+        new = sorted(key for key in keys if key not in self._communicators.made)
         for purpose, ranks in new:
             made = self._communicators.of(ranks, rank=self.rank, purpose=purpose)
             if purpose == POINT_TO_POINT:
