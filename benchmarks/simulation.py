@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calibrate
+from meshwise.bench.calibrate import CalibrationEffort, calibrate
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.engine.parallelize import Options
@@ -111,13 +111,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="calibrate before every so-manieth plan")
     arguments = parser.parse_args()
     os.environ.update({"OMP_NUM_THREADS": "1", **MALLOC})
-    found: list[CalibrationResult] = []
+    found: list[Cluster] = []
     rows, refused = [], []
     for index, (name, plan) in enumerate(itertools.product(arguments.models, arguments.plans)):
         if index % arguments.every == 0:
             found.append(run(4, calibrated, args=(arguments.rounds,))[0])
         try:
-            rows.append(compare(name, plan, found[-1].cluster))
+            rows.append(compare(name, plan, found[-1]))
         except PlanError as error:
             refused.append(f"- `{plan}` is refused for the {name}: {error}")
         else:
@@ -133,10 +133,9 @@ def main() -> None:
         for name, plan, told, took, off, size, peak, wrong in rows
     ]
     told = (
-        f"{len(rows)} plans on {found[0].cluster.device.name}: the step time is off by {_median(time_errors)} "
+        f"{len(rows)} plans on {found[0].device.name}: the step time is off by {_median(time_errors)} "
         f"(median), the peak memory by {_median(memory_errors)} (median) and "
-        f"{100 * max(map(abs, memory_errors)):.1f} % at most. While the machine was calibrated, {len(found)} times, "
-        f"the ranks had at least {min(one.cpu_share for one in found):.0%} of their cores' time."
+        f"{100 * max(map(abs, memory_errors)):.1f} % at most. The machine was calibrated {len(found)} times."
     )
     lines += ["", told, "", *refused]
     print("\n".join(lines))
@@ -156,7 +155,7 @@ def compare(name: str, plan: str, cluster: Cluster) -> tuple[str, str, float, fl
     return name, plan, prediction.seconds, took, prediction.seconds / took - 1, size, peak, size / peak - 1
 
 
-def calibrated(world: World, rounds: int) -> CalibrationResult:
+def calibrated(world: World, rounds: int) -> Cluster:
     """On every rank."""
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -203,7 +203,5 @@ def test_an_exchange_that_hangs_is_ended_with_the_position() -> None:
     )
 
     assert ended.returncode == 1
-    assert (
-        "made no progress for 0.5 s while exchanging messages at #0 all_reduce[rank] sum 1000 float32" in ended.stderr
-    )
+    assert "made no progress for 0.5 s while exchanging messages at #0 send[rank] to 1 2 float32" in ended.stderr
     assert "GLOO_SOCKET_IFNAME" in ended.stderr

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.testing import run
 from warm_processes import Processes
@@ -55,39 +54,3 @@ def test_what_a_rank_writes_is_there_for_all_and_nothing_is_left(processes: Proc
         assert again == [10.0 + low] * 4 + [10.0 + high] * 4
         assert files == 0
         assert maps == -1
-
-
-def _gather(world: World, size: int, odd: str) -> list[float]:
-    """Rank 1 gathers into what `odd` says, rank 0 into the first elements of what they hold together."""
-    held, other = (world.shared_empty(50_000, dtype=torch.float64, axes="rank") for _ in range(2))
-    assert held is not None
-    assert other is not None
-    own = torch.zeros(50_000, dtype=torch.float64)
-    choices = {"the same": held, "its own": own, "other": other, "a shift": held[4:]}
-    into = (choices[odd] if world.rank == 1 else held)[: 2 * size]
-    part = torch.full((size,), 1.0 + world.rank, dtype=torch.float64)
-    world.all_gather(part, into=into, axes="rank").wait()
-    world.barrier()
-    return sorted(set(into.tolist()))
-
-
-@pytest.mark.parametrize("size", [8, 20_000])
-@pytest.mark.parametrize("odd", ["its own", "other", "a shift"])
-def test_ranks_that_pass_different_memory_get_an_error(odd: str, size: int, processes: Processes) -> None:
-    with pytest.raises(RanksDisagree, match=r"passes a joint tensor, and rank \d other"):
-        run(2, _gather, on=processes, args=(size, odd))
-    assert run(2, _gather, on=processes, args=(size, "the same")) == [[1.0, 2.0]] * 2
-
-
-def _gather_unequal(world: World) -> None:
-    """Both ranks have the parts begin where the other has them, and take them to be of other sizes."""
-    held = world.shared_empty(50_000, dtype=torch.float64, axes="rank")
-    assert held is not None
-    sizes = (2, 4) if world.rank else (4, 2)
-    parts = [held[start : start + size] for start, size in zip((0, 10), sizes, strict=True)]
-    world.all_gather(torch.ones_like(parts[world.rank]), into=parts, axes="rank").wait()
-
-
-def test_ranks_that_pass_parts_of_other_sizes_get_an_error(processes: Processes) -> None:
-    with pytest.raises(RanksDisagree, match="passes a joint tensor"):
-        run(2, _gather_unequal, on=processes)

@@ -4,8 +4,7 @@ All ranks measure at the same time, because they also share caches, memory and l
 timed over a grid of shapes, and their efficiency by shape is fitted by three constants (see `MatmulEfficiency`). Most
 other numbers are medians over all rounds of all ranks.
 
-On a CPU the processor time of the rank is measured, so other programs on the core do not change the result. The result
-also has the fraction of the time in which the ranks had their cores."""
+On a CPU the processor time of the rank is measured, so other programs on the core do not change the result."""
 
 import functools
 import itertools
@@ -51,17 +50,7 @@ class CalibrationEffort:
     """Number of times that every measurement is repeated; the median counts."""
 
 
-@dataclass(frozen=True)
-class CalibrationResult:
-    """Result of a calibration."""
-
-    cluster: Cluster
-
-    cpu_share: float
-    """Fraction of the measured time in which the ranks had their CPU cores, at most 1; other programs had the rest."""
-
-
-def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) -> CalibrationResult:
+def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) -> Cluster:
     """Measure this machine with all ranks; every rank calls it. On CPUs the ranks keep freed memory afterwards."""
     keep_freed_memory_of_rank(world)  # as a trainer does
     seconds = _Stopwatch(world, rounds=effort.rounds)
@@ -86,8 +75,7 @@ def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) 
     )
     # On a CPU the core that computes also copies.
     overlap = world.device.type != "cpu"
-    cluster = Cluster(device, ranks_per_node=world.size, inside=_link(world, effort), adapters=1, overlap=overlap)
-    return CalibrationResult(cluster, seconds.share())
+    return Cluster(device, ranks_per_node=world.size, inside=_link(world, effort), adapters=1, overlap=overlap)
 
 
 class _Stopwatch:
@@ -96,7 +84,6 @@ class _Stopwatch:
     def __init__(self, world: World, *, rounds: int) -> None:
         self.world = world
         self._rounds = rounds
-        self._had = self._passed = 0.0
         self.launch = 0.0
         """Seconds of a launch, which `without_launch` subtracts."""
 
@@ -110,22 +97,16 @@ class _Stopwatch:
         took = []
         for _ in range(self._rounds + 1):
             self.world.barrier()
-            passed, begin = time.perf_counter(), self._now()
+            begin = self._now()
             for _ in range(repeat):
                 run()
             took.append((self._now() - begin) / repeat)
-            self._had += took[-1] * repeat
-            self._passed += time.perf_counter() - passed
         median: float = statistics.median(itertools.chain.from_iterable(self.world.exchange(took[1:])))
         return median
 
     def without_launch(self, took: float) -> float:
         """Return the seconds of an operation without its launch."""
         return max(took - self.launch, took / 10)
-
-    def share(self) -> float:
-        """Return the mean over the ranks of the fraction of the time in which a rank had its core."""
-        return statistics.fmean(self.world.exchange(min(1.0, self._had / self._passed)))
 
     def _now(self) -> float:
         if not self.on_gpu:

@@ -7,16 +7,14 @@
 Step 3 only runs if the steps before found no problem. Every step that waits for other ranks has a short time limit,
 because the ordinary time limits of a job are too long for a check.
 
-Step 1 is `examine_machine`, step 2 `examine_roll_call`. Step 3, `exchange_messages`, makes one all-reduce, and then
-compares and times messages. In round d, rank r sends to rank r + d and receives from rank r − d, modulo the number of
-ranks:
+Step 1 is `examine_machine`, step 2 `examine_roll_call`. Step 3, `exchange_messages`, compares and times messages. In
+round d, rank r sends to rank r + d and receives from rank r − d, modulo the number of ranks:
 
     4 ranks, 3 rounds:    0→1 1→2 2→3 3→0    0→2 1→3 2→0 3→1    0→3 1→0 2→1 3→2"""
 
 import contextlib
 import functools
 import os
-import re
 import socket
 import statistics
 import sys
@@ -39,8 +37,6 @@ _SHARED_MEMORY = 1 << 30
 _OPEN_FILES = 4096
 _STREAMS = 8
 """Streams of a rank that may work at once: compute, two directions of copies, NCCL's of groups and of messages."""
-
-_NCCL = (2, 19)
 
 _COMPARED: Mapping[str, str] = {
     "meshwise": "install the same version everywhere",
@@ -129,12 +125,6 @@ def check_gpu_settings(environment: Mapping[str, str], *, machine: Machine, rank
             f"{queues} queue{'s' if int(queues) > 1 else ''} of the GPU, and wait for each other",
             remedy="unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 32",
         )
-    version = re.match(r"(\d+)\.(\d+)", dict(machine.software).get("nccl", ""))
-    if version and tuple(map(int, version.groups())) < _NCCL:
-        yield note(
-            f"NCCL {version[0]} is older than {_NCCL[0]}.{_NCCL[1]}, and takes more GPU memory per communicator",
-            remedy="install a torch build with a newer NCCL, or remove an older one from LD_LIBRARY_PATH",
-        )
     if ranks > len(machine.gpus):
         yield note(
             f"{ranks} ranks share {len(machine.gpus)} GPUs; NCCL refuses this, so they use gloo, which is slower",
@@ -219,7 +209,8 @@ def check_port(port: int) -> MachineFinding | None:
 
 def exchange_messages(world: World) -> PairMessages:
     """Exchange messages between all ranks, and return the times and problems of all ranks. Every rank calls it."""
-    findings, links = _check_sum(world), []
+    findings: list[MachineFinding] = []
+    links: list[PairLink] = []
     for distance in range(1, world.size):
         link, wrong = _exchange(world, distance)
         links.append(link)
@@ -230,22 +221,6 @@ def exchange_messages(world: World) -> PairMessages:
     pairs = tuple(by_pair[pair] for pair in sorted(by_pair))
     found = dict.fromkeys(finding for _, own in everyone for finding in own)
     return PairMessages(world.size, world.device.type, world.medium, pairs, tuple(found))
-
-
-def _check_sum(world: World) -> list[MachineFinding]:
-    """Sum rank + 1 over all N ranks. Return a problem unless every element is N(N+1)/2, else an empty list."""
-    total = torch.full((1000,), world.rank + 1.0, device=world.device)
-    world.all_reduce(total, axes=world.mesh.names).wait()
-    expected = world.size * (world.size + 1) / 2
-    wrong = total[total != expected]
-    if not wrong.numel():
-        return []
-    return [
-        problem(
-            f"rank {world.rank}: an all-reduce of {world.size} ranks gave {wrong[0].item():g} instead of {expected:g}",
-            remedy="test this machine's memory and network card, and try another interface with GLOO_SOCKET_IFNAME",
-        )
-    ]
 
 
 def _exchange(world: World, distance: int) -> tuple[PairLink, list[MachineFinding]]:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import tomlkit
 
-from meshwise.bench.calibrate import CalibrationEffort, CalibrationResult, calibrate
+from meshwise.bench.calibrate import CalibrationEffort, calibrate
 from meshwise.bench.collective_benchmark import (
     CALLS,
     COPY,
@@ -40,15 +40,13 @@ from meshwise.comm import World, run
 from meshwise.comm.api.job_processes import prints_for_job
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.launch.launch import cores
+from meshwise.simulate.cluster import Cluster
 from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.flags_and_toml import parse_flags
 from meshwise.train.job import JobError, as_job_error, check_least
 
 _WIDTH = 110
 """Columns of the table if stdout is not a terminal."""
-
-UNDISTURBED = 0.9
-"""If the ranks had less than this fraction of their cores' time, calibrate warns of other work on the machine."""
 
 
 @dataclass(frozen=True)
@@ -150,25 +148,15 @@ def _calibrate(words: Sequence[str]) -> None:
     size, comm = _ranks(flags, least=1), checked_comm(flags.comm)
     say_start(size, words=["bench", "calibrate", *words])
     effort = CalibrationEffort(rounds=flags.rounds)
-    found: CalibrationResult = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
+    cluster: Cluster = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
     if prints_for_job():
-        text = tomlkit.dumps(dataclasses.asdict(found.cluster))
-        result = f": {found.cluster.device.name}, {counted(size, of='rank')}"
-        if found.cpu_share < UNDISTURBED:
-            result += f"; {_disturbance(found, size=size)}"
+        text = tomlkit.dumps(dataclasses.asdict(cluster))
+        result = f": {cluster.device.name}, {counted(size, of='rank')}"
         write_and_say(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"), more=result)
 
 
-def _calibrate_rank(world: World, effort: CalibrationEffort) -> CalibrationResult:
+def _calibrate_rank(world: World, effort: CalibrationEffort) -> Cluster:
     return calibrate(world, effort=effort)
-
-
-def _disturbance(found: CalibrationResult, *, size: int) -> str:
-    """Return a warning: why the ranks did not have all the time of their cores, and what to do."""
-    most = cores()
-    if found.cluster.device.kind == "cpu" and not launched_ranks() and size > most:
-        return f"{size} ranks share {counted(most, of='core')}: calibrate and train with --ranks {most}"
-    return f"other work took {1 - found.cpu_share:.0%} of the CPU time: calibrate again when the machine is quieter"
 
 
 def _ranks(flags: BenchFlags, *, least: int) -> int:

@@ -152,7 +152,7 @@ Axes: TypeAlias = str | Sequence[str]
 
 
 class Work:
-    """A collective in progress. Its tensors must not be used until `wait` returns; `wait` may be called again."""
+    """A collective in progress. Its tensors must not be used until `wait` returns; it may then be called again."""
 
     def __init__(
         self,

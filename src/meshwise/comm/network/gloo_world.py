@@ -322,7 +322,7 @@ class GlooWorld(World):
             rest = _staged(self.streams, program, reads, writes, worker=transport.worker(queue))
         else:
             steps = program(reads, writes)
-            rest = keep_inference_mode(_once(partial(_complete, itertools.chain([next(steps)], steps))))
+            rest = keep_inference_mode(partial(_complete, itertools.chain([next(steps)], steps)))
             if carried:
                 rest = transport.worker(queue).submit(rest).result
 
@@ -338,22 +338,6 @@ class GlooWorld(World):
 def _complete(steps: Steps) -> None:
     for messages in steps:
         messages.wait()
-
-
-def _once(job: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that calls `job`. After a call that raised, every further call raises the same exception."""
-    raised: list[BaseException] = []
-
-    def do() -> None:
-        if raised:
-            raise raised[0]
-        try:
-            job()
-        except BaseException as error:
-            raised.append(error)
-            raise
-
-    return do
 
 
 def _staged(

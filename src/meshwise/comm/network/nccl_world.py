@@ -13,7 +13,6 @@ All ranks of a communicator create it together, and block. `prepare` creates all
 rank. An unprepared communicator is created at its first call: if all of its ranks send first, they deadlock."""
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -49,16 +48,14 @@ _OPS: Mapping[str, c10d.ReduceOp] = {
 
 def nccl(store: c10d.Store) -> Backend:
     """Return the function that makes NCCL process groups; their ranks meet over `store`, the store of the job."""
-    kind = _preferred_class()
 
     def make(purpose: str, ranks: tuple[int, ...], rank: int) -> c10d.ProcessGroup:
-        options = kind.Options()
+        options = c10d.ProcessGroupNCCL.Options()
         options._timeout = NO_TIMEOUT
-        if "is_high_priority_stream" in dir(options):
-            options.is_high_priority_stream = purpose == POINT_TO_POINT
+        options.is_high_priority_stream = purpose == POINT_TO_POINT
         own = c10d.PrefixStore(f"{purpose}{'-'.join(map(str, ranks))}", store)
         index, size = ranks.index(rank), len(ranks)
-        backend = kind(own, index, size, options)
+        backend = c10d.ProcessGroupNCCL(own, index, size, options)
         group = c10d.ProcessGroup(own, index, size)
         group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.NCCL, backend)
@@ -67,38 +64,26 @@ def nccl(store: c10d.Store) -> Backend:
     return make
 
 
-def _preferred_class() -> Any:
-    """Return the class of NCCL groups that torch prefers: NCCL2 from torch 2.15, or by TORCH_DIST_USE_NCCL2."""
-    new = vars(c10d).get("ProcessGroupNCCL2")
-    default = "1" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15) else "0"
-    is_new = os.environ.get("TORCH_DIST_USE_NCCL2", default) == "1"
-    return new if new is not None and is_new else c10d.ProcessGroupNCCL
-
-
 class Communicators:
-    """Process groups of one rank, made when they are first used or prepared."""
+    """Process groups of one rank, made when they are first used or prepared. `made`: by purpose and ranks."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
+        self.made: dict[tuple[str, tuple[int, ...]], c10d.ProcessGroup] = {}
         self.closed = False
 
     def of(self, ranks: tuple[int, ...], *, rank: int, purpose: str = "") -> c10d.ProcessGroup:
         """Return the process group of `ranks` for `purpose`; block until all members have made it. rank: this rank."""
         assert not self.closed, "the world was closed"
-        if (purpose, ranks) not in self._made:
-            self._made[purpose, ranks] = self._backend(purpose, ranks, rank)
-        return self._made[purpose, ranks]
-
-    def has(self, ranks: tuple[int, ...], *, purpose: str = "") -> bool:
-        """Return whether the process group of `ranks` for `purpose` is made."""
-        return (purpose, ranks) in self._made
+        if (purpose, ranks) not in self.made:
+            self.made[purpose, ranks] = self._backend(purpose, ranks, rank)
+        return self.made[purpose, ranks]
 
     def close(self) -> None:
         """Release the process groups, in the same order on every rank: a release may wait for the other members."""
         self.closed = True
-        for key in sorted(self._made):
-            self._made.pop(key).shutdown()
+        for key in sorted(self.made):
+            self.made.pop(key).shutdown()
 
 
 class NcclWorld(World):
@@ -129,7 +114,7 @@ class NcclWorld(World):
         keys: set[tuple[str, tuple[int, ...]]] = {("", group.ranks) for group in groups if group.size > 1}
         keys |= {(POINT_TO_POINT, ranks) for ranks in lines if self.rank in ranks}
         # Every rank goes through its communicators in the same order, so no ranks wait for each other in a circle.
-        new = sorted(key for key in keys if not self._communicators.has(key[1], purpose=key[0]))
+        new = sorted(key for key in keys if key not in self._communicators.made)
         for purpose, ranks in new:
             made = self._communicators.of(ranks, rank=self.rank, purpose=purpose)
             if purpose == POINT_TO_POINT:

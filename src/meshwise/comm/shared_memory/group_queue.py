@@ -42,15 +42,13 @@ from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES, PAYLOAD_W
 RECORDS_PER_QUEUE = 32
 """Number of calls of a queue for which a board has records. The next call is posted when a record becomes free."""
 
-IN_PAYLOAD, IN_JOINT = 0, -1
-"""Places of a tensor that is not in a `SharedSegment`. IN_PAYLOAD: in the payload of its call, on the board.
-IN_JOINT: in memory that all ranks have mapped (`World.shared_empty`)."""
+IN_PAYLOAD = 0
+"""Place of a tensor that is in the payload of its call, on the board, and not in a `SharedSegment`."""
 
 TensorLocation: TypeAlias = tuple[int, int, int]
 """Location of a tensor: its place, its offset in bytes there, and its size in bytes.
 
-The place is a constant above or `SharedSegment.place`. The offset counts from the start of the board or segment. For a
-joint tensor the second number is `JointTensors.name`, and the third is 0."""
+The place is `IN_PAYLOAD` or `SharedSegment.place`. The offset counts from the start of the board or segment."""
 
 _POSTED, _DONE, _RECORDS = 0, 8, 16
 _HEAD, _PART = 1, 3  # words
@@ -230,7 +228,8 @@ class GroupQueue:
         self._own = QueueState.make(host.board, key=key, ranks=len(ranks))
         self._sides: list[QueueState | None] = [self._own if rank == host.rank else None for rank in ranks]
         self._digest = 0
-        """CRC32 of all calls so far. After a different call, the tags of two ranks differ in all later calls too."""
+        """CRC32 of all calls so far and of the names of their joint tensors. After a different call, the tags of two
+        ranks differ in all later calls too."""
         self._posted = 0
         self._done = 0
         self._free = RECORDS_PER_QUEUE
@@ -247,7 +246,7 @@ class GroupQueue:
     def post(self, call: QueuedCall) -> None:
         """Post the call to the other ranks as soon as the board has a free record."""
         call.number = self._posted + len(self._unposted)
-        call.tag = self._digest = zlib.crc32(call.record.agreed.encode(), self._digest)
+        call.tag = self._digest = zlib.crc32(call.record.agreed.encode(), self._digest ^ call.joint)
         self._unposted.append(call)
         self._publish()
 
@@ -267,7 +266,7 @@ class GroupQueue:
     def _write(self, call: QueuedCall) -> None:
         number = call.number
         if call.in_payload:
-            places = [(IN_JOINT, call.joint, 0)] if call.joint else self._own.write_payload(number, gives=call.gives)
+            places = self._own.write_payload(number, gives=call.gives)
         else:
             places = [self._place(x) for x in call.gives]
             self._lent.append(call)
@@ -401,27 +400,12 @@ class GroupQueue:
         side = self._side(index)
         assert side is not None, "the rank has called it"
         found = side.location(call.number, which=which)
-        if found[0] == IN_JOINT:
-            raise self._apart(index, self._host.rank, call)
         if found[2] != like.nbytes:
             raise RanksDisagree(
                 f"rank {self.ranks[index]} gives {found[2]} bytes where rank {self._host.rank} takes {like.nbytes} "
                 f"in {call.record}"
             )
         return found
-
-    def require_joint(self, call: QueuedCall) -> None:
-        """Raise RanksDisagree unless every rank passed the joint tensor that this rank passed to the call."""
-        for index in self.others:
-            side = self._side(index)
-            if side is None or side.location(call.number, which=0)[:2] != (IN_JOINT, call.joint):
-                raise self._apart(self.index, self.ranks[index], call)
-
-    def _apart(self, index: int, other: int, call: QueuedCall) -> RanksDisagree:
-        return RanksDisagree(
-            f"rank {self.ranks[index]} passes a joint tensor, and rank {other} other memory, in "
-            f"{call.record}; pass on all ranks the result of one call of World.shared_empty"
-        )
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
         """Return whether group index `index` has posted the same call. A rank that posted a different call counts as

@@ -104,7 +104,7 @@ class LocalWorld(World):
         call = self._call(record, group)
         call.joint = joint
         put(x, into=parts[group.index])
-        return self._begin(call, needs=call.others, act=lambda: call.queue.require_joint(call))
+        return self._begin(call, needs=call.others)
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         call = self._call(record, group)
