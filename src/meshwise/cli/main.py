@@ -31,6 +31,7 @@ from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_processes import RankLostError, is_rank, prints_for_job
 from meshwise.comm.launch.connect import leave_undone
 from meshwise.comm.launch.fork_server import fork_server_from_here
+from meshwise.comm.launch.launch import NoSemaphoresError
 from meshwise.comm.launch.rank_process import CONSEQUENCE_SECONDS
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.model.forward import LossError
@@ -106,6 +107,8 @@ def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
         except BaseException:
             leave_undone()
             raise
+    except NoSemaphoresError as error:
+        return _report(f"meshwise {name}: {error.strerror}", status=2)
     except (JobError, PlanError, LossError) as error:
         return _report(f"meshwise {name}: {error}", status=2, once=True)
     except KeyboardInterrupt:

@@ -98,7 +98,7 @@ def run(
     Raises the first exception of `main` on any rank, with a note of the rank and its traceback. Raises RankLostError
     when a rank ended without an exception, and KeyboardInterrupt on Ctrl-C, after all ranks have ended. Raises
     ValueError for an incomplete environment or an impossible argument, RuntimeError for a notebook's function that
-    cannot be forked, and OSError without room in /dev/shm."""
+    cannot be forked, and NoSemaphoresError without room in /dev/shm."""
     if launched_rank():
         world = connect(device=device, comm=comm)
         if world.size != size:
@@ -236,6 +236,10 @@ def cores() -> int:
     return own
 
 
+class NoSemaphoresError(OSError):
+    """Raised when /dev/shm has no room for the semaphores of the ranks."""
+
+
 def launch(
     main: Callable[..., Any], *, args: tuple[Any, ...], size: int, restarts: int, method: str, folder: Path
 ) -> Mapping[int, int]:
@@ -247,7 +251,7 @@ def launch(
     | method     start method of multiprocessing
     | folder     folder of the job, in which the ranks save their outcomes
 
-    Raises OSError without room in /dev/shm. After a signal, raises torch's SignalException when all ranks ended."""
+    Raises NoSemaphoresError. After a signal, raises torch's SignalException when all ranks have ended."""
     rendezvous = LoopbackRendezvous(uuid.uuid4().hex)
     logs = DefaultLogsSpecs(log_dir=str(folder / "logs"))
     spec = WorkerSpec(
@@ -293,7 +297,7 @@ class _Agent(LocalElasticAgent):
             started: dict[int, Any] = super()._start_workers(worker_group)
         except OSError as error:
             if error.errno in _REFUSED and error.filename is None:  # multiprocessing names no file for semaphores
-                error.add_note(_NO_ROOM)
+                raise NoSemaphoresError(error.errno, f"{os.strerror(error.errno)}: {_NO_ROOM}") from error
             raise
         return started
 
