@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.base.batch_norm_classes import BatchNorm
+from meshwise.base.batch_norm_classes import BatchNorm, RunningNorm
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import StorageConfig
@@ -136,6 +136,15 @@ class _OneOfMany(nn.SyncBatchNorm):
 def batch_norms(module: nn.Module) -> dict[str, BatchNorm]:
     """Return the batch norms of a model, by module name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, BatchNorm)}
+
+
+def running_norms(module: nn.Module) -> dict[str, RunningNorm]:
+    """Return all batch norms, and the instance norms with running statistics, by module name."""
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, BatchNorm) or (isinstance(part, RunningNorm) and part.track_running_stats)
+    }
 
 
 def disable_sync_batch_norm(module: nn.Module) -> contextlib.ExitStack:

@@ -25,6 +25,7 @@ from meshwise.data_parallel.batch_norm_statistics import (
     batch_norms,
     disable_sync_batch_norm,
     refuse_renormed,
+    running_norms,
 )
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
@@ -252,7 +253,7 @@ def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterU
             f"{bias} of the router beside {name} is updated in each step from the tokens of all replicas, and "
             f"{key}={by} differs; use {key}={Plan().to_toml()[key]}"
         )
-    for norm in batch_norms(module):
+    for norm in running_norms(module):
         raise PlanError(
             f"{norm} has running statistics, which replicas do not exchange under {key}={by}; use GroupNorm or "
             f"LayerNorm, or {key}={Plan().to_toml()[key]}"
@@ -576,11 +577,17 @@ def _place_buffers(source: ParameterSource, world: World, precision: Precision) 
 
 def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World) -> bool:
     """Return whether batch norms take statistics over several ranks. Raises PlanError if the plan does not allow it."""
-    norms = list(batch_norms(module))
+    norms = list(running_norms(module))
     setting.policy.undo.push(disable_sync_batch_norm(module))
+    is_split = world.group(setting.plan.loss_axes).size > 1
+    if is_split and (without := [name for name in norms if name not in batch_norms(module)]):
+        raise PlanError(
+            f"{without[0]} is an instance norm with running statistics over samples, which replicas do not exchange; "
+            "build it with track_running_stats=False, use GroupNorm, or train without replicas (dp=1)"
+        )
     if norms and _splits_rows(setting.plan, world):
         raise PlanError(
             f"{norms[0]} takes statistics over the batch for each feature, and tp_mode={setting.plan.tp_mode} splits "
             "features and rows; use tp_mode=1d, or GroupNorm or LayerNorm"
         )
-    return bool(norms) and world.group(setting.plan.loss_axes).size > 1
+    return bool(norms) and is_split
