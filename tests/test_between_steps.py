@@ -53,7 +53,9 @@ def test_freezing_after_the_plan_was_applied_is_an_error(plan: str, thaw: bool) 
     def main(world: World) -> None:
         trainer = parallelize(build, plan, world=world, loss=squares, lr=1e-2)
         trainer.model.get_submodule("first").requires_grad_(requires_grad=thaw)
-        message = f"requires_grad of 'first.*' was {not thaw} .* is {thaw} now; save, change requires_grad in a new model"
+        message = (
+            f"requires_grad of 'first.*' was {not thaw} .* is {thaw} now; save, change requires_grad in a new model"
+        )
         with pytest.raises(ValueError, match=message):
             trainer.step(good())
 
