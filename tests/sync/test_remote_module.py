@@ -153,20 +153,21 @@ def test_an_error_of_the_module_is_raised_by_the_call_and_the_module_serves_on()
     assert shape == (2, 4)
 
 
-def forgotten(world: World) -> int:
+def forgotten(world: World) -> str:
     served = mw.remote(tower, args=(1,), world=world, rank=1, optimizer=sgd)
     if served.here:
         served.serve()
-        return served.open_calls
-    for _ in range(3):
-        served(torch.ones(2, 3, dtype=torch.float64))  # without a backward
-        served.step()
+        return ""
+    _, norm = served(torch.ones(2, 3, dtype=torch.float64))
+    served.step()
+    with pytest.raises(RuntimeError, match=r"rank 1.*a backward after its step\(\)"):
+        norm.backward()
     served.close()
-    return 0
+    return "said"
 
 
 def test_a_step_forgets_calls_without_a_backward() -> None:
-    assert run(2, forgotten) == [0, 0]
+    assert run(2, forgotten) == ["said", ""]
 
 
 def wrong_ranks(world: World) -> str:

@@ -119,11 +119,6 @@ class RemoteModule:
         self._number = 0
         self._unanswered: deque[RemoteCall] = deque()
 
-    @property
-    def open_calls(self) -> int:
-        """Number of calls whose backward has not run, on the rank that has the module."""
-        return len(self._kept)
-
     # ---- a caller --------------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Tensor, **keywords: Any) -> Any:
