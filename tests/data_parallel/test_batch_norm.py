@@ -25,9 +25,9 @@ from meshwise.testing import agree, run
 from warm_processes import Processes
 
 BOUND = 1e-9
-ROWS = {1: (10, 7, 3), 2: (10, 7, 6)}
+ROWS = {1: (10, 7, 3), 2: (10, 7, 6), 3: (10, 3)}
 """Of each step, by the number of micro-batches: 3 rows are fewer than some plans have ranks, and of 7 rows 4 ranks have
-a second micro-batch but for one."""
+a second micro-batch but for one; of 3 rows no rank has a second."""
 
 
 class Own(nn.BatchNorm1d):
@@ -187,6 +187,19 @@ def test_a_plan_is_one_process_with_the_same_micro_batches(kind: str, dp: int, z
 )
 def test_with_other_axes_too(plan: str) -> None:
     check("1d", plan)
+
+
+@pytest.mark.parametrize("kind", ["2d", "without momentum"])
+def test_a_micro_batch_without_rows_counts_as_none(kind: str) -> None:
+    check(kind, "dp=4 microbatches=3")
+
+
+def test_one_value_per_channel_is_refused_as_by_torch() -> None:
+    def main(world: World) -> None:
+        parallelize(made("1d"), "dp=2", loss=loss, world=world).step(torch.ones(1, 4, dtype=torch.float64))
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        run(2, main)
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2 zero=1 microbatches=2"])
