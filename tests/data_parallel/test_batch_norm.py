@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from grid import Grid
 from meshwise.base.mesh import even_split
@@ -82,8 +83,21 @@ SPLIT: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
         (4,),
         lambda: nn.Sequential(Block(nn.BatchNorm1d(6), nn.Identity()), nn.Linear(4, 3)).double(),
     ),
+    "repeated by the model": ((4,), lambda: nn.Sequential(Checkpointed(), nn.Linear(4, 3)).double()),
 }
-"""For tp, which splits transformers and MLPs."""
+"""The first two for tp, which splits transformers and MLPs."""
+
+
+class Checkpointed(nn.Module):
+    """Repeats its forward in the backward, so torch updates the running statistics twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(lambda rows: torch.tanh(self.norm(self.up(rows))), x, use_reentrant=False)
+        return output
 
 
 class Shifted(nn.Module):
@@ -192,6 +206,10 @@ def test_with_other_axes_too(plan: str) -> None:
 @pytest.mark.parametrize("kind", ["2d", "without momentum"])
 def test_a_micro_batch_without_rows_counts_as_none(kind: str) -> None:
     check(kind, "dp=4 microbatches=3")
+
+
+def test_a_forward_that_the_model_repeats_counts_as_in_torch() -> None:
+    check("repeated by the model", "dp=2 microbatches=2")
 
 
 def test_one_value_per_channel_is_refused_as_by_torch() -> None:

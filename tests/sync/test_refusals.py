@@ -33,8 +33,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dp=2 sync=local every=4", {"group": 3}, "group=3 does not divide the 2 replicas"),
     ("dp=2 sync=easgd", {"blend": 0.5}, "leave blend out, set outer_lr"),
     ("dp=3 sync=gossip", {"graph": "groups:2"}, "does not divide the 3 replicas of the plan; write graph=ring"),
-    ("dp=3 sync=gossip", {"graph": "star"}, "graph='star' is no graph"),
-    ("dp=3 sync=gossip", {"graph": "0-1"}, "would never agree. Write graph=0-1,1-2"),
+    ("dp=2 sync=gossip", {"graph": "star"}, "groups:2 or edges such as 0-1$"),
+    ("dp=3 sync=gossip", {"graph": "0-1"}, "would never agree. Write graph=0-1,1-2$"),
     ("dp=3 sync=gossip", {"graph": "0-1,1-2,2-3"}, "does not connect the replicas 0 to 2, and only these"),
     ("dp=2", {"graph": "ring"}, "write sync=local in the plan"),
 ]  # fmt: skip
@@ -43,7 +43,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize("plan, settings, message", REFUSED)
 def test_settings_that_cannot_work_are_refused(plan: str, settings: dict[str, Any], message: str) -> None:
     def main(world: World) -> None:
-        with pytest.raises(PlanError, match=re.escape(message)):
+        with pytest.raises(PlanError, match=re.escape(message).replace(r"\$", "$")):
             made(world, plan, settings=settings)
 
     run(int(plan[3]), main)
