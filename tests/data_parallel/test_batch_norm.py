@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from grid import Grid
 from meshwise.base.mesh import even_split
@@ -25,9 +26,9 @@ from meshwise.testing import agree, run
 from warm_processes import Processes
 
 BOUND = 1e-9
-ROWS = {1: (10, 7, 3), 2: (10, 7, 6)}
+ROWS = {1: (10, 7, 3), 2: (10, 7, 6), 3: (10, 3)}
 """Of each step, by the number of micro-batches: 3 rows are fewer than some plans have ranks, and of 7 rows 4 ranks have
-a second micro-batch but for one."""
+a second micro-batch but for one; of 3 rows no rank has a second."""
 
 
 class Own(nn.BatchNorm1d):
@@ -82,8 +83,21 @@ SPLIT: Mapping[str, tuple[tuple[int, ...], Callable[[], nn.Module]]] = {
         (4,),
         lambda: nn.Sequential(Block(nn.BatchNorm1d(6), nn.Identity()), nn.Linear(4, 3)).double(),
     ),
+    "repeated by the model": ((4,), lambda: nn.Sequential(Checkpointed(), nn.Linear(4, 3)).double()),
 }
-"""For tp, which splits transformers and MLPs."""
+"""The first two for tp, which splits transformers and MLPs."""
+
+
+class Checkpointed(nn.Module):
+    """Repeats its forward in the backward, so torch updates the running statistics twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(lambda rows: torch.tanh(self.norm(self.up(rows))), x, use_reentrant=False)
+        return output
 
 
 class Shifted(nn.Module):
@@ -187,6 +201,23 @@ def test_a_plan_is_one_process_with_the_same_micro_batches(kind: str, dp: int, z
 )
 def test_with_other_axes_too(plan: str) -> None:
     check("1d", plan)
+
+
+@pytest.mark.parametrize("kind", ["2d", "without momentum"])
+def test_a_micro_batch_without_rows_counts_as_none(kind: str) -> None:
+    check(kind, "dp=4 microbatches=3")
+
+
+def test_a_forward_that_the_model_repeats_counts_as_in_torch() -> None:
+    check("repeated by the model", "dp=2 microbatches=2")
+
+
+def test_one_value_per_channel_is_refused_as_by_torch() -> None:
+    def main(world: World) -> None:
+        parallelize(made("1d"), "dp=2", loss=loss, world=world).step(torch.ones(1, 4, dtype=torch.float64))
+
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        run(2, main)
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2 zero=1 microbatches=2"])

@@ -15,6 +15,7 @@ from expert.test_agreement import build, loss
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
+from meshwise.expert.router_updates import RouterUpdates
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig
 from meshwise.testing import agree, run
@@ -84,6 +85,16 @@ def test_buffers_follow_the_load_of_the_whole_batch(kind: str, plan: str, tmp_pa
                 agree(found[f"{name}.expert_shares"], second.double() / second.sum(), bound=1e-12)
 
 
+def test_a_step_without_tokens_leaves_the_buffers() -> None:
+    model = build("balance over the batch", tied=False)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    updates = RouterUpdates(rate=RATE, device=torch.device("cpu"))
+    updates.follow(model)
+    updates.update()
+    assert before
+    assert all(model.get_buffer(name).equal(buffer) for name, buffer in before.items())
+
+
 @pytest.mark.parametrize("family", ["DeepseekV3", "Ernie"])  # a buffer, and a parameter without gradient
 def test_biases_of_a_model_of_transformers_move_and_a_skipped_step_leaves_them(family: str) -> None:
     pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
@@ -107,6 +118,8 @@ def test_biases_of_a_model_of_transformers_move_and_a_skipped_step_leaves_them(f
 def test_a_rate_without_a_bias_and_replicas_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="no router of GPT has a buffer e_score_correction_bias"):
         run(1, lambda world: parallelize(plain, "dp=1", world=world, loss=loss, options=Options(expert_bias_rate=RATE)))
+    with pytest.raises(ValueError, match=r"expert_bias_rate=-0\.1 would move tokens to the busiest experts"):
+        run(1, lambda world: trainer_of(world, "dp=1", "biased", rate=-0.1))
     message = "expert_shares of the router beside blocks.0.mlp.experts .*use sync=step"
     with pytest.raises(PlanError, match=message):
         run(2, lambda world: trainer_of(world, "dp=2 sync=local every=2", "balance over the batch", rate=0.0))

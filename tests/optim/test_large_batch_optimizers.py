@@ -121,24 +121,56 @@ def test_muon_orthogonalizes() -> None:
     matrix = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalize(matrix, steps=5, coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7))
     assert 0.6 < values.min() < values.max() < 1.3
+    nothing = orthogonalize(torch.zeros(2, 3), steps=1, coefficients=(3.4445, -4.7750, 2.0315), eps=1e-7)
+    assert nothing.equal(torch.zeros(2, 3))
 
 
-def test_a_lamb_step_is_as_long_as_the_parameter() -> None:
-    p = nn.Parameter(torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+@pytest.mark.parametrize("vectors", [False, True])
+@pytest.mark.parametrize("kind", [LARS, LAMB])
+def test_lars_and_lamb_are_their_formulas(kind: Any, vectors: bool) -> None:
+    """A matrix, a vector, and a matrix of zeros; the second gradients are 0. The ratio of a norm of 0 is 1."""
+    generator = torch.Generator().manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=generator)) for shape in ((5, 4), (4,))]
+    ours.append(nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)))
+    names = LogicalTensors({str(number): parameter for number, parameter in enumerate(ours)})
+    optimizer = kind(ours, logical=names, lr=0.1, weight_decay=0.2, vectors=vectors)
+    theirs = [p.detach().clone() for p in ours]
+    first, second = ([torch.zeros_like(w) for w in theirs] for _ in range(2))
+    for step in (1, 2, 3):
+        for p, w, m, v in zip(ours, theirs, first, second, strict=True):
+            p.grad = g = torch.randn(w.shape, dtype=torch.float64, generator=generator) * (step != 2)
+            if kind is LARS:
+                update, ratio = g + 0.2 * w, 0.001 * w.norm() / (g.norm() + 0.2 * w.norm())
+            else:
+                m.copy_(0.9 * m + 0.1 * g)
+                v.copy_(0.999 * v + 0.001 * g * g)
+                update = m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-6) + 0.2 * w
+                ratio = w.norm() / update.norm()
+            if w.norm() > 0 and (kind is LAMB or g.norm() > 0) and (vectors or w.dim() > 1):
+                update = ratio * update
+            if kind is LARS:
+                update = m.copy_(0.9 * m + 0.1 * update) / 0.1
+            w.sub_(0.1 * update)
+        optimizer.step()
+        for p, w in zip(ours, theirs, strict=True):
+            agree(p.detach(), w, bound=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (6, 2, 2)])
+@pytest.mark.parametrize("rate", ["original", "match_rms_adamw"])
+def test_a_muon_step_is_its_formula(shape: tuple[int, ...], rate: str) -> None:
+    p = nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     before = p.detach().clone()
     p.grad = torch.randn_like(before)
-    LAMB([p], logical=LogicalTensors({"p": p}), lr=0.01).step()
+    muon = Muon([p], logical=LogicalTensors({"p": p}), lr=0.1, weight_decay=0.2, adjust_lr_fn=rate, ns_steps=1)
+    muon.step()
 
-    assert float((p.detach() - before).norm() / before.norm()) == pytest.approx(0.01)
-
-
-def test_a_lars_step_is_trust_times_the_parameter() -> None:
-    p = nn.Parameter(torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    before = p.detach().clone()
-    p.grad = torch.randn_like(before)
-    LARS([p], logical=LogicalTensors({"p": p}), lr=2.0, trust=0.001).step()
-
-    assert float((p.detach() - before).norm() / before.norm()) == pytest.approx(0.002)
+    x = p.grad.flatten(1) / p.grad.norm()  # the length of the momentum does not matter
+    gram = x @ x.T
+    x = (3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x).reshape(shape)
+    rows, columns = shape[0], 24 // shape[0]
+    factor = max(1, rows / columns) ** 0.5 if rate == "original" else 0.2 * max(rows, columns) ** 0.5
+    agree(p.detach(), 0.98 * before - 0.1 * factor * x, bound=1e-12)
 
 
 @pytest.mark.parametrize("zero, gathered, returned", [(0, 0, 2), (1, 1, 1), (3, 1, 1)])

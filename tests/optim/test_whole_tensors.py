@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from grid import Grid
 from last_outcome import alone, outcome
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.optim import Several, whole
 from meshwise.precision.dtype_policy import LossScale
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
@@ -224,6 +226,26 @@ def test_values_and_gradients_travel_to_the_owner_and_values_back(zero: int, gat
 
     size = 8 * sum(p.numel() for p in build(tied=False).parameters())
     assert sum(run(2, main)) == size * (gathered + returned * (2 if zero == 0 else 1))
+
+
+class _Counted(torch.optim.SGD):
+    """SGD with the rate times the number of the step, which it writes into its group."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # noqa: ARG002
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=group["lr"] * group["count"])
+
+
+def test_a_schedule_sets_the_rate_of_a_class_that_counts_in_its_group() -> None:
+    p = nn.Parameter(torch.ones(2, 3))
+    optimizer = whole(_Counted)([p], logical=LogicalTensors({"p": p}), lr=1.0)  # type: ignore[call-arg]
+    for lr in (1.0, 0.25):
+        optimizer.param_groups[0]["lr"] = lr
+        p.grad = torch.ones(2, 3)
+        optimizer.step()
+    assert p.tolist() == [[1 - 1 - 0.25 * 2] * 3] * 2
 
 
 class _Together(torch.optim.SGD):

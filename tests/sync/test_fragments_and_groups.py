@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwise.comm.api.world import World
-from meshwise.sync.sync_scheme import mixing_weights
+from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 from meshwise.testing import run
 from sync.plain_replay import Replay
 from sync.test_replay import batch, made, plain, require_equal
@@ -122,7 +122,7 @@ def test_every_replica_mixes_by_its_row_of_the_matrix(graph: str) -> None:
 
 
 @pytest.mark.parametrize("graph", ["ring", "torus", "exponential", "groups:2"])
-@pytest.mark.parametrize("size", [2, 4, 6, 16])
+@pytest.mark.parametrize("size", [1, 2, 4, 6, 16])
 def test_mixing_keeps_the_mean_and_connected_graphs_reach_it(graph: str, size: int) -> None:
     values = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mean = values.mean()
@@ -131,4 +131,24 @@ def test_mixing_keeps_the_mean_and_connected_graphs_reach_it(graph: str, size: i
         assert all(math.isclose(sum(row.values()), 1) and min(row.values()) > -1e-15 for row in rows)
         values = torch.stack([sum((w * values[q] for q, w in row.items()), torch.zeros(())) for row in rows])
         assert abs(float(values.mean() - mean)) < 1e-13
-    assert (float((values - mean).abs().max()) < 1e-9) == (not graph.startswith("groups") or size == 2)
+    assert (float((values - mean).abs().max()) < 1e-9) == (not graph.startswith("groups") or size <= 2)
+
+
+@pytest.mark.parametrize("rows, columns", [(1, 5), (2, 3), (3, 4)])
+def test_a_torus_is_as_square_as_it_can_be(rows: int, columns: int) -> None:
+    for replica, row in enumerate(mixing_weights("torus", size=rows * columns, round_number=0)):
+        r, c = divmod(replica, columns)
+        beside = {r * columns + (c + 1) % columns, r * columns + (c - 1) % columns}
+        above = {(r + 1) % rows * columns + c, (r - 1) % rows * columns + c}
+        near = {replica} | beside | above
+        assert row == pytest.approx(dict.fromkeys(near, 1 / len(near)))
+
+
+def test_steps_at_which_replicas_agree() -> None:
+    scheme = SyncScheme(every=4, group=2, group_every=2)
+    assert [step for step in range(1, 9) if scheme.in_groups(step)] == [2, 6]  # after 4 and 8 all agree
+    assert [step for step in range(1, 9) if scheme.applied(step)] == [4, 8]
+    each = SyncScheme(every=2, fragments=2)
+    assert [each.applied(step) for step in (1, 2, 3)] == [(0,), (1,), (0,)]
+    assert SyncScheme(every=2, delay=1).state_names == ("agreed", "outer_change")
+    assert SyncScheme(every=2, blend=0.5).has_anchor

@@ -55,7 +55,7 @@ def local(replay: Replay, *, every: int) -> None:
 
 
 def post_local(replay: Replay, *, every: int) -> None:
-    local(replay, every=1 if replay.steps <= 3 else every)
+    local(replay, every=1 if replay.steps <= 2 else every)
 
 
 def kept_state(replay: Replay, *, every: int) -> None:
@@ -103,7 +103,7 @@ def easgd(replay: Replay, *, every: int) -> None:
 
 SCHEMES: Mapping[str, tuple[str, Mapping[str, Any], Callable[..., None]]] = {
     "local": ("local", {}, local),
-    "post_local": ("local", {"after": 3}, post_local),
+    "post_local": ("local", {"after": 2}, post_local),
     "kept_state": ("local", {"state": "keep"}, kept_state),
     "reset_state": ("local", {"state": "reset"}, reset_state),
     "slowmo": ("slowmo", {}, slowmo),

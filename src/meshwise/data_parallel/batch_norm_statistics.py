@@ -65,16 +65,15 @@ class BatchStatistics(ForwardAndBackwardMode):
         self.active = joined and bool(self._norms)
         """True if this module has such norms; if False, `running` is not needed."""
         self._counts = True
-        self._again = False
         self._counter: Tensor | None = None
 
     @contextlib.contextmanager
-    def running(self, *, counts: bool, again: bool = False) -> Iterator[None]:
+    def running(self, *, counts: bool) -> Iterator[None]:
         """Intercept the norms of the forward or backward that runs in the block.
 
         counts: False if the rows must not enter the statistics, as the spare row of a rank without rows.
-        again: True if parts of a forward are repeated, so running statistics must not be updated."""
-        self._counts, self._again, self._counter = counts, again, None
+        A forward that the model's own checkpointing repeats counts again, as on one process."""
+        self._counts, self._counter = counts, None
         with self:
             yield
 
@@ -94,7 +93,7 @@ class BatchStatistics(ForwardAndBackwardMode):
             self._remember(call.running_mean, mean, count, call.momentum)
             self._remember(call.running_var, squares / (count - 1).clamp(min=1), count, call.momentum)
             if self._counter is not None:
-                self._counter.sub_((count == 0 if not self._again else count >= 0).long().squeeze())
+                self._counter.sub_((count == 0).long().squeeze())
             self._counter = None
         scale = torch.rsqrt(variance + call.eps)
         scale = scale if call.weight is None else scale * call.weight
@@ -122,8 +121,8 @@ class BatchStatistics(ForwardAndBackwardMode):
         return mean, (squares + counts * (means - mean).square()).sum(0), count
 
     def _remember(self, running: Tensor | None, value: Tensor, count: Tensor, momentum: float) -> None:
-        """Update a running statistic by `value`. Do nothing if `count` is 0, or if the forward is repeated."""
-        if running is not None and not self._again:
+        """Update a running statistic by `value`. Do nothing if `count` is 0."""
+        if running is not None:
             running.lerp_(value.to(running.dtype), momentum * (count > 0).to(running.dtype))
 
 

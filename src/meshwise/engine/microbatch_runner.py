@@ -191,7 +191,7 @@ class LiveModel:
         """Prepare draws and batch statistics inside the block for a micro-batch's forward, or with `again` backward."""
         norms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.statistics.active:
-            norms = self.statistics.running(counts=micro_batch.counts, again=again)
+            norms = self.statistics.running(counts=micro_batch.counts)
         with self.draws.running(micro_batch.samples, again=again), norms:
             yield
 

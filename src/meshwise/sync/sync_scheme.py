@@ -36,7 +36,7 @@ def mixing_weights(graph: str, *, size: int, round_number: int) -> list[Mapping[
     if size == 1:
         return [{0: 1.0}]
     if graph == "exponential":
-        hop = 2 ** (round_number % max(1, math.ceil(math.log2(size))))
+        hop = 2 ** (round_number % math.ceil(math.log2(size)))
         return [{replica: 0.5, (replica - hop) % size: 0.5} for replica in range(size)]
     neighbours: list[set[int]] = [set() for _ in range(size)]
     for one, other in _edges(graph, size):
@@ -150,7 +150,7 @@ class SyncScheme:
                 f"sync: fragments={self.fragments} and delay={self.delay} do not fit a round of every={self.every} "
                 f"steps; write fragments=1 delay=0, or every={max(self.fragments, self.delay + 1)} in the plan"
             )
-        if self.graph != "all" and (self.has_anchor or self.fragments > 1 or self.delay or self.group):
+        if self.graph != "all" and (self.has_anchor or self.fragments > 1 or self.group):
             raise ValueError(
                 f"sync: graph={self.graph} mixes the parameters of neighbours, and an outer step, fragments, a delay "
                 "and groups need the mean of all; write graph=all"
@@ -212,10 +212,10 @@ def sync_scheme(name: str, *, every: int, replicas: int, settings: Mapping[str, 
             hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
             raise ValueError(f"sync has no setting {key!r}; {hint}")
     scheme = dataclasses.replace(SCHEMES[name], every=every, **settings)
-    if scheme.elastic and "blend" in settings:
-        raise ValueError("sync: the blend of easgd is 1 - outer_lr / replicas; leave blend out, and set outer_lr")
+    if scheme.elastic and ("blend" in settings or scheme.outer_lr > replicas):
+        raise ValueError(f"sync: the blend of easgd is 1 - outer_lr / {replicas}; leave blend out, set outer_lr=0.9")
     if scheme.elastic:
-        scheme = dataclasses.replace(scheme, blend=max(0.0, 1 - scheme.outer_lr / replicas))
+        scheme = dataclasses.replace(scheme, blend=1 - scheme.outer_lr / replicas)
     if scheme.after and scheme.delay:
         raise ValueError(f"sync: after={scheme.after} agrees at once, and delay={scheme.delay} later; write delay=0")
     check_graph(scheme.graph, size=replicas)
