@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,17 @@ FAMILY = Grid(
 @pytest.mark.grid(FAMILY)
 def test_three_steps_are_those_of_one_process(family: str, plan: str) -> None:
     check(build(family), plan)
+
+
+def test_the_inner_size_that_experts_state_is_that_of_this_rank() -> None:
+    def main(world: World) -> tuple[int, int]:
+        model = build("Mixtral")
+        experts: Any = model.get_submodule("model.layers.0.mlp.experts")
+        whole = experts.intermediate_dim
+        parallelize(model, "tp=2 etp=2", world=world, **settings()).close()
+        return whole, experts.intermediate_dim
+
+    assert run(2, main) == [(24, 12)] * 2
 
 
 def test_the_forms_of_experts_are_found() -> None:

@@ -20,6 +20,7 @@ from meshwise.comm.api.world import World
 from meshwise.data_parallel.reduction import CODECS
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
+from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.optim import LAMB, OneBitAdam, OneBitLAMB, Several, ZeroOneAdam
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
@@ -82,6 +83,17 @@ def test_the_warm_up_and_what_loses_nothing_are_one_process(
 
     for found in run(Plan.parse(f"{shape} dp={dp}").mesh().size, main):
         agree(found, expected(kind, warmup), bound=BOUND)
+
+
+def test_without_a_codec_too_the_variance_stays_after_the_warm_up() -> None:
+    p = nn.Parameter(torch.ones(2, 3))
+    optimizer = OneBitAdam([p], logical=LogicalTensors({"p": p}), lr=LR, warmup=1, codec="none")
+    variances = []
+    for gradient in (1.0, 2.0):
+        p.grad = torch.full_like(p, gradient)
+        optimizer.step()
+        variances.append(optimizer.state[p]["exp_avg_sq"].clone())
+    assert variances[1].equal(variances[0])
 
 
 @pytest.mark.parametrize("kind, exact", [(OneBitAdam, torch.optim.AdamW), (OneBitLAMB, LAMB)])
