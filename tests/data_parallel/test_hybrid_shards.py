@@ -1,6 +1,6 @@
 """Test `dp=4x8`: state is sharded among neighbours, and the groups hold replicas whose gradients are added once a step.
 
-Every plan gives the numbers of one process to 1e-9, also with tp, cp, pp, offload, early updates, whole-parameter
+Every plan gives the numbers of one process to 1e-9, also with tp, cp, pp, offload, whole-parameter
 optimizers and open steps. The bytes of a step equal the formula in `data_parallel_engine.py`."""
 
 import dataclasses
