@@ -129,7 +129,7 @@ FAULTS = (
     ),
     Fault(
         "comm.network.nccl_world:NcclWorld.prepare",
-        "new = sorted(key for key in keys if not self._communicators.has(key[1], purpose=key[0]))",
+        "new = sorted(key for key in keys if key not in self._communicators.made)",
         STAGES,
         "every rank waits for another",
         "new = []",

@@ -26,7 +26,6 @@ GOOD = Machine(
     gpus=(),
     gpus_of_driver=0,
     topology="",
-    interfaces=(),
     host="here",
     open_files=65536,
 )

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 from joined_worlds import joined
 from meshwise.comm import World
 from meshwise.comm.api.collective_buffers import reduce_block
+from meshwise.comm.network.gloo_world import PendingMessages
 from meshwise.comm.network.job_store import job_store
 from meshwise.comm.shared_memory.group_queue import GroupQueue
 from meshwise.testing import run
@@ -115,3 +116,28 @@ def gathers_twice(world: World, name: str) -> list[float]:
 
 def test_what_was_interrupted_while_it_copied_is_copied_again(processes: Processes) -> None:
     assert run(SIZE, gathers_twice, on=processes, args=(uuid.uuid4().hex,)) == [[1.0, 2.0, 3.0]] * SIZE
+
+
+def waits_twice(world: World, name: str) -> str:
+    """What rank 1 is told, which is interrupted behind its messages, when it waits again."""
+    other, said = joined(world, name, "gloo"), ""
+    x = torch.ones(8)
+    work = other.all_reduce(x, axes="rank")
+    if world.rank == 1:
+        with (
+            _signalled_after("meshwise.comm.network.gloo_world.PendingMessages.wait", PendingMessages.wait),
+            pytest.raises(Interruption),
+        ):
+            work.wait()
+        with pytest.raises(RuntimeError, match="an earlier wait for this collective raised"):
+            work.wait()
+        said = "interrupted"
+    else:
+        work.wait()
+        assert x.tolist() == [SIZE] * 8
+    other.close()
+    return said
+
+
+def test_messages_that_were_interrupted_are_not_taken_for_done(processes: Processes) -> None:
+    assert run(SIZE, waits_twice, on=processes, args=(uuid.uuid4().hex,)) == ["", "interrupted", ""]

@@ -1,5 +1,6 @@
 """Test modules that live on another rank: results, gradients and updates are those of one process, to 1e-12."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -168,6 +169,73 @@ def forgotten(world: World) -> str:
 
 def test_a_step_forgets_calls_without_a_backward() -> None:
     assert run(2, forgotten) == ["said", ""]
+
+
+class Reversed(nn.Module):
+    """Change the input in place, and return complex values, or a dict."""
+
+    def forward(self, x: Tensor, *, named: bool = False) -> Any:
+        y = torch.view_as_complex(x.neg_())
+        return {"y": y} if named else y
+
+
+def odd_module(world: World) -> Any:
+    served = mw.remote(Reversed, world=world, rank=1)
+    if served.here:
+        return served.serve()
+    x = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    served(x).imag.sum().backward()
+    with pytest.raises(RuntimeError, match="the module returned dict"):
+        served(x, named=True)
+    with pytest.raises(AttributeError, match="local object"):  # noqa: PT012 - pickle's own words
+        served(x, named=lambda: 0)
+    with torch.no_grad():
+        assert served(x).dtype == torch.complex128
+    served.close()
+    return x.grad
+
+
+def test_modules_may_write_to_inputs_and_return_complex_values() -> None:
+    grad, _ = run(2, odd_module)
+    assert grad.tolist() == [[0.0, -1.0]] * 3
+
+
+def opposite_orders(world: World) -> int:
+    """Two callers take the answers of two owners in opposite orders; an answer is larger than a queue holds."""
+    served = [mw.remote(nn.Identity, world=world, rank=rank, callers=[0, 1]) for rank in (2, 3)]
+    for each in served:
+        if each.here:
+            each.serve()
+            return 0
+    x = torch.ones(1_500_000, dtype=torch.float64)
+    mine = served if world.rank == 0 else served[::-1]
+    call = mine[0].begin(x)
+    total = int(mine[1](x).sum() + call.wait().sum())
+    for each in served:
+        each.close()
+    return total
+
+
+@pytest.mark.parametrize("on", ["threads", "processes"])
+def test_answers_may_be_taken_in_any_order(on: Any) -> None:
+    assert run(4, opposite_orders, on=on) == [3_000_000, 3_000_000, 0, 0]
+
+
+def without_a_backward(world: World) -> int:
+    served = mw.remote(tower, args=(1,), world=world, rank=1)
+    if served.here:
+        served.serve()
+        return 0
+    call = served.begin(torch.ones(2, 3, dtype=torch.float64))
+    call.wait()
+    left = weakref.ref(call)
+    del call
+    served.close()
+    return int(left() is not None)
+
+
+def test_a_call_without_a_backward_is_freed() -> None:
+    assert run(2, without_a_backward) == [0, 0]
 
 
 def wrong_ranks(world: World) -> str:

@@ -77,6 +77,7 @@ def test_adapters_train_as_on_one_process(split: str, zero: int, recompute: str)
         ("tp=2 sequence_parallel=1", {}, "sequence_parallel=0"),
         ("tp=4 tp_mode=2d", {}, "use tp_mode=1d"),
         ("tp=2", {"use_dora": True, "lora_dropout": 0.1}, "use lora_dropout=0, or tp=1"),
+        ("tp=2", {"use_dora": True, "lora_dropout": 0.1, "target_modules": ["qkv"]}, "use lora_dropout=0, or tp=1"),
         ("tp=2", {"target_modules": ["head"]}, "a matrix that is 'single'.* other target_modules"),
     ],
 )

@@ -54,7 +54,8 @@ def fused_kernel(q: Tensor, *, value_features: int, masked: bool) -> FusedKernel
         return None
     if q.device.type in ("cpu", "meta"):
         return _CPU
-    if q.device.type != "cuda" or width % _ALIGNED or q.dtype == torch.float64:
+    old = q.dtype == torch.bfloat16 and not _has_flash()  # the efficient kernel has no bf16 there
+    if q.device.type != "cuda" or width % _ALIGNED or q.dtype == torch.float64 or old:
         return None
     plain_half = q.dtype != torch.float32 and not masked
     return _FLASH if plain_half and width <= _WIDEST_FLASH and _has_flash() else _EFFICIENT

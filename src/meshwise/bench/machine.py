@@ -1,4 +1,4 @@
-"""Read the facts about this machine that matter for training: software, processor, memory, GPUs, network interfaces.
+"""Read the facts about this machine that matter for training: software, processor, memory, GPUs.
 
 The sources are torch, the standard library, files of Linux (/proc, /sys) and nvidia-smi."""
 
@@ -26,15 +26,6 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount itself, not a file i
 
 
 @dataclass(frozen=True)
-class Interface:
-    """A network interface. `speed`: bytes per second, 0 if Linux does not know it."""
-
-    name: str
-    up: bool
-    speed: float
-
-
-@dataclass(frozen=True)
 class Machine:
     """Facts about the machine as this process sees it; sizes in bytes.
 
@@ -53,7 +44,6 @@ class Machine:
     gpus: tuple[str, ...]
     gpus_of_driver: int
     topology: str
-    interfaces: tuple[Interface, ...]
     host: str
     open_files: int
 
@@ -80,7 +70,6 @@ def machine_facts() -> Machine:
         ),
         gpus_of_driver=sum(line.startswith("GPU ") for line in listed.splitlines()),
         topology=_nvidia_smi("topo", "--matrix") if listed else "",
-        interfaces=network_interfaces(),
         host=socket.gethostname(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
@@ -100,19 +89,8 @@ def _memory() -> int:
     return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
-def network_interfaces() -> tuple[Interface, ...]:
-    """Return all network interfaces of this machine, with the link's speed if Linux knows it."""
-    interfaces = []
-    for _, name in socket.if_nameindex():
-        folder = Path("/sys/class/net") / name
-        megabits = _first_line(folder / "speed")
-        speed = int(megabits) * 1e6 / 8 if megabits.isdecimal() else 0.0
-        interfaces.append(Interface(name, _first_line(folder / "operstate") in ("up", "unknown"), speed))
-    return tuple(interfaces)
-
-
 def _first_line(path: Path) -> str:
-    """Return the file's first line; "" when it cannot be read, such as `speed` of a link that is down."""
+    """Return the file's first line; "" when it cannot be read."""
     try:
         return path.read_text().partition("\n")[0].strip()
     except OSError:
@@ -136,13 +114,6 @@ def machine_table(machine: Machine) -> Sequence[tuple[str, str]]:
         ("shared memory", f"{machine.shared_memory / _GIB:.1f} GiB" if machine.shared_memory else "none"),
         *((f"GPU {index}", gpu) for index, gpu in enumerate(machine.gpus)),
         ("GPUs", f"{len(machine.gpus)} for torch, {machine.gpus_of_driver} for the driver"),
-        ("interfaces", ", ".join(link_text(interface) for interface in machine.interfaces)),
         ("host name", machine.host),
         ("open files", f"at most {machine.open_files}"),
     ]
-
-
-def link_text(interface: Interface) -> str:
-    """Return the interface as text, as in `eth0 10 Gbit/s` or `eth1 (down)`."""
-    speed = f" {interface.speed * 8 / 1e9:g} Gbit/s" if interface.speed else ""
-    return f"{interface.name}{speed}{'' if interface.up else ' (down)'}"

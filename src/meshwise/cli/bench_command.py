@@ -25,7 +25,6 @@ from meshwise.bench.collective_benchmark import (
     rows,
 )
 from meshwise.bench.collective_benchmark import measure as measure_collectives
-from meshwise.bench.machine import link_text, network_interfaces
 from meshwise.cli.shared_flags import (
     DEFAULT_RANKS,
     check_outputs,
@@ -119,13 +118,10 @@ def _time_collectives(world: World, sweep: SizeSweep) -> list[Measurement]:
 
 def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measurement]) -> None:
     console = console_of_width(_WIDTH)
-    links = [link_text(interface) for interface in network_interfaces() if interface.up and interface.speed > 0]
     caption = (
         "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: all ranks of the group copy as much "
         "in their own memory, at the same time."
     )
-    if links:
-        caption += f" Links of this machine to others: {', '.join(links)}."
     console.show(text_table(as_table(measurements)))
     console.show(caption)
     text = json.dumps(rows(measurements), indent=1) + "\n"

@@ -259,7 +259,7 @@ class UnitGradients:
     def expect(self, leaves: set[int] | None, *, in_place: bool = False) -> bool:
         """Expect gradients of all parameters, or of those with an id in `leaves`; return True if fewer than all.
 
-        `in_place`: until `stop`, autograd adds to the accumulated gradients, but where hooks of the user read them."""
+        `in_place`: until `stop`, autograd adds to the accumulated gradients, except where the user has hooks."""
         self._expected = (
             self._parameters if leaves is None else [each for each in self._parameters if id(each) in leaves]
         )
@@ -310,7 +310,8 @@ class UnitGradients:
         return missing and len(rest) < len(self._expected)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and the views of buckets."""
+        self.stop()
         for handle in self._handles.values():
             handle.remove()
 

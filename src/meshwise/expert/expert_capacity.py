@@ -74,7 +74,7 @@ class ExpertCapacity:
 
     def _dropped_pairs(self, index: Tensor) -> Tensor:
         """Return True for each pair whose expert has been chosen too often; `index`: (samples, tokens, choices)."""
-        most = math.ceil(index[0].numel() / self._mixture.experts * self._capacity)
+        most = math.ceil(index.size(1) * index.size(2) / self._mixture.experts * self._capacity)
         ordered, order = index.flatten(1).sort(dim=1, stable=True)
         places = torch.arange(order.size(1), device=index.device) - torch.searchsorted(ordered, ordered)
         return (torch.empty_like(places).scatter_(1, order, places) >= most).view_as(index)
@@ -90,7 +90,8 @@ def limit_experts(module: nn.Module, *, capacity: float, over_tokens: OverTokens
 
     Call it before the experts are divided. `over_tokens`: how a function gets all tokens; None: this rank has them."""
     for name, mixture in find_mixtures(module).items() if capacity else ():
-        around, experts = module.get_submodule(name.rpartition(".")[0]), module.get_submodule(name)
+        block = name.removesuffix(".base_layer").rpartition(".")[0]  # PEFT wraps the experts
+        around, experts = module.get_submodule(block), module.get_submodule(name)
         ExpertCapacity(capacity, mixture=mixture, over_tokens=over_tokens).limit(around, experts=experts)
 
 

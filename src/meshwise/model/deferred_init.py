@@ -6,7 +6,7 @@ the meta device. Its parameters are computed one by one (`ParameterSource.full`)
 The same seed gives the same values, bit for bit, under every plan, on every rank and in every order. They differ from
 the values that the function would draw from torch's global generator, which is neither read nor changed. A generator
 that the function passes to torch is not used either. Random numbers of numpy and Python are not replaced. If
-the constructor leaves elements of a tensor uninitialized, they are NaN."""
+the constructor leaves elements of a tensor uninitialized, they are NaN, or 0 where they are integers."""
 
 import copy
 from collections.abc import Callable, Iterator

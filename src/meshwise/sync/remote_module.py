@@ -16,6 +16,7 @@ receives. So two calls begun before either is waited for run at the same time, a
 torch.distributed.rpc has a transport of its own, without the watchdog and the recorder of calls, and it does not run in
 threads. Messages go through the World."""
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
@@ -36,7 +37,7 @@ class _Kind(IntEnum):
 
 
 class _Header(NamedTuple):
-    """What comes with a message or an answer. `error`: why an answer has no tensors."""
+    """Header of a message or an answer. `error`: why an answer has no tensors."""
 
     kind: _Kind
     call: int = 0
@@ -61,6 +62,7 @@ class RemoteCall:
 
         Raises RuntimeError with the text of the module's error, if it raised one."""
         results = _Receive.apply(self.token, self)
+        self.token = self.answer = None  # they lead back to this call
         return results[0] if len(results) == 1 else results
 
 
@@ -89,7 +91,7 @@ class _Receive(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, call: RemoteCall) -> tuple[Tensor, ...]:
         ctx.call, ctx.token = call, token
         outputs = tuple(call.module._take(call))
-        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        ctx.mark_non_differentiable(*(x for x in outputs if not (x.is_floating_point() or x.is_complex())))
         return outputs
 
     @staticmethod
@@ -118,6 +120,7 @@ class RemoteModule:
         self._kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._number = 0
         self._unanswered: deque[RemoteCall] = deque()
+        self._replies: dict[int, list[Work]] = {}
 
     # ---- a caller --------------------------------------------------------------------------------------------------
 
@@ -157,6 +160,7 @@ class RemoteModule:
 
     def _send(self, call: RemoteCall, header: _Header, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message about a call to the owner, without waiting for its arrival."""
+        pickle.dumps(header.keywords)  # raises here, before the owner waits for a message
         bell = torch.zeros(3, dtype=torch.uint16, device=self._world.device)
         call.works = [self._world.send(bell, axis=self._axis, to=self._rank)]
         call.works += self._sent(header._replace(call=call.number), tensors, to=self._rank)
@@ -201,11 +205,13 @@ class RemoteModule:
             caller = self._world.recv_any(bell, axis=self._axis, sources=sorted(active - stepped))
             header, tensors = self._received(source=caller)
             if header.kind is _Kind.STEP and self.optimizer is not None:
+                self._wait_for(caller)  # an answer may have a parameter in it
                 stepped.add(caller)
             else:
                 self._answer(caller, header, tensors)
             if header.kind is _Kind.CLOSE:
                 active.remove(caller)
+                self._kept = {key: kept for key, kept in self._kept.items() if key[0] != caller}
             if stepped and stepped == active:
                 assert self.optimizer is not None
                 self.optimizer.step()
@@ -214,6 +220,8 @@ class RemoteModule:
                 for each in stepped:
                     self._reply(each, _Header(_Kind.STEP), [])
                 stepped.clear()
+        for caller in self._callers:
+            self._wait_for(caller)
 
     def _answer(self, caller: int, header: _Header, tensors: list[Tensor]) -> None:
         """Run what the message asks for, and answer with the results or the error."""
@@ -232,15 +240,24 @@ class RemoteModule:
             self._reply(caller, _Header(header.kind), results)
 
     def _reply(self, caller: int, header: _Header, tensors: Sequence[Tensor]) -> None:
-        for work in self._sent(header, tensors, to=caller):
+        """Answer a caller. It may take this answer after those of other owners, so only its next one waits for it."""
+        self._wait_for(caller)
+        self._replies[caller] = self._sent(header, tensors, to=caller)
+
+    def _wait_for(self, caller: int) -> None:
+        """Return when a caller has taken the last answer."""
+        for work in self._replies.pop(caller, ()):
             work.wait()
 
     def _forward(self, caller: int, header: _Header, inputs: list[Tensor]) -> list[Tensor]:
         for x, needs in zip(inputs, header.needs, strict=True):
             x.requires_grad_(needs)
         with torch.set_grad_enabled(header.grad):
-            result = self.module(*inputs, **dict(header.keywords))
+            given = [x.clone() if needs else x for x, needs in zip(inputs, header.needs, strict=True)]
+            result = self.module(*given, **dict(header.keywords))
         outputs = [result] if isinstance(result, Tensor) else list(result)
+        if not all(isinstance(x, Tensor) for x in outputs):
+            raise TypeError(f"the module returned {type(result).__name__}; return a tensor or a tuple of tensors")
         if header.grad:
             self._kept[caller, header.call] = [x for x in inputs if x.requires_grad], outputs
         return outputs

@@ -25,11 +25,11 @@ class JobError(ValueError):
 
 
 @contextlib.contextmanager
-def as_job_error(*, of: str = "") -> Iterator[None]:
-    """Turn a ValueError inside into a JobError with the same message, after the text `of`."""
+def as_job_error(kind: type[Exception] = ValueError, *, of: str = "") -> Iterator[None]:
+    """Turn a ValueError or a `kind` inside into a JobError with the same message, after the text `of`."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, kind) as error:
         raise JobError(f"{of}{error}") from error
 
 
@@ -281,7 +281,7 @@ class TrainJob:
     clip_norm: float | None = None
     """Gradients with a larger norm over all parameters are scaled down to this norm. Default: no clipping."""
     average: float | None = None
-    """Decay of an average of the parameters (EMA), as 0.999. Validations and `keep_best` take the average."""
+    """Decay of an average of the parameters (EMA), as 0.999. Validations and so `keep_best` judge the average."""
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers towards an even load of the experts (docs/experts.md)."""
     expert_capacity: float = 0.0

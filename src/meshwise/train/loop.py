@@ -143,7 +143,7 @@ class _Run:
         self._progress = RunProgress()
         self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
         self._rate = lr_schedule(job.schedule, steps=job.train.steps)
-        with as_job_error(of="schedule.name: "):
+        with as_job_error(TypeError, of="schedule.name: "):
             self._scheduler = prepared.scheduler and prepared.scheduler(trainer.optimizer)
         self._scheduled = 0
         with as_job_error(of="train.average: "):

@@ -244,4 +244,4 @@ def nearest(name: str, *, known: Iterable[str]) -> str:
     """Return a hint for an error about an unknown name: the most similar one of `known`, else all of them."""
     names = {item.lower(): item for item in known if not item.startswith("_")}
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
-    return f"did you mean {names[near[0]]!r}?" if near else f"there are {', '.join(names.values()) or 'none'}"
+    return f"did you mean {names[near[0]]!r}?" if near else f"there are {', '.join(sorted(names.values())) or 'none'}"

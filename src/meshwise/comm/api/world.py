@@ -152,7 +152,7 @@ Axes: TypeAlias = str | Sequence[str]
 
 
 class Work:
-    """A collective in progress. Its tensors must not be used until `wait` returns; it may then be called again."""
+    """A collective in progress. Its tensors must not be used until `wait` returns; then `wait` may be called again."""
 
     def __init__(
         self,
@@ -188,9 +188,10 @@ class Work:
 
     def _finish(self) -> None:
         """Complete the collective."""
-        assert self._at_wait is not None
-        self._at_wait()
-        self._at_wait = None  # it may hold copies of tensors
+        if self._at_wait is None:
+            raise RuntimeError("an earlier wait for this collective raised, so its result is not complete")
+        finish, self._at_wait = self._at_wait, None  # it may hold copies of tensors
+        finish()
 
 
 class World(abc.ABC):

@@ -296,9 +296,10 @@ class ShardedMagnitude(nn.Module):
         """Return the norms (outputs,) of the whole rows of W + scaling · B A; PEFT takes no gradient of them."""
         world, axes = self.sharding
         whole = (weight.T if self.fan_in_fan_out else weight).detach() + scaling * lora_weight
-        squares = whole.square().sum(1)
+        wide = torch.promote_types(whole.dtype, torch.float32)  # squares of half precision overflow and vanish
+        squares = whole.to(wide).square().sum(1)
         world.all_reduce(squares, axes=axes).wait()
-        return squares.sqrt()
+        return squares.sqrt().to(whole.dtype)
 
 
 class _Normalise(torch.autograd.Function):

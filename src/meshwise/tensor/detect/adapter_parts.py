@@ -107,7 +107,7 @@ def _refuse_unknown(name: str, layer: nn.Module, part: Part, plan: Plan) -> None
         what = f"the parameter {others[0]!r}" if others else f"a matrix that is {part.role!r}"
         known = "only LoRA, DoRA and IA3 of attention and MLP linears are split"
         why = f"it has {what}, and {known}; use tp=1, or other target_modules"
-    elif drops and part.role == "rowwise" and layer._modules.get("lora_magnitude_vector"):
+    elif drops and part.role != "whole" and layer._modules.get("lora_magnitude_vector"):
         why = "DoRA multiplies the whole matrix by an input with dropout; use lora_dropout=0, or tp=1"
     else:
         return
