@@ -1,5 +1,6 @@
 """Test modules that live on another rank: results, gradients and updates are those of one process, to 1e-12."""
 
+import pickle
 import weakref
 from typing import Any
 
@@ -187,7 +188,7 @@ def odd_module(world: World) -> Any:
     served(x).imag.sum().backward()
     with pytest.raises(RuntimeError, match="the module returned dict"):
         served(x, named=True)
-    with pytest.raises(AttributeError, match="local object"):  # noqa: PT012 - pickle's own words
+    with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
         served(x, named=lambda: 0)
     with torch.no_grad():
         assert served(x).dtype == torch.complex128
