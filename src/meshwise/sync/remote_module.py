@@ -239,8 +239,8 @@ class RemoteModule:
         else:
             self._reply(caller, _Header(header.kind), results)
 
+    def _reply(self, caller: int, header: _Header, tensors: Sequence[Tensor]) -> None:
         """Answer a caller. It may take answers of other owners first, so only the next answer waits for this one."""
-        """Answer a caller. It may take this answer after those of other owners, so only its next one waits for it."""
         self._wait_for(caller)
         self._replies[caller] = self._sent(header, tensors, to=caller)
 
