@@ -191,6 +191,7 @@ def test_the_job_of_sagemaker_fits_the_call_that_creates_it(job: Path, capsys: p
     assert not report.has_errors(), report.generate_report()
 
 
+@pytest.mark.filterwarnings("ignore")  # of the libraries that azure-ai-ml imports
 def test_the_job_of_azure_is_read_by_its_library(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ml = pytest.importorskip("azure.ai.ml", reason="azure-ai-ml is not installed")
     Path("job.yaml").write_text(recipe(job, capsys, "--for", "azureml", "--nodes", "8"))
