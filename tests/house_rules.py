@@ -73,7 +73,7 @@ HOUSE: tuple[Mapping[str, str], ...] = (
     {"simulate": "rehearses a plan without values: memory and time"},
     {"engine": "`parallelize`, the trainer, the step, micro-batches, stages: where the parts meet"},
     {"checkpoint": "logical tensors as rectangles: saved under one plan, loaded under another"},
-    {"sync": "how replicas agree across steps: a table of schemes, graphs, rounds; parameter servers; modules on other ranks"},
+    {"sync": "how replicas agree across steps: schemes, graphs, rounds; parameter servers; modules on other ranks"},
     {
         "data_parallel": "units, buckets, ZeRO 0-3",
         "tensor": "one sharded matmul, a page of layouts per scheme",
