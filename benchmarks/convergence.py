@@ -25,7 +25,10 @@ CONTESTANTS: dict[str, tuple[str, ...]] = {
         *("--plan", "dp=4", "--optimizer.name", "OneBitAdam", "--optimizer.arguments", "warmup=80"),
     ),
     "PowerSGD, rank 4": ("--plan", "dp=4 wire=powersgd:4"),
+    "PowerSGD, rank 16": ("--plan", "dp=4 wire=powersgd:16"),
+    "local SGD, every=2": ("--plan", "dp=4 sync=local every=2"),
     "local SGD, every=5": ("--plan", "dp=4 sync=local every=5"),
+    "DiLoCo, every=2": (*("--plan", "dp=4 sync=diloco every=2", "--train.sync", "outer_lr=1.0", "outer_momentum=0.3"),),
     "DiLoCo, every=20": (
         *("--plan", "dp=4 sync=diloco every=20", "--train.sync", "outer_lr=1.0", "outer_momentum=0.3"),
     ),
