@@ -10,6 +10,7 @@ parameters have to be those of the undisturbed run, byte for byte. `python -m fa
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import subprocess
@@ -35,7 +36,7 @@ from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.train.job import Job
 from meshwise.train.loop import train
 
-PLANS = ("dp=2", "dp=2 zero=1", "dp=2 zero=3")
+PLANS = ("dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=1 server=1 staleness=1")
 LOST, WRONG, HANG = "lost", "wrong", "hang"
 
 
@@ -118,7 +119,20 @@ class Chain:
             problems.append((WRONG, f"{self._folder.name}: the last run did not end well: {ended.output}"))
         elif (self.run / "parameters.safetensors").read_bytes() != self._reference.parameters:
             problems.append((WRONG, f"{self._folder.name}: other parameters at the end"))
+        problems += [(WRONG, f"{self._folder.name}: {row}") for row in self._applied_wrongly()]
         return problems
+
+    def _applied_wrongly(self) -> Iterator[str]:
+        """The servers' logs in the newest checkpoint have each step of each worker once, and count the versions."""
+        newest = published(self.run)[max(published(self.run))]
+        saved = json.loads((newest / "checkpoint.json").read_text("utf-8"))["extra"].get("servers", {"logs": []})
+        if len(saved["logs"]) != self._job.plan.server:
+            yield f"{len(saved['logs'])} logs of servers"
+        for log in saved["logs"]:
+            clocks = sorted((worker, clock) for worker, clock, _, _ in log)
+            versions = [applied for _, _, _, applied in log]
+            if clocks != [(0, step) for step in range(1, STEPS + 1)] or versions != list(range(1, STEPS + 1)):
+                yield f"the log of a server is {log}"
 
     def _lost(self, fault: Fault, said: Events, before: int) -> Iterator[tuple[str, str]]:
         where = f"{self._folder.name}, {fault}"
@@ -319,10 +333,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Inject faults into a small job and count what they lead to.")
     parser.add_argument("--seed", type=int, default=0, help="which faults")
     parser.add_argument("--faults", type=int, default=220, help="how many")
+    parser.add_argument("--plans", nargs="+", default=PLANS, help="plans for two ranks")
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="meshwise-faults-") as folder:
-        tally = campaign(Path(folder), seed=arguments.seed, faults=arguments.faults)
+        tally = campaign(Path(folder), seed=arguments.seed, faults=arguments.faults, plans=arguments.plans)
     print(f"seed {arguments.seed}, {time.monotonic() - began:.0f} s, stopped ranks reported at {STALL_SECONDS:g} s")
     print(tally.table())
     return 1 if tally.failures else 0
