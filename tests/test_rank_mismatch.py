@@ -46,7 +46,7 @@ def test_a_batch_that_is_not_the_same_on_every_rank_is_refused(
 ) -> None:
     with pytest.raises(RanksDisagree, match=r"given different batches.*local=True") as refused:
         run(2, train, args=(plan, part, False))
-    assert f"rank 0 one of {rows[0]} rows, rank 1 one of {rows[1]} rows" in str(refused.value)
+    assert f"rank 0 a batch of {rows[0]} rows, rank 1 a batch of {rows[1]} rows" in str(refused.value)
 
 
 def test_batches_of_each_rank_may_differ_with_local_rows() -> None:

@@ -63,7 +63,7 @@ def test_a_rank_that_died_while_it_waited_is_in_nobodys_way() -> None:
 
 
 def test_ranks_that_stay_away_are_named() -> None:
-    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] of 3 did not come"):
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] of 3 did not join in time"):
         unused_store(loopback_store(), rank=0, size=3, timeout=timedelta(milliseconds=100))
 
 

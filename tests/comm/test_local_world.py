@@ -330,7 +330,7 @@ def test_what_is_announced_is_what_is_mapped() -> None:
     other = open_segment(os.getpid(), place=segment.place)
     segment.memory[3] = 7
     assert other[3] == 7
-    with pytest.raises(OSError, match="is not the memory that was announced"):
+    with pytest.raises(OSError, match="is not the segment meshwise-"):
         open_segment(os.getpid(), place=segment.place + (1 << 20))
 
 
@@ -355,7 +355,7 @@ def test_nothing_is_left_of_the_memory_of_a_killed_process() -> None:
         maker.kill()
         maker.wait()
         assert memory[3] == 7
-        with pytest.raises(OSError, match="is not the memory that was announced"):
+        with pytest.raises(OSError, match="is not the segment meshwise-"):
             open_segment(maker.pid, place=place)
 
 

@@ -1,6 +1,6 @@
 """How keys and values reach the queries of other ranks: gathered, rotated in a ring, or sent where they are needed.
 
-docs/context.md has the elements that a rank receives. For N ranks, a rotation takes N-1 messages in the forward and
+docs/context.md lists how much data a rank receives. For N ranks, a rotation takes N-1 messages in the forward and
 2N-1 in the backward. The next block travels while the present one is computed (ring attention, arXiv 2310.01889). The
 gradients of a block travel with it, and are complete when they are back at its rank."""
 
@@ -16,7 +16,7 @@ from meshwise.comm.api.world import Work, World
 from meshwise.layout.layout import TokenRanges
 
 BlockGradient: TypeAlias = Callable[[TokenRanges, Tensor], Tensor]
-"""Function of the positions of a block and the block that returns the gradient of the block."""
+"""Function (positions of the keys of a block, block) that returns the gradient of the block."""
 NEEDED_TILE = 64
 """Tokens in the smallest part of a block that `Direct` sends."""
 TOKENS = 2
@@ -41,7 +41,7 @@ class _Exchange:
         return self.world.group(self.axis).index
 
     def empty(self, like: Tensor, tokens: int) -> Tensor:
-        """Return memory for a block with so many tokens."""
+        """Return an uninitialized block with so many tokens."""
         return like.new_empty((*like.shape[:TOKENS], tokens, like.size(-1)))
 
 
@@ -76,7 +76,7 @@ class Rotated(_Exchange):
             block = coming
 
     def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
-        """Compute the gradient of each block when it is here, add it to the block's gradient, and pass that on."""
+        """Add this rank's gradient of each block to the sum that came with the block, and pass the sum on."""
         works: list[Work] = []
         sum_here = None
         for step, (keys, block) in enumerate(self.blocks(own)):
@@ -92,7 +92,7 @@ class Rotated(_Exchange):
         return sum_here
 
     def _pass_on(self, here: Tensor, step: int) -> tuple[Tensor, list[Work]]:
-        """Start to send a block of step `step` to the next rank; return the block that comes, and the transfers."""
+        """Start to send `here` to the next rank, and to receive the next block; return this block and the transfers."""
         ranks = len(self.order)
         after, before = (self.index + 1) % ranks, (self.index - 1) % ranks
         coming = self.empty(here, self.order[(self.index - step - 1) % ranks].count)
@@ -102,7 +102,7 @@ class Rotated(_Exchange):
 
 @dataclass(frozen=True)
 class Direct(_Exchange):
-    """Each rank sends to each other rank the keys that its queries need: the halo of a window, non-empty blocks."""
+    """Each rank sends another rank only keys that the other's queries need, such as the halo of a window."""
 
     pattern: Pattern
 
@@ -156,7 +156,7 @@ class Direct(_Exchange):
 
 
 KeyExchange: TypeAlias = TokenRanges | Gathered | Rotated | Direct
-"""How the keys come; `TokenRanges`: the positions of the keys, all of which are on this rank."""
+"""Way in which keys reach the queries. `TokenRanges`: all keys are on this rank, at these positions."""
 
 
 def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[tuple[int, int]]:

@@ -1,10 +1,10 @@
 """Attention of queries on keys that may lie on other ranks, with its backward (`split_attention`, `attend`).
 
 `attend` is the function for models: attention under a pattern, on one process or on ranks that split the tokens. Its
-arguments are as for torch's function, with a `Pattern` in place of a mask.
+arguments are as for torch's `scaled_dot_product_attention`, with a `Pattern` besides the mask.
 
-With an exchange of heads (Ulysses, arXiv 2309.14509; two levels: USP, arXiv 2405.07719), each rank gives away tokens
-for heads before, and heads for tokens after:
+A `HeadExchange` has u ranks (Ulysses, arXiv 2309.14509; two levels: USP, arXiv 2405.07719). During the attention a rank
+has all their tokens for H/u heads. Before and after, it has its own n tokens for all H heads:
 
     q (B, H, n, D) ── all-to-all over `heads` ── (B, H/u, u n, D) ── attention ── all-to-all ── (B, H, n, D)"""
 
@@ -29,7 +29,7 @@ from meshwise.precision.dtype_policy import product_dtype
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """Exchange of tokens for heads over the ranks of `axis`. `tokens`: number of tokens of each of these ranks."""
+    """All-to-all over `axis`, from split tokens to split heads and back. `tokens`: number of tokens of each rank."""
 
     world: World
     axis: str
@@ -58,7 +58,7 @@ class HeadExchange:
         return gradient.all_to_all(x, world=self.world, axes=self.axis, split_dim=2, cat_dim=1, sizes=sizes).wait()
 
     def whole_heads(self, k: Tensor, *, queries: int) -> Tensor:
-        """Return keys whose heads divide over the ranks: each kv head as it is, or repeated for the query heads."""
+        """Return `k` with its heads repeated if they do not divide over the ranks. `queries`: number of query heads."""
         ranks, groups = len(self.tokens), queries // k.size(1)
         if k.size(1) % ranks == 0:
             return k
@@ -145,7 +145,7 @@ def _parted(block: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def _plain_torch(device: torch.device) -> Iterator[None]:
-    """Compute in the dtypes of the tensors, without modes, inside the block."""
+    """Disable autocast and overrides of torch functions inside the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch._C.DisableTorchFunction())
         if torch.amp.is_autocast_available(device.type):
@@ -164,20 +164,20 @@ def attend(
     dropout: float = 0.0,
     **more: Any,
 ) -> Tensor:
-    """Return the attention of `query` on `key` and `value` under a pattern, in proportion to the tiles it needs.
+    """Return the attention of `query` on `key` and `value` under a pattern; tiles without a pair are skipped.
 
     | query       (samples, heads, queries, features)
     | key, value  (samples, kv heads, keys, features); `heads` is a multiple of `kv heads`
     | pattern     pairs of query and key that count; None: all
     | mask        mask as of `scaled_dot_product_attention`, besides the pattern
     | scale       factor of the scores; None: 1/sqrt(features)
-    | dropout     probability of dropping a probability; 0 in eval mode
+    | dropout     probability of setting an attention weight to 0; the caller passes 0 in eval mode
     | more        `softcap`: cap of the scores; `sinks`: a score per head without a value, (heads,);
     |             `score_mod`: function of score, sample, head, query and key position, as of FlexAttention;
     |             meshwise passes `draws`, the source of random numbers, and `lse=True` for a result of two tensors:
     |             the attention and the log-sum-exp of the scores, (samples, heads, queries)
 
-    Under `cp`, the tensors have this rank's tokens, and so have the token values of the pattern."""
+    Under `cp`, the tensors have this rank's tokens only; so do the pattern's tensors of one value per token."""
     given = {"pattern": pattern, "mask": mask, "scale": scale, "dropout": dropout, **more}
     if has_torch_function((query, key, value)):
         qkv = query, key, value

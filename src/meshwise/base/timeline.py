@@ -1,4 +1,4 @@
-"""Timelines of one step: the events of each rank with their times, predicted by a clock or recorded in a run."""
+"""Timelines of one step: the events of each rank with their times, predicted by a simulation or recorded in a run."""
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -12,7 +12,7 @@ EDGE_KINDS = frozenset({"begin", "exchange", "settle"})
 
 
 class TimelineRow(StrEnum):
-    """Rows in which the events of one rank are drawn. Events of the last three rows may run during the first two."""
+    """Rows in which the events of one rank are drawn. Sends, collectives and moves may overlap the other rows."""
 
     COMPUTE = "computes"
     WAIT = "waits"

@@ -4,7 +4,7 @@
     | rank 0       when every rank-N.json exists: writes checkpoint.json, renames the folder, writes `latest`
 
 Training continues meanwhile, and the background thread may use no collectives. So rank 0 waits until the files of the
-other ranks appear in the folder. `save` and `wait` use collectives, so that every rank learns the result.
+other ranks appear in the folder. `PendingSave()` and `wait` use collectives, so that every rank learns the result.
 
 `BufferedWriter` writes live tensors through a staging buffer of fixed size:
 
@@ -13,7 +13,7 @@ other ranks appear in the folder. `save` and `wait` use collectives, so that eve
                                     └─ a fixed number; written chunks are filled again
 
 Training may change the tensors as soon as all of them are copied to chunks. If the file fits into the buffer, training
-does not wait for the disk. If it is larger, training waits until all but the last buffer of the file is written. A full
+does not wait for the disk. If not, training waits until the unwritten rest of the file fits into the buffer. A full
 copy of the tensors would need twice the memory."""
 
 import contextlib
@@ -62,8 +62,8 @@ class BufferedWriter:
     """Writer of a new file at `path`: the bytes `head`, then the elements of `tensors` in order.
 
     A thread begins to copy the tensors to chunks when the writer is made. The thread that calls `write` writes the
-    chunks to the file. `staging`: largest size of the buffer, in bytes; the buffer has at least two chunks. `read`
-    returns the elements of one of the tensors when they are copied; None: the tensors hold them."""
+    chunks to the file. `streams` allocates the buffer of at most `staging` bytes, but at least two chunks. `read`
+    returns the values to write for a tensor, at the time of its copy; None: the values of the tensor itself."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class RankFile:
 
     | head       bytes of the header
     | tensors    the tensors in the order of the file
-    | blocking   whether `save` waits until all tensors are staged
+    | blocking   True if `PendingSave()` waits until all tensors are staged: the unstable ones are too large to clone
     | rows       the rank's part of the index: dtype, shape and rectangles, by logical tensor"""
 
     name: str
@@ -170,7 +170,7 @@ class RankFile:
 
     @classmethod
     def of(cls, holdings: Iterable[StoredSlice], *, name: str) -> "RankFile":
-        """Return the file; small unstable tensors are cloned. Raises ValueError for values that cannot be stored."""
+        """Return the file, with small tensors that are not `stable` cloned. Raises ValueError for unstorable values."""
         parts = list(holdings)
         # Widest elements first: then every tensor begins at a multiple of its element size.
         written = sorted((part for part in parts if part.rectangle.numel), key=lambda part: -part.tensor.itemsize)

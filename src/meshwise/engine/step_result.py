@@ -1,4 +1,4 @@
-"""Results of a training step for the user, and the sums and checks that decide whether the step updates."""
+"""Result of a training step, and the checks of a step: finite loss and gradients, matching batches and collectives."""
 
 import math
 import warnings
@@ -61,9 +61,7 @@ class SkipPolicy:
 def culprits(
     engine: Engine, *, axes: Sequence[str], run: Callable[[Callable[[int, ParameterRow, Tensor], None]], None]
 ) -> str:
-    """Return as text which parameters have a gradient, or values, that are not finite, by rank (collective).
-
-    axes: axes of the mesh whose ranks call it.
+    """Return as text, by rank, the parameters whose gradients or values are not finite. Every rank of `axes` calls it.
 
     `run(arrival)` repeats this rank's forward and backward, and calls `arrival(micro_batch, row, gradient)` for each
     gradient, with the micro-batch's number and the row of the parameter table."""
@@ -104,12 +102,12 @@ class StateBeforeUpdate:
         self._random_states: Sequence[Tensor] = ()
 
     def keep(self) -> None:
-        """Copy the state at the begin of a step."""
+        """Copy the state at the beginning of a step."""
         self._kept = [(each, each.clone()) for norm in self._norms for each in norm.buffers(recurse=False)]
         self._random_states = generator_states()
 
     def put_back(self) -> None:
-        """Restore the state from the begin of the step."""
+        """Restore the state that `keep` copied."""
         restore_generators(self._random_states)
         for live, kept in self._kept:
             live.copy_(kept)
@@ -158,7 +156,7 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequenc
         for rank in group:
             parties.setdefault((found[rank].batch, found[rank].rows), []).append(rank)
         if len(parties) > 1:
-            had = ", ".join(f"{ranks_text(ranks)} one of {rows} rows" for (_, rows), ranks in parties.items())
+            had = ", ".join(f"{ranks_text(ranks)} a batch of {rows} rows" for (_, rows), ranks in parties.items())
             advice = _GLOBAL if set(equal) == set(mesh.names) else _LOCAL
             return f"the ranks were given different batches ({had}). {advice}"
     return _first_disagreement(mesh, {rank: given.called for rank, given in found.items()})
@@ -167,11 +165,11 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequenc
 _SAMPLER = "DistributedSampler(dataset, num_replicas=trainer.replicas, rank=trainer.replica)"
 _GLOBAL = (
     "step(batch) takes the global batch, the same on every rank, and gives each rank its own rows. For batches of this "
-    f"rank's rows alone, call step(batch, local=True), and give the sampler the numbers of the plan: {_SAMPLER}"
+    f"rank's rows alone, call step(batch, local=True), and give the sampler the plan's replicas: {_SAMPLER}"
 )
 _LOCAL = (
     "These ranks train the same rows (tp and pp split the model, not the batch), so their local batches must be equal. "
-    f"Give the sampler the numbers of the plan, not world.size and world.rank: {_SAMPLER}"
+    f"Give the sampler the plan's replicas, not world.size and world.rank: {_SAMPLER}"
 )
 
 
@@ -192,7 +190,7 @@ def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[CallRecord]]) 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one step, the same on every rank.
+    """Result of one step, the same on every rank except for `seconds`.
 
     | loss        sum of the loss over the global batch, divided by its count
     | grad_norm   2-norm of the gradient of that loss over all logical parameters, before clipping
@@ -201,7 +199,7 @@ class StepResult:
     | skipped     True when the update was not applied
     | problem     why the update was not applied; None when it was
     | loss_scale  factor of the mean loss in the backward (fp16); the other numbers are without this factor
-    | noise       gradient noise, with `Options(noise=True)`; None if the micro-batches are not of one size, or skipped
+    | noise       gradient noise, with `Options(noise=True)`; None for a skipped step, or micro-batches of several sizes
     """
 
     loss: float
@@ -216,7 +214,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Loss of an evaluation (sum over all batches per count; NaN for a count of 0) and its count, on every rank."""
+    """Mean loss of an evaluation (sum over all batches / count; NaN for a count of 0), and the count, on every rank."""
 
     loss: float
     tokens: int
@@ -286,7 +284,7 @@ class UpdateRecipe:
 
 
 def check_count(count: float) -> None:
-    """Raise LossError for a sum of counts that is negative or not finite; counts in tensors are checked only here."""
+    """Raise LossError for a sum of counts below 0 or not finite. NaN: a count in a tensor was below 0 or NaN."""
     if math.isnan(count):
         raise LossError("a count that loss returned is below 0 or NaN; each must be a finite number of at least 0")
     if not 0 <= count < math.inf:

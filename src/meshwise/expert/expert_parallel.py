@@ -1,16 +1,15 @@
-"""Divide the experts of a plain model over ranks: each rank's mixtures hold and run their local experts alone.
+"""Divide the experts of a plain model over ranks: each rank's mixtures hold and run only its local experts.
 
 Each token goes to the ranks of its experts, and back; `token_exchange.py` has the steps. Under `etp` the matrices of
-stacked experts are split, the first by columns, the last by rows:
+stacked experts are split, the first by columns, the last by rows. With gate and value n is 2, else 1:
 
-    | first   (experts, n · inner, features)   split in each of its n sections (gate and value), or in groups of n
+    | first   (experts, n · inner, features)   split in each of n sections, or in groups if they alternate
     | last    (experts, features, inner)       split in `inner`; the results are summed over the ranks
 
-The bias of the first, (experts, n · inner), is split as the first. The bias of the last, (experts, features), is whole.
+The bias (experts, n · inner) is split like the first matrix. The bias (experts, features) is whole. Both matrices may
+also be stored as (experts, inputs, outputs).
 
-Both matrices may be stored the other way round, (experts, inputs, outputs).
-
-PEFT's `target_parameters` wraps a module of stacked experts. It has the LoRA matrices of all E experts, of rank r:
+PEFT's `target_parameters` wraps a module of stacked experts. It has matrices of LoRA rank r for all E experts:
 
     | lora_A   (E · r, inputs)    all rows of the first expert, then of the second
     | lora_B   (outputs, r · E)   the first column of every expert, then the second"""
@@ -55,7 +54,7 @@ class InnerSplit:
 def inner_split(experts: nn.Module, *, mixture: Mixture, name: str) -> InnerSplit:
     """Return how the experts of a module called `name` are split over `etp`.
 
-    Raises PlanError for experts with other parts, and where the sizes do not show which dim is the inner one."""
+    Raises PlanError for experts that are not two matrices, or if the sizes do not show which dim is the inner one."""
     own = dict(experts.named_parameters(recurse=False))
     matrices = {key: each for key, each in own.items() if each.dim() == 3}
     if mixture.form == "called" or len(own) < sum(1 for _ in experts.parameters()) or len(matrices) != 2:
@@ -101,13 +100,13 @@ class SplitMixture:
 
 
 class SplitExperts(nn.Module):
-    """Base class that precedes the class of a module that holds experts: it exchanges tokens around its forward."""
+    """Base class placed before a module's own class: it exchanges tokens around the forward of stacked experts."""
 
     sharding: SplitMixture
 
     @gradient.uncompiled
     def forward(self, hidden: Tensor, *rest: Any, **named: Any) -> Tensor:
-        """Return the mixture of all ranks' experts for this rank's tokens, with the arguments of the module's own."""
+        """Return the mixture's output for this rank's tokens. Arguments: as of the module's own forward."""
         own: Callable[..., Tensor] = super().forward
         if self.sharding.mixture.form == "rows":
             return self._rows(hidden, own=own)
@@ -160,7 +159,7 @@ class SplitExperts(nn.Module):
 
 
 def _idle(rows: Tensor, *, experts: nn.Module) -> Tensor:
-    """Return no rows, from which each parameter of `experts` gets a gradient of zeros in the backward.
+    """Return `rows`, an empty tensor, in a graph that gives each parameter of `experts` a gradient of zeros.
 
     So the reductions of gradients start at the same place of the backward on every rank."""
     parametrized = experts._modules.get("parametrizations")  # by PEFT, around the call of the experts
@@ -169,10 +168,10 @@ def _idle(rows: Tensor, *, experts: nn.Module) -> Tensor:
 
 
 class ExpertCalls:
-    """Calls of the experts of one mixture by the module around them; deep copies of the modules share it.
+    """Calls of one mixture's experts by the module around them; deep copies of the modules share this object.
 
-    | recorded   number of the expert and rows (…, features) of each call in the first run of the module; else None
-    | results    results of the calls that are left in the second run, the next one last; else None"""
+    | recorded   in the first run of the module: number of the expert and rows (…, features) of each call; else None
+    | results    in the second run: results of the calls still to come, in reverse order; else None"""
 
     def __init__(self, experts: Sequence[nn.Module], *, exchange: ExpertExchange, recall: ForwardReplay) -> None:
         """`experts`: of all ranks; this rank runs the experts of its span."""
@@ -185,7 +184,7 @@ class ExpertCalls:
         return self
 
     def compute(self, recorded: Sequence[tuple[int, Tensor]], *, like: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the results (n, features) of the recorded calls' rows after an exchange, together and by call.
+        """Exchange the recorded rows between ranks; return all results as one tensor (n, features), and one per call.
 
         `like` (…, features): a tensor with the dtype of rows, for a rank without calls."""
         flat = [x.reshape(-1, x.size(-1)) for _, x in recorded] or [like.reshape(-1, like.size(-1))[:0]]
@@ -224,13 +223,13 @@ class ExpertCalls:
 
 
 class CalledExpert(nn.Module):
-    """Base class that precedes the class of an expert in a list, which the module around the list calls."""
+    """Base class placed before the own class of an expert that a `CallingModule` calls."""
 
     sharding: tuple[ExpertCalls, int]
 
     @gradient.uncompiled
     def forward(self, *rows: Tensor, **named: Any) -> Tensor:
-        """Return the results of this rank's rows (…, features), wherever they are computed."""
+        """Return the expert's results for `rows` (…, features), whichever rank computes them; NaN in the first run."""
         calls, number = self.sharding
         if len(rows) != 1 or named:
             raise ValueError(
@@ -241,7 +240,7 @@ class CalledExpert(nn.Module):
 
 
 class CallingModule(nn.Module):
-    """Base class that precedes the class of a module that calls experts one by one.
+    """Base class placed before the own class of a module that calls experts one by one; runs its forward twice.
 
     | first run     each call of an expert records its rows, and returns NaN
     | exchange      the rows of all calls go to the ranks of their experts, and the results come back
@@ -282,8 +281,8 @@ def expert_parallel(
 ) -> Mapping[str, Placement]:
     """Split the mixtures of a model in place, and return the placements of their parameters, by name.
 
-    The mixtures get a class that exchanges tokens, and this rank's number of experts.
-    Parameters stay full; the caller replaces them by this rank's parts. Mixtures of other pipeline stages stay."""
+    The mixtures get a class that exchanges tokens, and attributes with this rank's number of experts. Their parameters
+    stay full; the caller replaces them by this rank's parts. `recall`, `imbalance`: as in `ExpertExchange`."""
     placed: dict[str, Placement] = {}
     modules = dict(module.named_modules())
     axes = ExpertAxes.of(world, plan=plan)
@@ -352,7 +351,7 @@ def _adapters_placed(
     placed, shares, index = dict[str, Placement](), exchange.shares, exchange.index
     experts, why = sum(shares), "etp splits no adapters of experts; use etp=1" if exchange.inner_ranks > 1 else ""
     if experts > min(shares) == 1 and vars(modules[name]).get("is_transposed"):
-        why = f"of matrices (experts, inputs, outputs) PEFT adapts two or more on a rank; use 'ep={experts // 2}'"
+        why = f"with is_transposed, PEFT needs two or more experts on each rank; use 'ep={experts // 2}'"
     if why and name.endswith(".base_layer"):
         raise PlanError(f"PEFT adapter of {name.partition('.base_layer')[0]!r}: {why}")
     while name.endswith(".base_layer"):
@@ -383,8 +382,8 @@ def _called_placed(
 def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, float]:
     """Return the load of the busiest expert over the mean load, by name of the mixture, and forget the loads.
 
-    Every rank calls it. The loads are summed over all forwards since the last call, with spare rows. Mixtures that no
-    rank has run are left out."""
+    Every rank calls it. The loads are summed over all forwards since the last call, also of the spare rows of
+    `MicroBatch`. Mixtures that no rank has run are left out."""
     factors = {}
     for name, exchange in _exchanges(modules):
         total = exchange.load.clone()

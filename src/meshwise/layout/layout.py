@@ -3,7 +3,7 @@
 A `Layout` says which mesh axes split which dim. The ranks along all other axes hold copies. This describes a tensor in
 every scheme of tensor parallelism. So a scheme here is a table of layouts, not code that slices and communicates.
 
-ZeRO splits the row-major elements of a tensor at any element. Both kinds of part are written as a `Rectangle` of the
+ZeRO splits the row-major elements of a tensor at any element. Parts of both kinds are written as rectangles of the
 full tensor, so a checkpoint of one plan can be loaded under another. `rectangles` covers a range of elements.
 
 `token_order` splits a sequence over ranks. `TokenRanges` holds the global positions of some tokens as ranges, so a few
@@ -119,7 +119,7 @@ class DimSplit:
         Raises ValueError if the sections do not add up to `size`, or one is no multiple of the grain."""
         sections = self.sections or (size,)
         if sum(sections) != size or any(section % self.grain for section in sections):
-            raise ValueError(f"a dim of {size} cannot be cut as '{self}': sections must add up to it, in whole grains")
+            raise ValueError(f"a dim of {size} cannot be cut as '{self}': sections must total {size}, in whole grains")
         spans = list(itertools.pairwise([0, *itertools.accumulate(sections)]))
         for index, degree in places:
             cuts = [even_split((stop - start) // self.grain, degree)[index] for start, stop in spans]
@@ -304,7 +304,7 @@ class TokenRanges:
         return TokenRanges(tuple(found))
 
     def without(self, position: int) -> "TokenRanges":
-        """Return the positions below `position`."""
+        """Return the positions below `position`; later ones are left out, and `position` too."""
         return TokenRanges(tuple(part[: len(range(part.start, position, part.step))] for part in self.ranges))
 
     def tiles(self, size: int) -> Iterator[TokenTile]:

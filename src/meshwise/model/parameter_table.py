@@ -68,7 +68,7 @@ class ParameterRow:
         return torch.Size(self.shape).numel()
 
     def at(self, placement: Placement) -> "ParameterRow":
-        """Return the row with the layout and the axes of `placement`, held only at its coordinates too."""
+        """Return the row with `layout` and `summed` of `placement`, whose `held_at` is added to the row's own."""
         held_at = (*self.held_at, *placement.held_at)
         return replace(self, layout=placement.layout, summed=placement.summed, held_at=held_at)
 
@@ -163,8 +163,8 @@ def parameter_table(
     | bucket     neighbouring units are joined while they have at most so many bytes of parameters
 
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
-    Raises ValueError as `check_trains` and `check_readable` do. Raises it also for options that are no mapping, and
-    two parameters that share memory."""
+    Raises ValueError as `check_trains` and `check_readable` do. Also raises ValueError for options that are no
+    mapping, and for two parameters that share memory."""
     names = all_names(module)
     check_trains(module)
     check_readable(module)
@@ -205,7 +205,7 @@ def _joined(
 ) -> list[list[GatheredModule]]:
     """Return the units, with neighbours joined up to `limit` bytes.
 
-    A unit that is in use during the whole forward of an opened module is not joined: it would stay gathered."""
+    A unit of an opened module (`spans`) is not joined: its neighbours would stay gathered for that module's forward."""
     found: list[list[GatheredModule]] = []
     size = 0.0 if limit else math.inf
     for unit in units:

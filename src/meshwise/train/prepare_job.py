@@ -57,7 +57,7 @@ class Prepared:
         return frozenset({"lr", *(key for one in options for key in one)})
 
     def options(self, example: Any) -> Options:
-        """Return the options of the job for `parallelize`. `example`: a batch with which to cut the model."""
+        """Return the options of the job for `parallelize`. `example`: batch with which the model is cut into stages."""
         job, swap = self.job, self.job.swap
         disk = None if swap.folder is None else Path(swap.folder)
         return Options(
@@ -84,7 +84,7 @@ class Prepared:
         return read_batches(sample_source(data.train, saved={}), numbers=numbers, share=lambda rows: (0, rows), **given)
 
     def example(self) -> Any:
-        """Return a batch of one row, by which a model is cut."""
+        """Return a batch of one row, on which the model runs once, to be cut into stages."""
         return take_rows(next(self.batches(1)), start=0, stop=1)
 
     def rehearsal_subject(self, *, imbalance: float = 1.0) -> RehearsalSubject:
@@ -146,9 +146,9 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
 
 
 def check_plan(prepared: Prepared) -> None:
-    """Split the model by its plan, on one rank and without tensor values. Raises PlanError if that is impossible.
+    """Split the model by its plan, on one rank and without tensor values. Raises PlanError or JobError if it cannot.
 
-    Any other error is ignored, because missing values may be its cause; otherwise, the ranks raise it again."""
+    Other errors are ignored: their cause may be the missing values. If it is not, the ranks raise the same error."""
     job = prepared.job
     options = prepared.options(example=map_tensors(lambda tensor: tensor.to("meta"), prepared.example()))
     world = TraceWorld(rank=0, mesh=job.plan.mesh())
@@ -162,7 +162,7 @@ def check_plan(prepared: Prepared) -> None:
 
 
 def with_tokenizer(job: Job) -> Job:
-    """Return the job with the tokenizer of its `hf:` model, if it has records and names no tokenizer."""
+    """Return the job; with records, an `hf:` model and no tokenizer, it gets the tokenizer of the model."""
     known = job.data.tokenizer or not job.model.name.startswith(HUB) or not job.data.has_records
     return job if known else job.changed(data={"tokenizer": job.model.name})
 

@@ -1,4 +1,4 @@
-"""Open the key-value store of a job, keep the attempts of a job apart in it, and call the roll of the ranks.
+"""Open the key-value store of a job, give each attempt its own keys, and list the ranks that have come.
 
 torch's stores listen on every interface of a machine, and any process that can connect may write into them. If
 MASTER_ADDR is a loopback address, the store here gets a socket that is bound to the loopback interface. For any other
@@ -8,15 +8,15 @@ After a restart the store may still have all keys of earlier attempts. The launc
 the restarts differently. So the ranks of an attempt agree on a new prefix for their keys (`unused_store`):
 
     | every rank      takes a ticket, a number that no rank has had, and writes its rank under this number
-    | rank 0          makes the prefix from its own ticket, and offers it to every ticket that it finds
+    | rank 0          makes the prefix from its own ticket, and offers it to every ticket with its world size
     | other ranks     accept the prefix that is offered to their ticket
     | rank 0          returns when every rank has accepted
 
-Tickets of ranks of an earlier attempt may receive an offer too; it is never accepted.
+Tickets of an earlier attempt may receive an offer too, but their ranks have ended and never accept.
 
 Ranks can only connect when all have started, with the same world size and the same software. Otherwise torch waits or
-fails with an unclear error. A `roll_call` only needs the store of the job. Each rank writes its entry. Rank 0 waits for
-all entries, but not longer than a limit. It then writes a list of the entries, which all ranks read."""
+fails with an unclear error. `roll_call` shows the cause before, through the store. Each rank writes its entry. Rank 0
+waits for all entries, but not longer than a limit. It then writes a list of the entries, which all ranks read."""
 
 import ctypes
 import errno
@@ -88,9 +88,9 @@ def loopback_store(port: int = 0, *, timeout: timedelta = _TIME) -> TCPStore:
 
 @functools.cache
 def _opened() -> weakref.WeakSet[TCPStore]:
-    """Return the set of stores that this process has opened. A store joins its thread when it is collected. A fork of
-    the process, such as a data worker, has no such thread, and died of a segmentation fault. So a fork never collects
-    the stores: each gets one more reference there."""
+    """Return the stores that this process has opened. The destructor of a store waits for the store's thread. A fork of
+    the process, such as a data worker, has no such thread, so the destructor would end it with a segmentation fault.
+    So in a fork each store gets one more reference, and is never destroyed."""
     stores: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 
     def keep() -> None:
@@ -102,8 +102,8 @@ def _opened() -> weakref.WeakSet[TCPStore]:
 
 
 def store_of(host: str, *, port: int, opens: bool, timeout: timedelta = _TIME) -> TCPStore:
-    """Return the store at `host` and `port`. opens: True if this process opens the store, unless the port is in use
-    already: then it connects. Raises torch's DistError if it cannot be reached, OSError if not opened."""
+    """Return the store at `host` and `port`. opens: True if this process opens the store; on loopback, it connects
+    instead if the port is in use. Raises DistError (torch) for a store out of reach, OSError if opening fails."""
     if opens and is_loopback(host):
         try:
             return loopback_store(port, timeout=timeout)
@@ -150,12 +150,11 @@ class RollCallEntry:
 
 
 def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> tuple[list[RollCallEntry], Store]:
-    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT, and return the entries of all ranks by rank,
-    and the store. Keep the store until the ranks are connected: they do this through the server that rank 0 opened.
+    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT. Return the entries that have come, sorted by
+    rank, and the store. Keep the store until the ranks are connected: they connect through the server of rank 0.
 
     Every rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at the latest.
-    Rank 0 opens the store, unless torchrun has. Raises torch's DistError or OSError if it cannot be reached or opened.
-    """
+    Rank 0 opens the store, unless torchrun has. Raises as `store_of` does. `facts`: see `RollCallEntry`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store_at_master(rank, timeout=timedelta(seconds=seconds + _GRACE_SECONDS))
     roll = PrefixStore(f"meshwise/roll call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -179,7 +178,7 @@ def _present(roll: Store) -> list[RollCallEntry]:
 
 
 def _is_complete(entries: Sequence[RollCallEntry]) -> bool:
-    """Return whether as many ranks have come as the largest world size that any of them names."""
+    """Return whether the number of entries has reached the largest world size in them."""
     return len(entries) >= max((entry.size for entry in entries), default=1)
 
 
@@ -240,7 +239,7 @@ def _gather(desk: Store, name: str, *, size: int, until: float) -> None:
                 desk.set(f"offer/{ticket}", name)
         missing = {rank for rank in missing if not desk.check([f"{name}/{rank}"])}
         if time.monotonic() > until:
-            raise TimeoutError(f"ranks {sorted(missing)} of {size} did not come")
+            raise TimeoutError(f"ranks {sorted(missing)} of {size} did not join in time; look for their errors")
         time.sleep(_ACCEPT_SECONDS if missing else 0)
 
 

@@ -10,7 +10,7 @@ receive. These streams are of high priority, because a stage that waits computes
 of one direction arrive in the order of sending.
 
 All ranks of a communicator create it together, and block. `prepare` creates all communicators in one order on every
-rank. An unprepared communicator is created at its first call: if all of its ranks send first, they deadlock."""
+rank. An unprepared communicator is created at its first call: two ranks that both send to each other first deadlock."""
 
 import itertools
 import os
@@ -212,7 +212,7 @@ class _Started(Work):
         self._passed.append((self._new_record, self._streams.mark()))
         current = self._streams.current()
         if self._stream != current:
-            # The memory of the tensors is reused on the stream that made them, which does not wait for the operation.
+            # torch may reuse the tensors' memory on the stream that made them, which does not wait for the operation.
             for x in self._tensors:
                 self._streams.keep(x, stream=current)
         self._tensors = []

@@ -79,7 +79,7 @@ def open_segment(process: int, *, place: int) -> Tensor:
     """Map the segment with this `SharedSegment.place` in `process` (a PID); return its bytes, uint8. Raises OSError."""
     path = _path(process, place)
     if not _is_there(process, place):
-        raise OSError(f"{path} is not the memory that was announced")
+        raise OSError(f"{path} is not the segment {_LABEL}{place >> _FD_BITS}; its process has closed it or ended")
     try:
         with torch.inference_mode(mode=False):  # an inference tensor could not be written to outside the mode
             return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
@@ -99,7 +99,7 @@ def _is_there(process: int, place: int) -> bool:
 
 
 def fits(size: int, *, slab: int) -> bool:
-    """Return whether a slab of `slab` bytes may hold `size` bytes: at most size / 4 + one page is unused."""
+    """Return whether `size` bytes fit into a slab of `slab` bytes, and leave at most size / 4 + one page unused."""
     return size <= slab <= size + size // 4 + _PAGE
 
 
@@ -115,9 +115,9 @@ class TensorSlabs:
         self._kept = KEPT
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized 1-D tensor in shared memory; the slab is reused after the tensor's last view.
-        The tensor is in ordinary memory when 256 slabs are in use (each needs a file descriptor) or shared memory is
-        refused. It also is in a fork of the rank's process."""
+        """Return an uninitialized 1-D tensor in shared memory; its slab is reused when its last view is freed.
+        Ordinary memory is used in a fork of the rank's process, and if shared memory is refused. It is also used while
+        256 slabs are in use, because each needs a file descriptor."""
         if len(self._lent) < _MOST and os.getpid() == self._process:
             with contextlib.suppress(OSError):
                 return self.lend(numel, dtype=dtype)
@@ -161,7 +161,7 @@ class TensorSlabs:
         self._discard(self._kept)
 
     def keep_none(self) -> None:
-        """Free the unused slabs now, and every other slab together with its last tensor."""
+        """Free the unused slabs now, and from now on each slab as soon as its last tensor is freed."""
         self._kept = 0
         self._discard(0)
 
@@ -182,7 +182,7 @@ class JointTensors:
         self._counts: Counter[tuple[int, ...]] = Counter()
 
     def add(self, memory: Tensor, *, ranks: tuple[int, ...]) -> Tensor:
-        """Register `memory` as a joint tensor of `ranks`, and return a view. The entry ends with the last view."""
+        """Register `memory` as a tensor of `ranks`, and return a view. The entry ends when the last view is freed."""
         lease = memoryview(memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = memory.data_ptr()
         self._counts[ranks] += 1
@@ -190,7 +190,7 @@ class JointTensors:
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def name(self, tensors: Sequence[Tensor], *, ranks: tuple[int, ...]) -> int:
-        """Return a number for the place of `tensors` in joint tensors, equal on all `ranks`; 0 if any is not in one."""
+        """Return a hash of the places of `tensors` in joint tensors, equal on all `ranks`; 0 if one is in none."""
         if not self._known:
             return 0
         where: list[int] = []
@@ -220,7 +220,7 @@ class PeerMappings:
         return self._mapped[place]
 
     def map(self, place: int) -> Tensor:
-        """Map the segment `place` again, and return its bytes, which the caller owns. Raises OSError if it fails."""
+        """Return the bytes of segment `place` in a new mapping that the caller owns. Raises OSError if it fails."""
         return open_segment(self._process, place=place)
 
 

@@ -11,8 +11,9 @@ the gradients of its two operands separately, and autograd omits a gradient that
 After I, the saved tensors that W does not need are freed. I and W together compute the same gradients as one backward
 (Qi et al., 2023; torch's pipelining does the same).
 
-Two kinds of parameters get their gradients already in I. If the spine reaches a parameter at several nodes, autograd
-would get from one of these nodes to the others again. Behind torch's checkpoint, W would have to recompute.
+A parameter gets its gradient already in I in three cases. If paths to it leave the spine at several nodes, autograd
+would run from one of them through the others again. If a path misses the spine, W has no node there to start at. Behind
+torch's checkpoint, W would have to recompute.
 
 `enter` prepares received values, so that a backward sets their gradients without a copy."""
 
@@ -39,8 +40,8 @@ _REENTRANT = "CheckpointFunctionBackward"
 class StageEntrance(torch.autograd.Function):
     """Identity for received leaves. The result is no leaf and no view, so a model may change it in place.
 
-    Its backward makes the arriving gradient the leaf's `.grad` without a copy. torch would copy a gradient that another
-    object refers to, such as the sender of a value that a stage passes on unchanged."""
+    Its backward stores the gradient as the leaf's `.grad` without a copy. torch would copy a gradient to which another
+    object refers too, for example a sender, if a stage passes a value on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class StageEntrance(torch.autograd.Function):
 
 
 def entered(leaf: Tensor) -> Tensor:
-    """Return the leaf behind a `StageEntrance`."""
+    """Return `leaf` passed through a `StageEntrance`, for the stage to use."""
     inside: Tensor = StageEntrance.apply(leaf)
     return inside
 
@@ -73,7 +74,7 @@ class WeightBackward:
     """Second part of a backward (W), to run after the first part (I). A second `run` does nothing."""
 
     def __init__(self, edges: Sequence[GradientEdge] = ()) -> None:
-        """`edges`: of the outputs. They own the graph until W has run: in torch 2.11 a node of Python does not."""
+        """`edges`: of the outputs. They keep the graph alive until W has run; a node does not (torch 2.11)."""
         self._edges = edges
         self._pending: list[Callable[[], None]] = []
 
@@ -135,7 +136,7 @@ def backward_input(
 def split_pays(received: Sequence[Tensor], *, parameters: Sequence[Tensor]) -> bool:
     """Return whether a separate W saves more time than its calls of autograd cost, 0.1 ms for each parameter.
 
-    It does from 2^21 products for each parameter on. Without values it is True: a rehearsal counts W apart from B."""
+    True from 2^21 multiplications per parameter tensor on, and on meta: a rehearsal counts W apart from B."""
     rows = max((leaf.numel() // max(1, leaf.shape[-1]) for leaf in received if leaf.dim()), default=0)
     products = rows * sum(parameter.numel() for parameter in parameters)
     return any(one.is_meta for one in parameters) or products >= len(parameters) << 21
@@ -167,7 +168,7 @@ def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> N
 def _forget(node: Node) -> None:
     """Free the saved tensors of a node that will not run again.
 
-    Tensors of dim 0 stay: a rehearsal, which records tensors, counts the factor of a dropout as a number."""
+    Tensors of dim 0 stay: autograd saves numbers so, such as a dropout's factor, and a rehearsal cannot free them."""
     for saved in _saved(node):
         if isinstance(saved.data, Tensor) and saved.data.dim():
             with contextlib.suppress(RuntimeError):  # a tier or the model has put hooks on the saved tensor
@@ -220,9 +221,9 @@ class _Graph:
         return any(node.name() == _REENTRANT for node in self.nodes)
 
     def above(self, starts: Iterable[Node], *, until: AbstractSet[Node] = frozenset()) -> tuple[set[Node], set[Node]]:
-        """Return the nodes from which a start can be reached without a node of `until`, including the starts.
+        """Search from `starts` towards the outputs, and stop at nodes of `until`.
 
-        Return also the nodes of `until` at which the paths to the starts leave `until`."""
+        Return the nodes found, with the starts, and the nodes of `until` at which the search stopped."""
         found: set[Node] = set()
         ends: set[Node] = set()
         waiting = [start for start in starts if start in self.nodes]

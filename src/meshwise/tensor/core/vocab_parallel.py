@@ -4,15 +4,15 @@ The user's code was written for whole tensors. So it gets a `GlobalShapeTensor`,
 and holds this rank's part. Its class decides how a torch function uses the part.
 
 `SplitLogits`: functions that do not mix classes (a view of the leading dims, a slice, a conversion) keep the logits
-split. The cross-entropy is computed from the parts. Any other function gets whole logits, gathered once, which is
-correct but takes the memory of whole logits, the largest tensor of a language model.
+split. The cross-entropy is computed from the parts. Any other function gets whole logits, gathered once. This is
+correct, but whole logits are the largest tensor of a language model.
 
 `TableWeight`: a model's forward may compute the logits with the embedding's weight.
 
     return functional.linear(x, self.embedding.weight)          return x @ self.embedding.weight.T
 
 Such a forward calls no linear module that could be split. So while the model runs, a split embedding returns its weight
-as a `TableWeight`. Its product with the hidden states is split logits, as a head returns. Other functions of its values
+as a `TableWeight`. Its product with the hidden states is a `SplitLogits`, as from a head. Other functions of its values
 raise ValueError, because a rank has only a part of the table.
 
 Cross-entropy: a rank has some of the classes of every token. From them it computes two numbers per token (three with
@@ -205,7 +205,7 @@ class SplitLogits(GlobalShapeTensor):
     """Logits of the full shape; `local` holds this rank's classes, and autograd goes through it.
 
     | vocabulary          the split of the classes over ranks
-    | dim_of_vocabulary   the dim of the classes, 0 or more
+    | dim_of_vocabulary   index of the dim of the classes, never negative
     | altered             True after an in-place write; the logits are then gathered, and functions use the whole ones
     | derived             True for a view or conversion of other logits, which may share memory with them"""
 
@@ -292,7 +292,7 @@ def _reshaped(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str,
     shape = given.get("shape", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
     if isinstance(shape, torch.dtype) or x.dim_of_vocabulary != x.dim() - 1 or len(given) > ("shape" in given):
         return None
-    with without_modes():  # a rehearsal counts no memory for it
+    with without_modes():  # so a rehearsal does not count this tensor
         *leading, last = torch.empty(x.shape, device="meta").reshape(tuple(shape)).shape
     if last != x.vocabulary.size:
         return None
@@ -418,7 +418,7 @@ class TableWeight(GlobalShapeTensor):
                 return second.head(first, second.local)
         table = next(value for value in pytree.tree_leaves((args, given)) if isinstance(value, TableWeight))
         raise ValueError(
-            f"a table of {table.size_of_table[0]} rows is split over the ranks of tp, and the forward uses its weight "
-            f"in {getattr(func, '__name__', func)}: this rank has a part of the rows. Call the embedding, or multiply "
+            f"the forward uses an embedding's weight of {table.size_of_table[0]} rows in "
+            f"{getattr(func, '__name__', func)}, but tp splits the rows over ranks. Call the embedding, or multiply "
             "with its weight"
         )
