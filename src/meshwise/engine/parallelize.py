@@ -1,8 +1,8 @@
 """Build a trainer from a model and a plan: `parallelize` creates each component of a run, in a fixed order.
 
-plan -> world over the plan's mesh -> model, built or given -> roles of its modules under tp -> with pp, its stages
-the model or each stage -> dtype -> parameter table -> modules split by tp -> units and buckets -> random draws
--> optimizer over the slices that this rank updates -> trainer"""
+run: plan -> world over the plan's mesh -> model, built or given -> roles of its modules under tp -> with pp, its stages
+model, or each stage: dtype -> parameter table -> modules split by tp -> units and buckets -> random draws
+run: optimizer over the slices that this rank updates -> trainer"""
 
 import contextlib
 import dataclasses
@@ -97,7 +97,7 @@ class Options:
     """Most tokens of a sample that an expert takes, as a multiple of the even share; the rest is dropped. **Another
     number is another model.** 0: no token is dropped. See `meshwise.expert.expert_capacity`."""
     expert_imbalance: float = 1.0
-    """In a rehearsal without values with `ep`, tokens of the busiest rank's experts as a multiple of the even share."""
+    """In a rehearsal of a plan with `ep`, tokens of the busiest rank's experts, as a multiple of the even share."""
     noise: bool = False
     """Measure the gradient noise scale in each step, as `StepResult.noise`. The plan must give a step two or more
     micro-batches, over all replicas; see `meshwise.engine.noise_scale`."""
@@ -150,7 +150,7 @@ def parallelize(
 ) -> Trainer:
     """Return a trainer that runs a plain model under a plan. Every rank calls it.
 
-    | model       a module, of which the first rank's values count; or a function that builds a module. With a function
+    | model       a module (all ranks get the first rank's values), or a function that builds a module. With a function
     |             no rank holds more of the model than its plan says, and one seed gives equal values under every plan.
     |             A `ParameterSource` is a built model, or one without values for a rehearsal (`shapes_of`)
     | loss        `loss(output, batch)` returns (sum of the loss, count). None: for open steps and predictions alone
@@ -240,18 +240,18 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
 
 
 def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterUpdates) -> SyncScheme | None:
-    """Return how the replicas of a plan agree; None under `sync=step`. Raises PlanError for what it cannot do."""
+    """Return how the replicas of a plan agree; None under `sync=step`. Raises PlanError if the model excludes it."""
     if plan.sync == "step" and options.sync:
         raise PlanError(f"sync settings {dict(options.sync)} need a sync across steps: write sync=local in the plan")
     if plan.sync == "step" and not plan.server:
         return None
     key, by = ("server", plan.server) if plan.server else ("sync", plan.sync)
     if options.noise:
-        raise PlanError(f"the noise of gradients is measured in each step over all replicas, and {key}={by} differs")
+        raise PlanError(f"the noise of gradients needs their sum over all replicas; use noise=False, or no {key}={by}")
     for name, _, (bias, *_) in routers.routers(module):
         raise PlanError(
-            f"{bias} of the router beside {name} is updated in each step from the tokens of all replicas, and "
-            f"{key}={by} differs; use {key}={Plan().to_toml()[key]}"
+            f"{bias} of the router beside {name} is updated in each step from the tokens of all replicas, which "
+            f"{key}={by} does not combine in each step; use {key}={Plan().to_toml()[key]}"
         )
     for norm in running_norms(module):
         raise PlanError(
@@ -268,7 +268,7 @@ def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterU
 def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel | None) -> None:
     """Open the connections of all groups and messages of a step (collective).
 
-    Made one by one in the middle of a step, they could let ranks wait for each other in a circle."""
+    If ranks opened them one by one in the middle of a step, they could wait for each other without end."""
     world = engine.world
     joint = [axes for _, axes in world.mesh.joint]
     groups = [world.group(axes) for axes in (world.mesh.names, *world.mesh.names, *joint)]
@@ -284,7 +284,7 @@ def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel 
 def _optimizer(
     optimizer: OptimizerClass | None, *, engine: Engine, plan: Plan, arguments: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over this rank's slices; of a frozen model, one over nothing.
+    """Build the optimizer over this rank's slices; for a frozen model, an optimizer without parameters.
 
     Raises PlanError if it cannot update parameters in chunks, ValueError if every parameter is frozen."""
     if optimizer is None:
@@ -300,7 +300,7 @@ def _optimizer(
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"
         )
-    in_blocks = plan.codec is not None and plan.codec[0] != "powersgd"  # in two stages, with other neighbours
+    in_blocks = plan.codec is not None and plan.codec[0] != "powersgd"  # other neighbours in each stage
     if engine.tied and (in_blocks or needs_of(optimizer) == "replicas"):
         what = f"wire={plan.wire}" if in_blocks else optimizer.__name__
         raise PlanError(f"{what} would let copies of {min(engine.tied)} in two stages differ; use pp=1, or untie them")
@@ -311,7 +311,7 @@ def _optimizer(
     logical = LogicalSlices(engine, sync_axes=plan.sync_axes)
     built = build_optimizer(optimizer, groups=groups, logical=logical, **arguments)
     if engine.owned and plan.sync != "step":
-        raise PlanError(f"sync={plan.sync} averages optimizer state by slices, and whole() has none; use sync=step")
+        raise PlanError(f"sync={plan.sync} averages state of slices, but whole() keeps whole tensors; use sync=step")
     return built
 
 
@@ -327,9 +327,9 @@ class ParallelSetting:
     storage: StorageConfig
     policy: ActivationPolicy
     context: ContextParallel | None
-    """Tokens of this rank under cp; None where no plan or rule concerns the attention."""
+    """Tokens of this rank, and the attention over all tokens; None if neither cp nor a rule changes the attention."""
     scheme: SyncScheme | None
-    """How replicas agree across steps; None under `sync=step`."""
+    """How replicas agree across steps; None under `sync=step`, and with servers."""
     routers: RouterUpdates
     """Updates of the routers' buffers after a step."""
     parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
@@ -349,7 +349,7 @@ class ParallelSetting:
         return _splits_rows(self.plan, self.world) or bool(self.mixtures and self.plan.ep > 1)
 
     def for_optimizer(self, optimizer: OptimizerClass | None) -> "ParallelSetting":
-        """Return the setting, with the errors of the optimizer's codec. Raises PlanError if that cannot work."""
+        """Return the setting with the reduction state of `optimizer`. Raises PlanError if they do not go together."""
         if optimizer is None or needs_of(optimizer) != "replicas":
             return self
         self.plan.check(MOMENTUM_EXCHANGE, by=optimizer.__name__)
@@ -360,7 +360,7 @@ class ParallelSetting:
 
     @property
     def token_task(self) -> MicrobatchTask:
-        """The task on this rank's tokens."""
+        """The task; under cp its forward and loss get this rank's tokens only."""
         context = self.context
         if context is None:
             return self.task
