@@ -23,8 +23,8 @@ A model may read masks, positions and lengths to choose a branch or a size. It r
 does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes or from integers of the batch.
 `explaining_values` explains such an error.
 
-A rehearsal raises every error of the training code in the same words. Excepted are errors that depend on values: a loss
-that is not finite or counts nothing, an index outside of a vocabulary."""
+A rehearsal raises the errors of the training code with the same messages. It cannot raise errors that depend on values:
+a loss that is not finite or counts nothing, an index outside of a vocabulary."""
 
 import contextlib
 import dataclasses
@@ -156,7 +156,7 @@ def explaining_values() -> Iterator[None]:
 def wrap_for_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
     """Return `call`, wrapped to run on meta tensors.
 
-    While it runs, torch's default device is meta, and `constants` knows values that follow from sizes or the batch."""
+    While it runs, torch's default device is meta, and `constants` gives values that follow from sizes or the batch."""
 
     def run(*given: Any) -> Any:
         with torch.device("meta"), constants.forward():
@@ -355,7 +355,7 @@ class Rehearsal:
 
 
 def _renamed(activity: Activity, stages: Mapping[int, int]) -> Activity:
-    """Return an activity with its stage replaced by `stages[stage]`."""
+
     return activity._replace(stage=stages[activity.stage]) if isinstance(activity, Action) else activity
 
 
@@ -395,7 +395,8 @@ def rehearse(
     """Run a plan on meta tensors, for one rank of each kind, as if there were `ranks` ranks with this kind of device.
 
     `shared`: the ranks are processes of one host on its CPUs, which share memory. `rows`: rows of the global batch, for
-    which the rows of `subject.batch` are repeated or cut; None for as many as it has. A `warmup` takes one step.
+    which the rows of `subject.batch` are repeated or cut; None for as many as it has. The warm-up of an optimizer that
+    exchanges momenta takes one step, so the second step already exchanges them.
 
     Raises the errors of `parallelize` and of a step: PlanError if the plan does not fit the ranks or the model,
     ValueError for a model, an optimizer, an option or a batch that cannot work, RuntimeError if the model reads values.
@@ -466,7 +467,7 @@ def _kinds(
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a plan, with transfers and gathers for pp > 1. Raises PlanError if it does not exist."""
+    """Return the schedule of a plan, with transfers and gathers for pp > 1. Raises PlanError if pp excludes it."""
     if plan.pp == 1:
         return naive(1, microbatches=plan.microbatches)
     return lower(plan_schedule(plan), gathers=plan.zero == 3)
