@@ -274,7 +274,7 @@ class ActivationTier:
 
     @contextlib.contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
-        """Move the tensors that a forward of `model` saves in the block; parameters and buffers stay."""
+        """Move the tensors that a forward of `model` inside the block saves for its backward, not the model's own."""
         saved = _SavedTensors(self.mover, model, self.transfers)
         with saved_tensors_hooks(saved.pack, lambda tensor: tensor()):
             yield

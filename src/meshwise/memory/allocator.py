@@ -1,4 +1,4 @@
-"""Memory allocators: settings of glibc's allocator for CPU tensors, and explanations of out-of-memory errors.
+"""Configure glibc's allocator for CPU tensors, and explain out-of-memory errors.
 
 Until the end of the first step (`first_step_of`), freed memory is returned to the system. When the model's values are
 in the buckets, the user's model is freed, between blocks of memory that stay. The first step would also put the
@@ -57,7 +57,7 @@ def _note(plan: Plan, sizes: Mapping[str, int], hint: str) -> str:
             *filter(None, [hint]),
             "To see what the plan needs by category, and the cheapest change that fits, run",
             f'  print(mw.needs(model, "{plan}", loss=loss, batch=batch))',
-            "in a new process, with the model, loss, optimizer and options of parallelize. It allocates nothing.",
+            "in a new process, with the model, loss, optimizer and options of parallelize. It needs little memory.",
         ]
     )
 

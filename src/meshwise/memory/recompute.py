@@ -362,7 +362,6 @@ def _contents(container: Container) -> list[int]:
 
 
 def _put(contents: list[tuple[Container, Container]]) -> None:
-    """Restore the content of each container."""
     for container, content in contents:
         container.clear()
         if isinstance(container, dict):
