@@ -66,7 +66,7 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
 
 @contextlib.contextmanager
 def cache_errors(cache: Path) -> Iterator[None]:
-    """Turn an OSError inside into a JobError: of the folder `cache`, or else of the data that are read."""
+    """Turn an OSError inside into a JobError, about the folder `cache` or about the data that are read."""
     try:
         yield
     except OSError as error:
@@ -267,7 +267,7 @@ def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:
 
 
 def length(dataset: Any) -> int:
-    """Return the number of samples of a map-style dataset, or sys.maxsize for a stream. Raises JobError without one."""
+    """Return the number of samples of a dataset, sys.maxsize for a stream. Raises JobError for one without a length."""
     try:
         return sys.maxsize if is_stream(dataset) else len(dataset)
     except TypeError as error:

@@ -5,8 +5,8 @@ Every rank calls `train`; rank 0 prints, and writes all files except the checkpo
 
 Collectives make every rank's step as long as the slowest rank's. So every 20 steps the ranks exchange their busy times
 (`RankPace`): the time of the step without waits in collectives. A rank is slow in a step if its busy time is more than
-twice the other ranks' median, and 50 ms above it (`slow_ranks`). Slow GPUs are not found, because on CUDA not the
-process, but the device waits for a collective."""
+twice the other ranks' median, and 50 ms above it (`slow_ranks`). Slow GPUs are not found, because on CUDA the device
+waits for a collective, and the process does not."""
 
 import contextlib
 import itertools
@@ -96,7 +96,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     start = on_first_rank(lambda: checked_run_start(prepared, attempt=attempt), world=world, shared=refused)
     world.link = None if job.emulate is None else EmulatedLink.parse(job.emulate)
     if world.link is not None and world.device.type == "cuda":
-        raise JobError(f"emulate = {job.emulate!r} lets CPU ranks wait, and GPUs do not wait for it; leave emulate out")
+        raise JobError(f"emulate = {job.emulate!r} delays ranks on CPUs, and these ranks have GPUs; leave emulate out")
     if job.train.shares == "auto" and world.device.type == "cuda":
         raise JobError('train.shares = "auto" measures the time of CPUs, and these ranks have GPUs; leave it out')
     if job.train.shares == "auto" and job.plan.apart_axes:
@@ -389,8 +389,8 @@ _FILE = "the file `stop`"
 
 @contextlib.contextmanager
 def stop_signals(received: list[str]) -> Iterator[None]:
-    """Append the names of Ctrl-C, SIGTERM and SIGUSR1 (of Slurm) to `received` inside the block, and do nothing else.
-    A Ctrl-C more than a second after the first signal raises KeyboardInterrupt: a launcher repeats the first at once.
+    """Append the names of signals (SIGINT, SIGTERM, SIGUSR1 of Slurm) to `received` inside the block, and do no more.
+    A Ctrl-C more than a second after the first signal raises KeyboardInterrupt: launchers repeat the first at once.
 
     Python handles signals in the main thread. A run in another thread leaves the handlers as they are."""
     began = math.inf
@@ -482,7 +482,7 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
     """Write all full parameters and persistent buffers into a safetensors file at `path`, by their names.
 
     A tied parameter is written once, under its first name. Every rank calls it, and all ranks but one pass None as
-    path. `metadata` is written into the header. The file appears whole or not at all. Raises OSError."""
+    path. `metadata` is written into the header. The file appears whole or not at all; OSError is raised if not."""
     own = [buffer.name for buffer in buffers(trainer.modules)]
     persistent = {name for names in trainer.world.exchange(own) for name in names}
     persistent_buffers = [(name, value) for name, value in trainer.full_buffers() if name in persistent]

@@ -46,7 +46,7 @@ TIMELINE = "timeline.json"
 """Name of the file with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
 JOB, METRICS, PARAMETERS = "job.toml", "metrics.jsonl", "parameters.safetensors"
 CHECKPOINTS, BEST, PROFILE, LAUNCH, STOP = "checkpoints", "best", "profile", "launch", "stop"
-"""Names in the run's folder, as in the table above."""
+"""Names in the run's folder, as docs/checkpoints.md shows it."""
 
 
 def claim_run_folder(job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> Path:
@@ -153,7 +153,7 @@ FREE_KEYS = (
     *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),
     *("train.keep_best", "train.shares", "train.output", "train.resume", "train.accept"),
 )
-"""Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""
+"""Keys that may differ from the job of the checkpoint; any other key must be in `train.accept`."""
 _SILENT_KEYS = (
     *("ranks", "restarts", "comm", "emulate", "swap"),
     *("data.cache", "train.output", "train.resume", "train.accept"),
