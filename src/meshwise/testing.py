@@ -51,7 +51,7 @@ _ROUNDINGS = 128
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference of two tensors, relative as above, its index in the tensor, and both values there."""
+    """Largest difference of two tensors (relative, see the module's docstring), its index, and both values there."""
 
     relative: float = 0.0
     index: tuple[int, ...] = ()
