@@ -318,7 +318,6 @@ class WholeModelRunner:
             return call_loss(self._engine.module, rows, forward=self._task.forward, loss=self._task.loss)
 
     def _begin_forward(self, rows: Any) -> Any:
-
         self._engine.gatherer.begin_forward()
         return placed(rows, world=self._engine.world)
 

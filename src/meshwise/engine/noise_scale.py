@@ -44,7 +44,7 @@ class NoiseScale:
 
 
 class NoiseMeter:
-    """Adds up squared norms of the gradients of micro-batches and of the step, by layer.
+    """Meter that adds up squared norms of the gradients of micro-batches and of the step, by layer.
 
     Raises PlanError if the plan moves gradients or state off the device, or splits tokens over ranks."""
 

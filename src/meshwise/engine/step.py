@@ -75,7 +75,7 @@ class StepAttempt:
 
 
 class StepAfterBackward:
-    """Updates all parameters after the backward, when loss and norm are known."""
+    """Update of all parameters after the backward, when loss and norm are known."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate) -> None:
         self._engine = engine
@@ -88,7 +88,7 @@ class StepAfterBackward:
         for bucket in self._engine.buckets:
             bucket.local = local
             if not local:
-                bucket.reduction_state.pop("momentum", None)  # a copy, which this step's update does not change
+                bucket.reduction_state.pop("momentum", None)  # would be stale: this step updates slices alone
 
     def apply(self, factor: float) -> None:
         """Multiply the gradients by `factor` and update all buckets; publish each bucket as soon as it is updated."""
@@ -106,7 +106,7 @@ class StepAfterBackward:
 
 
 class TrainingSteps:
-    """Runs the steps of one training, and keeps the state between them."""
+    """The steps of one training, and the state between them."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class TrainingSteps:
         policy: ActivationPolicy,
         replicas: Replicas | None = None,
     ) -> None:
-        """`policy`: which activations are recomputed or moved to a tier. `updating`: updates here or on servers.
+        """`policy`: which activations are recomputed or moved to a tier. `updating`: the update, here or on servers.
 
         `replicas`: under a `sync` across steps; each replica then decides about its own updates."""
         self.applied = True

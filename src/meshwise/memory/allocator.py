@@ -102,7 +102,7 @@ def keep_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_step_of(world: World) -> Iterator[None]:
-    """Inside, map each large tensor separately if this is one of several CPU ranks; afterwards keep freed memory."""
+    """Map each large tensor of one of several CPU ranks separately inside the block; afterwards keep freed memory."""
     set_malloc(MAP_SEPARATELY if _keeps(world) else ())
     try:
         yield

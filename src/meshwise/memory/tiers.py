@@ -231,7 +231,6 @@ class Tiers:
 
     @property
     def _moves(self) -> bool:
-        """True if any tensor that an update needs is offloaded."""
         return any(self.is_offloaded(what) for what in ("optimizer", "masters", "gradients", "params"))
 
     def _read(self, tensor: Tensor, offset: int, buffer: Tensor) -> BorrowedTensor:

@@ -357,7 +357,6 @@ class _StepReader:
 
 
 def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:
-
     for entry in entries:
         if count <= 0:
             yield entry

@@ -269,7 +269,6 @@ def _updated(trainer: Trainer) -> Mapping[str, int]:
 
 
 def _staged(trainer: Trainer) -> int:
-    """Return the bytes of the staging buffers through which activations move."""
     tier = trainer.activations
     return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
 
@@ -355,7 +354,6 @@ class Rehearsal:
 
 
 def _renamed(activity: Activity, stages: Mapping[int, int]) -> Activity:
-
     return activity._replace(stage=stages[activity.stage]) if isinstance(activity, Action) else activity
 
 

@@ -49,7 +49,7 @@ class _Header(NamedTuple):
 
 
 class RemoteCall:
-    """A call of a remote module in progress; `wait` returns what the module returned."""
+    """A call of a remote module in progress. Call `wait` for what the module returned; the fields are internal."""
 
     def __init__(self, module: "RemoteModule", *, number: int) -> None:
         self.module, self.number = module, number

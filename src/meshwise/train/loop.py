@@ -330,7 +330,7 @@ class _Run:
             return
         noise, job = self._progress.noise, self._job.train
         noise.add(result.noise)
-        self._progress.batch = self._sizes.following(self._size, noise=noise)
+        self._progress.batch = self._sizes.next_size(self._size, noise=noise)
         if step % job.log_every == 0 or step == job.steps:
             found = {name: scale if (scale := noise.critical(name)) < math.inf else None for name in noise.layers}
             trace, square = noise.layers[""]
@@ -453,7 +453,7 @@ _WARM_UP_STEPS = 2
 
 
 class StepTimelines:
-    """Measures the given steps; writes the step of median time to `path` and emits `Measured`."""
+    """Measurement of the given steps; it writes the step of median time to `path` and emits `Measured`."""
 
     def __init__(self, trainer: Trainer, *, steps: range, path: Path, emit: Callable[[RunEvent], None]) -> None:
         self._trainer, self._steps, self._path, self._emit = trainer, steps, path, emit
@@ -515,7 +515,7 @@ _LEAST_SECONDS = 0.05
 
 
 class RankPace:
-    """Measures the busy times of this rank's steps; every 20 steps, it compares them with the other ranks' times."""
+    """Busy times of this rank's steps, which are compared with the other ranks' times every 20 steps."""
 
     def __init__(self, world: World) -> None:
         self._world = world

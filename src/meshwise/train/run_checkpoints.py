@@ -286,7 +286,6 @@ def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str
 
 
 def _values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested table by dotted key."""
     values: dict[str, Any] = {}
     for name, value in table.items():
         values |= _values(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -302,7 +301,7 @@ def _text(value: Any) -> str:
 
 
 class RunCheckpoints:
-    """Saves checkpoints of `trainer` into folders of `root`. All ranks call `save` and `finish` at the same step."""
+    """Writer of a trainer's checkpoints into folders of `root`. All ranks call `save` and `finish` at the same step."""
 
     def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[RunEvent], None]) -> None:
         self._trainer = trainer

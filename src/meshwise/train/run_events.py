@@ -246,7 +246,7 @@ class EventSink(Protocol):
 
 
 class EventDispatcher(contextlib.ExitStack):
-    """Passes each event of a run to all sinks; as a context manager it closes the sinks at the end."""
+    """Dispatcher that passes each event of a run to all sinks; as a context manager it closes the sinks at the end."""
 
     def __init__(self, sinks: Sequence[EventSink] = ()) -> None:
         super().__init__()
