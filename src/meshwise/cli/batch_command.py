@@ -88,8 +88,8 @@ def has_ended(job: Job) -> bool:
 class Trial:
     """One trial that has ended.
 
-    | losses     mean loss over the last twentieth of all steps, after each step; inf until there are so many, and for a
-    |            trial whose loss was not finite
+    | losses     after each step, mean loss of the last steps, a twentieth of all; inf for fewer steps, and for a trial
+    |            whose loss was not finite
     | critical   critical batch by the noise scale at the end, in samples; NaN if it was not measured"""
 
     batch: int

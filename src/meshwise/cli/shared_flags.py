@@ -185,7 +185,7 @@ def run_chosen(
 
 
 def say_start(size: int, *, words: Sequence[str], restarts: int = 0) -> None:
-    """Print that local ranks start, and the torchrun command that starts the same; on a rank, print nothing.
+    """Print that local ranks start, and the torchrun command that starts the same ranks; on a rank, print nothing.
 
     `words`: the words of the command line after `meshwise`."""
     if not is_rank():

@@ -90,7 +90,7 @@ class BatchSharder:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks along `axes` with rows: a batch is split into so many shards."""
+        """Number of ranks along `axes` that have rows, and so of the shards of a batch."""
         return self.world.group(self.axes).size - self.servers
 
     def shards(self, size: int) -> BatchShards:
@@ -140,8 +140,8 @@ def spare_row(batch: Any, *, world: World) -> Any:
 def gather_rows(x: Tensor, *, world: World, axes: tuple[str, ...], counts: bool) -> tuple[Tensor, int]:
     """Return the rows of `x` of all ranks, in the order of the global batch, and the index of this rank's first row.
 
-    Each rank compares its own rows with all of them. So the backward sums the gradients of all ranks, and returns this
-    rank's part. Every rank along `axes` calls it.
+    Each rank compares its rows with the rows of all ranks. So the backward sums the gradients of all ranks, and returns
+    this rank's part. Every rank along `axes` calls it.
 
     | x        (rows, …); the numbers of rows may differ, the other dims are equal
     | axes     mesh axes whose ranks have different rows

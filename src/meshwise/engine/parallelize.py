@@ -113,7 +113,7 @@ class Options:
     """With tp, the role of each module, as `assign_roles` returns them for this model and plan. None: `assign_roles` is
     called."""
     example: Any = None
-    """With pp, a batch like those to come, with any number of rows > 0: the model runs on it once to be cut into
+    """With pp, a batch like those of the training, with one row or more: the model runs on it once to be cut into
     stages. A model given as a function runs on the meta device, and `partition=time` counts its operations."""
     cut: CutOptions = dataclasses.field(default_factory=CutOptions)
     """With pp, where stages may begin: by hand, `CutOptions(at=("blocks.3", "head"))`. By default where the stages are
@@ -247,7 +247,10 @@ def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterU
         return None
     key, by = ("server", plan.server) if plan.server else ("sync", plan.sync)
     if options.noise:
-        raise PlanError(f"the noise of gradients needs their sum over all replicas; use noise=False, or no {key}={by}")
+        raise PlanError(
+            f"{key}={by} does not sum gradients over all replicas, as the noise of gradients needs; leave noise out of "
+            "the job, or use Options(noise=False)"
+        )
     for name, _, (bias, *_) in routers.routers(module):
         raise PlanError(
             f"{bias} of the router beside {name} is updated in each step from the tokens of all replicas, which "
@@ -393,7 +396,7 @@ _OF_A_PART = (
 def _computed(forward: Forward, *, plan: Plan, precision: Precision, device: torch.device) -> Forward:
     """Return the forward in the compute dtype, with its output converted to a dtype that is exact enough for a loss.
 
-    Under tp, a RuntimeError or ValueError of it gets a note on what to change in the model."""
+    Under tp, a RuntimeError or ValueError of the forward gets a note on what to change in the model."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         try:
@@ -563,7 +566,7 @@ def _draws(module: nn.Module, setting: ParallelSetting, outside: SplitContext) -
 
 
 def _place_buffers(source: ParameterSource, world: World, precision: Precision) -> None:
-    """Move buffers, whole, to every rank's device; for a module given as it is, with the first rank's values."""
+    """Move buffers, whole, to every rank's device; of a model that was given with values, the first rank's values."""
     source.fill_buffers()
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in source.module.modules():

@@ -498,7 +498,7 @@ class Trainer:
 
         | extra       JSON values of the user, saved as the first rank gives them
         | wait        False: return at once. Training may continue; the next update waits for the copies that it needs
-        | keep_last   after the save, keep so many valid checkpoints beside `folder`, and remove older ones; None: all.
+        | keep_last   number of valid checkpoints beside `folder` to keep; the save removes older ones. None: keep all.
         |             Only names that end with a number count, as step-100: `best` and `last` are never removed
 
         Raises SaveError on every rank when this save (with `wait`) or the save before failed. Earlier checkpoints are

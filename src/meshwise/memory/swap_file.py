@@ -41,7 +41,7 @@ from torch import Tensor
 from meshwise.comm.api.streams import Streams
 
 BLOCK = 4096
-"""Bytes of a block: direct reads and writes begin and end at multiples of it, in the file and in memory."""
+"""Bytes of a block: direct reads and writes begin and end at multiples of this size, in the file and in memory."""
 
 PIECE = 8 * 2**20
 """Most bytes that one thread moves in one call."""

@@ -361,7 +361,7 @@ def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionK
     """Return the segments that are copied for micro-batches that did not run, by stage and kind of action.
 
     Each is the segment of the middle micro-batch that ran. If this micro-batch leaves memory allocated, its last
-    backward (B or W) is changed to free that memory, so that no replayed micro-batch changes the memory in total."""
+    backward (B or W) is changed to free that memory. So no copied micro-batch changes the memory in total."""
     ran: dict[tuple[int, ActionKind], list[tuple[int, Action]]] = defaultdict(list)
     for action in found:
         if isinstance(action, Action) and action.microbatch is not None:
@@ -488,8 +488,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def rehearsed_ranks(model: nn.Module, *, cut: ModelCut, schedule: Schedule, ends: bool) -> tuple[int, ...]:
     """Return, for each rank along pp, the first rank that does the same work.
 
-    Two stages are equal if they run modules of the same classes with parameters of the same shapes, receive and send
-    the same number of values, and share no parameter with another stage. The first and last stage equal no other.
+    Two stages are equal if they run modules of the same classes with parameters of the same shapes. They also receive
+    and send as many values, and share no parameter with another stage. The first and last stage equal no other.
     `ends`: True if the first and the last block of a list do more work than the others."""
     kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
     first: dict[Hashable, int] = {}

@@ -1,7 +1,7 @@
 """Let the replicas of a plan agree by a `SyncScheme`: `Replicas` runs the exchanges of a round.
 
 x_r: parameters of replica r, a: the last agreed parameters, n_r: the counts of the loss of replica r in the round,
-w_r = n_r / sum(n). A replica that has updated nothing in the round weighs nothing, unless none has.
+w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no replica has one, all weigh the same.
 
     | begin, without outer step    send n_r x_r
     | begin, with outer step       send n_r (a - x_r)

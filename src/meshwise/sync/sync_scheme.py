@@ -104,7 +104,7 @@ class SyncScheme:
     """One row of the table: how the replicas of a plan agree. Raises ValueError for values that do not go together."""
 
     every: int = 1
-    """Steps of a round: replicas agree after each so many steps. The plan's key `every`."""
+    """Number of steps of a round, at whose end the replicas agree. The plan's key `every`."""
     graph: str = "all"
     """With whom: `all`; `ring`, `torus`, `exponential`; `groups:2`; or edges of replicas such as `0-1,1-2,0-2`."""
     outer_lr: float = 1.0

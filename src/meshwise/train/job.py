@@ -151,7 +151,7 @@ class DataJob:
     collator_arguments: Arguments = field(default_factory=dict)
     """Keyword arguments of the collator, as in `multiple=8` for `pad`."""
     bucket_by_length: int = 0
-    """With `collator`: so many global batches are read at once and sorted by length, in an order from the seed."""
+    """With `collator`: number of global batches that are read at once and sorted by length, in an order by the seed."""
     overlong: Literal["truncate", "drop", "split"] = "truncate"
     """What happens to a record of more than `context` tokens; `split` makes several parts of it."""
     context: int = 256

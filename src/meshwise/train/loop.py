@@ -294,7 +294,7 @@ class _Run:
         """Return, on every rank, the signal that a rank got or the file `stop`, which rank 0 then removes; else ""."""
         job, file, world = self._job.train, self._folder / STOP, self._trainer.world
         if not job.save_every or step == job.steps or (self._trainer.plan.late and step % job.log_every):
-            return ""  # workers of servers meet seldom
+            return ""  # workers of servers exchange values only at these steps
         by = self._signals[0] if self._signals else ""
         if not by and world.rank == 0 and step % job.log_every == 0 and file.exists():
             file.unlink(missing_ok=True)
