@@ -165,7 +165,7 @@ def test_the_block_of_an_average_refuses_to_train_and_save(tmp_path: Path) -> No
     def main(world: World) -> None:
         trainer = made(world, "dp=2")
         average = trainer.average(DECAY)
-        with pytest.raises(RuntimeError, match="begins with the first update"), average.applied():
+        with pytest.raises(RuntimeError, match="before the first update"), average.applied():
             pass
         trainer.step(batch(0))
         with average.applied():

@@ -51,7 +51,7 @@ _ROUNDINGS = 128
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference of two tensors, relative as above, its index in the tensor, and both values there."""
+    """Largest difference of two tensors (relative, see the module's docstring), its index, and both values there."""
 
     relative: float = 0.0
     index: tuple[int, ...] = ()
@@ -144,7 +144,7 @@ class ReferenceRun:
         if tokens is not None:
             tokens.attention.draws = self.draws
             tokens.install(self.model)
-        else:  # torch's FlexAttention has no backward on CPUs, and meets modes that see each operation on none
+        else:  # torch's FlexAttention has no backward on CPUs, and fails under modes that see each operation
             use_attend(self.model, flex_only=True)
         self._routers.follow(self.model)
         limit_experts(self.model, capacity=self._options.expert_capacity)

@@ -402,7 +402,7 @@ def test_full_gradients_are_summed_when_asked_and_open_steps_update() -> None:
             step.backward(step.loss(tokens(6)[0]))
             step.clip(0.5)
             if codec == "1bit":
-                with pytest.raises(PlanError, match=r"step\.gradients needs summed gradients, and the optimizer"):
+                with pytest.raises(PlanError, match=r"step\.gradients needs summed gradients, but the optimizer"):
                     next(step.gradients())
             step.update()
         return [*found, parameters(trainer)]

@@ -286,7 +286,7 @@ def test_replicas_that_differ_are_refused() -> None:
         model, plan = functools.partial(build, tied=False), "dp=2 sync=diloco every=2"
         parallelize(model, plan, loss=next_token_loss, world=world, optimizer=whole(kind), **arguments)
 
-    with pytest.raises(PlanError, match=r"whole\(\) has none; use sync=step"):
+    with pytest.raises(PlanError, match=r"whole\(\) keeps whole tensors; use sync=step"):
         run(2, main)
 
 

@@ -58,7 +58,7 @@ def test_the_batch_follows_the_noise_within_its_bounds() -> None:
     size, seen = 8, []
     for step in range(6 * PATIENCE):
         noise.add(NoiseScale(trace=100.0 if step < 3 * PATIENCE else 1.0, square=1.0))
-        size = sizes.following(sizes.at(0, chosen=size), noise=noise)
+        size = sizes.next_size(sizes.at(0, chosen=size), noise=noise)
         seen.append(size)
     assert [seen[step * PATIENCE - 1] for step in range(1, 7)] == [16, 32, 32, 32, 16, 8]
 

@@ -88,8 +88,8 @@ def has_ended(job: Job) -> bool:
 class Trial:
     """One trial that has ended.
 
-    | losses     mean loss over the last twentieth of all steps, after each step; inf until there are so many, and for a
-    |            trial whose loss was not finite
+    | losses     after each step, mean loss of the last steps, a twentieth of all; inf for fewer steps, and for a trial
+    |            whose loss was not finite
     | critical   critical batch by the noise scale at the end, in samples; NaN if it was not measured"""
 
     batch: int
@@ -135,7 +135,7 @@ class BatchStudy:
 
     @cached_property
     def best(self) -> tuple[Trial, ...]:
-        """The trial of each batch size that reaches the loss first, by batch."""
+        """For each batch size, in ascending order, the trial that reaches `loss` in the fewest steps."""
         order = sorted(self.trials, key=lambda one: (one.batch, one.steps_to(self.loss), min(one.losses)))
         return tuple({one.batch: one for one in reversed(order)}.values())[::-1]
 
@@ -176,7 +176,7 @@ class BatchJob(StudiedJob):
     batches: tuple[int, ...] = (8, 16, 32, 64, 128)
     """Batch sizes to try."""
     factors: tuple[float, ...] = (1.0, 2.0, 0.5, 4.0)
-    """Learning rates to try, as multiples of `optimizer.lr`, in this order: the first one with every batch first."""
+    """Learning rates to try, as multiples of `optimizer.lr`; each is tried with every batch before the next one."""
     samples: int = 8192
     """Samples that each trial reads, whatever its batch."""
     target: float | None = None

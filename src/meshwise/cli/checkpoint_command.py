@@ -7,7 +7,7 @@
     export CHECKPOINT INTO --format dcp|torchtitan   write a folder of torch's DCP, with the optimizer's state
     import FOLDER INTO --format dcp                  write a checkpoint from a folder of torch's DCP that you trust
 
-The exit status is 0 on success, 1 for damage and failed exports, 2 if there is no checkpoint."""
+The exit status is 0 on success, 1 for damage and failed exports, 2 if the checkpoint to read does not exist."""
 
 import argparse
 import json

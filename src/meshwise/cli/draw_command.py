@@ -86,9 +86,9 @@ class DrawScheduleFlags(DrawingFiles):
     forward: float = 1.0
     """Time of the forward of one micro-batch in one stage."""
     input: float = 1.0
-    """Time of its backward for the gradient of the input."""
+    """Time of the backward of one micro-batch in one stage, for the gradient of the input."""
     weight: float = 1.0
-    """Time of its backward for the gradients of the weights; a whole backward takes `input` + `weight`."""
+    """Time of the backward for the gradients of the weights; a whole backward takes `input` + `weight`."""
     link: float = 0.0
     """Time that a message between two stages takes."""
     actions: bool = False

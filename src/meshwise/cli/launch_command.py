@@ -34,7 +34,7 @@ class LaunchFlags:
     """Print the file with which a cluster starts a training job."""
 
     job: Annotated[Path, tyro.conf.Positional] = Path("job.toml")
-    """The job. Its path, and `train.output`, are those on the cluster, from `folder`."""
+    """The job's file. Its path and `train.output` are paths on the cluster, relative to `folder`."""
     recipe: Annotated[Recipe, tyro.conf.arg(name="for")] = "slurm"
     """The cluster: Slurm, Kubernetes with JobSet, Ray Train, Amazon SageMaker or Azure Machine Learning."""
     nodes: int = 1
@@ -44,8 +44,8 @@ class LaunchFlags:
     hours: int = 24
     """Time limit of the job; Ray has none."""
     grace: int = 300
-    """Seconds before the time limit at which the run is asked to save a checkpoint and to end. It looks each
-    `train.log_every` steps."""
+    """Seconds before the time limit at which the run is asked to save a checkpoint and to end. The run looks for the
+    request every `train.log_every` steps."""
     restarts: int = 3
     """How many times the ranks are started again after a failure."""
     folder: str = "/shared"
@@ -53,7 +53,7 @@ class LaunchFlags:
     image: str = "registry.example.com/meshwise:latest"
     """Container image with meshwise. Slurm and Ray do not use it."""
     gpus: bool = True
-    """Give each rank a GPU. Only Ray's recipe works without."""
+    """Give each rank a GPU. Only Ray's recipe works without GPUs."""
     write: Path | None = None
     """Write the file here, and print the path in place of the file."""
 

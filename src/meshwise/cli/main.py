@@ -41,7 +41,6 @@ from meshwise.train.job import JobError
 
 _RANK_0_SECONDS = 5
 
-
 COMMANDS: Mapping[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "train": ("train a job on local ranks, or under torchrun", train_command.main),
     "verify": ("compare a few steps of the split and the whole model", verify_command.main),
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str], *, own: bool) -> int:
-    """Return the exit status of a command line. `own`: whether the words are `sys.argv[1:]`."""
+    """Run a command line, and return its exit status. `own`: True if the words are `sys.argv[1:]`."""
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0 if words else 2

@@ -40,7 +40,7 @@ _WRAPPED = ("plan", "nearest", "lost because")
 
 @dataclass(frozen=True)
 class PlanJob(StudiedJob, DrawingFiles):
-    """Search the fastest plans for a training job. Bounds exclude most plans; the job's code rehearses the others."""
+    """Search the fastest plans for a training job. Lower bounds exclude most plans; the others are rehearsed."""
 
     on: str = ""
     """The cluster, as in "64x8 h100": nodes, ranks per node, and the name of a shipped cluster or of a cluster file."""
@@ -51,7 +51,7 @@ class PlanJob(StudiedJob, DrawingFiles):
     top: int = 10
     """Number of best plans to find and print."""
     rehearsals: int = 20
-    """Most plans to rehearse. A `?` after the rank of a plan: a plan that was not rehearsed could be faster."""
+    """Most plans to rehearse. A `?` after a plan's number: a plan that was not rehearsed could be faster."""
     workers: int | None = None
     """Processes that rehearse at the same time. Default: the number of cores that this process may use."""
     write: bool = False

@@ -46,7 +46,7 @@ def check_outputs(paths: Iterable[Path | None]) -> None:
 def write_and_say(path: Path | None, *, write: Callable[[Path], object], more: str = "") -> None:
     """Make the folders of `path`, let `write` write the file, and print the path followed by `more`.
 
-    Does nothing if `path` is None. Raises JobError; an old file is then unchanged."""
+    Do nothing if `path` is None. Raises JobError if the file cannot be written; an old file is then unchanged."""
     if path is None:
         return
     try:
@@ -105,7 +105,9 @@ def read_step(run: Path) -> MeasuredStep:
 
 
 def write_drawings(accounts: Sequence[PlanAccount], *, files: DrawingFiles, title: str) -> None:
-    """Draw the plans (`accounts`) into the files that are not None, and print the paths. Raises JobError."""
+    """Draw the plans (`accounts`) into the files that are not None, and print the paths.
+
+    Raises JobError if a file cannot be written."""
     write_and_say(files.html, write=lambda path: path.write_text(page(accounts, title=title), encoding="utf-8"))
     write_and_say(files.trace, write=lambda path: write_chrome_trace(accounts, path=path))
     if files.png or files.svg:
@@ -136,7 +138,7 @@ def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
 
 
 def launched_ranks() -> int | None:
-    """Return torchrun's number of ranks; None without torchrun. Raises JobError for a bad environment."""
+    """Return torchrun's number of ranks; None without torchrun. Raises JobError if torchrun's variables are wrong."""
     with as_job_error():
         return (launched_rank() or (0, None))[1]
 
@@ -183,7 +185,7 @@ def run_chosen(
 
 
 def say_start(size: int, *, words: Sequence[str], restarts: int = 0) -> None:
-    """Print that local ranks start, and the torchrun command that starts the same; on a rank, print nothing.
+    """Print that local ranks start, and the torchrun command that starts the same ranks; on a rank, print nothing.
 
     `words`: the words of the command line after `meshwise`."""
     if not is_rank():

@@ -51,7 +51,7 @@ class SimulateJob(StudiedJob, DrawingFiles):
     run: Path | None = None
     """The folder of a run that was trained with `--train.timeline`; its measured step is compared with the plans."""
     draw: bool = False
-    """Draw the mesh and the timeline of each rank in the terminal; the other drawings show memory too."""
+    """Draw the mesh and the timeline of each rank in the terminal; drawings in files show memory too."""
     memory: bool = False
     """Print the memory of each rank by category."""
     measure: bool = False

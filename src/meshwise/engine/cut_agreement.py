@@ -22,14 +22,14 @@ from meshwise.tensor.core.part import Part
 
 
 def plan_schedule(plan: Plan) -> Schedule:
-    """Return the table of the plan's schedule. Raises ScheduleError when it excludes the plan's pp or micro-batches."""
+    """Return the table of the plan's schedule. Raises ScheduleError if it cannot run the plan's pp or micro-batches."""
     return planned_schedule(
         plan.schedule, pp=plan.pp, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages
     )
 
 
 def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
-    """Return the table of the plan's schedule (collective). Raises PlanError when ranks have read different tables."""
+    """Return the table of the plan's schedule (collective). Raises PlanError if the files of the ranks differ."""
     schedule = plan_schedule(plan)
     if is_path(plan.schedule) and len(set(world.exchange(str(schedule)))) > 1:
         raise PlanError(f"the ranks have different tables in schedule={plan.schedule}; give all hosts the same file")
@@ -44,9 +44,9 @@ def cutter(
     where: CutOptions,
     parts: Mapping[str, Part] = MappingProxyType({}),
 ) -> Callable[..., ModelCut]:
-    """Return `make(call=…)`, which cuts a model for a plan and its schedule; `call(model)` runs it on an example.
+    """Return a function `make(call=…)` that cuts `model` into the stages of `schedule`; `call(model)` runs the model.
 
-    `parts`: the role of each module under tp."""
+    `where`: where stages may begin. `parts`: the role of each module under tp."""
     roles = {name: part.role for name, part in parts.items()}
     request = CutRequest(by=plan.partition, where=where, schedule=schedule, roles=roles)  # type: ignore[arg-type]
     return partial(cut_model, model, stages=schedule.stages, request=request)
@@ -62,11 +62,11 @@ def cut_source(
     loss: Loss | None = None,
     device: torch.device,
 ) -> ModelCut:
-    """Return the cut that `make` (from `cutter`) makes; the model runs on one micro-batch of a batch, `example`.
+    """Run the model on one micro-batch of the batch `example`, and return the cut that `make` (from `cutter`) makes.
 
-    The example is copied to the model's device, or to `device` if the model is on the meta device. With a `loss`, its
-    computation is cut too. Raises PlanError without an example, for an example without rows, and when the model cannot
-    be cut."""
+    The example is copied to the model's device, or to `device` for a model without values. A model with values also
+    computes the `loss`, if there is one. Raises PlanError without an example, for an example without rows, and when the
+    model cannot be cut."""
     if example is None:
         raise PlanError(
             f"pp={plan.pp}: the model must run once, to be cut into stages; give a batch: Options(example=batch)"
@@ -92,5 +92,5 @@ def cut_source(
 
 
 def cut_on(micro: Any, *, make: Callable[..., ModelCut], run: Callable[[nn.Module, Any], Any]) -> ModelCut:
-    """Return the cut that `make` makes; `run(model, batch)` returns the output or the loss for a copy of `micro`."""
+    """Return the cut that `make` makes; `run(model, batch)` runs the model on a copy of the micro-batch `micro`."""
     return make(call=lambda model: run(model, tree.map_tensors(torch.clone, micro)))

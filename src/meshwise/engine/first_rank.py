@@ -1,4 +1,4 @@
-"""Run a function on the first rank alone, and let every rank have its result or its error."""
+"""Run a function on the first rank alone, and return its result, or raise its error, on every rank."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ def on_first_rank(
 ) -> Result:
     """Return the result of `call`, which runs on the first rank, on every rank (collective).
 
-    An error of a class in `shared` is raised on every rank. For any other error the other ranks raise RankLostError."""
+    Every rank raises an error of a class in `shared`. After any other error the other ranks raise RankLostError."""
     own: Exception | None = None
     outcome: tuple[Any, BaseException | None] = None, None
     if world.rank == 0:

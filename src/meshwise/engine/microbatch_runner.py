@@ -64,7 +64,7 @@ class BatchShards:
         return [(start + low, start + high) for low, high in even_split(stop - start, count)]
 
     def samples(self, number: int, *, count: int) -> SampleRows:
-        """Return the sample numbers of micro-batch `number`; without rows, it is the number of the spare row."""
+        """Return the sample numbers of micro-batch `number` of `count`: of its rows, or else of its spare row."""
         start, stop = self.row_ranges(count)[number]
 
         def further(shares: int) -> SampleRows:
@@ -90,7 +90,7 @@ class BatchSharder:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks along `axes` with rows: a batch is split into so many shards."""
+        """Number of ranks along `axes` that have rows, and so of the shards of a batch."""
         return self.world.group(self.axes).size - self.servers
 
     def shards(self, size: int) -> BatchShards:
@@ -102,7 +102,7 @@ class BatchSharder:
         """Return this rank's micro-batches of the global batch or, with `local`, of its own rows. Every rank calls it.
 
         With `runs_empty`, a micro-batch without rows gets the first row of `batch`, else a row of another rank, else
-        the empty batch. Without it, `rows` is None and the micro-batch is not run.
+        the empty batch. Without `runs_empty`, its `rows` are None, and it is not run.
 
         `total`, used with `local`: rows of the global batch; None: every rank has as many rows as this one. Raises
         ValueError when a local batch does not have the number of rows that a split of `total` gives this rank."""
@@ -140,8 +140,8 @@ def spare_row(batch: Any, *, world: World) -> Any:
 def gather_rows(x: Tensor, *, world: World, axes: tuple[str, ...], counts: bool) -> tuple[Tensor, int]:
     """Return the rows of `x` of all ranks, in the order of the global batch, and the index of this rank's first row.
 
-    Each rank compares its own rows with all of them. So the backward sums the gradients of all ranks, and returns this
-    rank's part. Every rank along `axes` calls it.
+    Each rank compares its rows with the rows of all ranks. So the backward sums the gradients of all ranks, and returns
+    this rank's part. Every rank along `axes` calls it.
 
     | x        (rows, …); the numbers of rows may differ, the other dims are equal
     | axes     mesh axes whose ranks have different rows
@@ -188,7 +188,7 @@ class LiveModel:
 
     @contextlib.contextmanager
     def prepared(self, micro_batch: MicroBatch, *, again: bool) -> Iterator[None]:
-        """Prepare draws and batch statistics inside the block for a micro-batch's forward, or with `again` backward."""
+        """Prepare draws and batch statistics for a micro-batch's forward (with `again`: backward) inside the block."""
         norms: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.statistics.active:
             norms = self.statistics.running(counts=micro_batch.counts)
@@ -282,7 +282,7 @@ class WholeModelRunner:
     # ---- for an open step ---------------------------------------------------------------------------------------
 
     def forward(self, call: Callable[[nn.Module], Any], *, rows: MicroBatch, first: bool) -> Any:
-        """Return `call(model)`. `rows`: its samples. `first`: False if a graph of this step may need gathered units."""
+        """Return `call(model)` for the samples `rows`. `first`: False if a pending backward may need gathered units."""
         self._engine.gatherer.begin_forward(keep=not first)
         with self._running(rows), self._engine.gatherer.gather_on_use:
             return call(self._engine.module)
@@ -318,7 +318,6 @@ class WholeModelRunner:
             return call_loss(self._engine.module, rows, forward=self._task.forward, loss=self._task.loss)
 
     def _begin_forward(self, rows: Any) -> Any:
-        """Begin a forward of the model; return the rows on the device."""
         self._engine.gatherer.begin_forward()
         return placed(rows, world=self._engine.world)
 
@@ -334,7 +333,7 @@ def scaled(loss: Tensor, *, by: float) -> Tensor:
 
 
 def placed(rows: Any, *, world: World) -> Any:
-    """Return a tree of tensors with its tensors on this rank's device; the copies are asynchronous if memory allows."""
+    """Return the tree `rows` with its tensors on this rank's device; copies from pinned memory are asynchronous."""
     return tree.map_tensors(lambda tensor: tensor.to(world.device, non_blocking=True), rows)
 
 

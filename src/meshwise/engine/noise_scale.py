@@ -1,6 +1,6 @@
 """Measure the gradient noise scale of a step (McCandlish et al., arXiv 1812.06162, appendix A.1).
 
-The gradient of a replica's micro-batch (b samples) differs from the step's (B samples) by noise:
+The gradient G_b of a micro-batch of a replica (b samples) differs from the step's gradient G_B (B samples) by noise:
 
     |G|²   = (B |G_B|² - b |G_b|²) / (B - b)        squared norm of the true gradient
     tr(Σ)  = (|G_b|² - |G_B|²) / (1/b - 1/B)        variance of the gradient of one sample
@@ -44,7 +44,7 @@ class NoiseScale:
 
 
 class NoiseMeter:
-    """Adds up squared norms of the gradients of micro-batches and of the step, by layer.
+    """Meter that adds up squared norms of the gradients of micro-batches and of the step, by layer.
 
     Raises PlanError if the plan moves gradients or state off the device, or splits tokens over ranks."""
 
@@ -89,9 +89,9 @@ class NoiseMeter:
         return torch.cat([self._small, whole])
 
     def scale(self, sums: Sequence[float], *, count: float, rows: int) -> NoiseScale | None:
-        """Return the noise from the summed `squares` without loss scale; None if the parts of the batch are not equal.
+        """Return the noise from the summed `squares` without loss scale; None if the micro-batches are not equal.
 
-        count: of the loss over the global batch. rows: samples of the global batch."""
+        count: count of the loss over the global batch. rows: samples of the global batch."""
         parts = self._parts
         if parts < 2 or rows % parts or not count:
             return None
@@ -111,7 +111,7 @@ class NoiseMeter:
 
 
 def _add_square(total: Tensor, parameter: Tensor) -> None:
-    """Add the squared norm of a gradient to `total`: a hook that does not keep a dropped trainer alive."""
+    """Add the squared norm of a gradient to `total`. A function, so that the hook holds no reference to the meter."""
     if parameter.grad is not None:
         total += torch.linalg.vector_norm(parameter.grad).double() ** 2
 

@@ -96,8 +96,8 @@ class OpenStep:
     def through(self, trainer: Any, *arguments: Any, **given: Any) -> Any:
         """Return the output of another trainer's model, such as a discriminator, for this rank's rows.
 
-        The backward of this step runs through that model and discards its gradients. Raises PlanError for one with pp.
-        """
+        The backward of this step runs through that model, and discards the gradients of its parameters. Raises
+        PlanError for a trainer with pp."""
         runner = trainer.whole_runner("step.through")
         return self._run(runner, lambda model: runner.task.call(model, (arguments, given)), (arguments, given))
 
@@ -108,7 +108,7 @@ class OpenStep:
         return self.mean(*sums)
 
     def mean(self, total: Tensor, count: Tensor | float) -> Tensor:
-        """Return the sum of `total` over all ranks, divided by the sum of `count`: a scalar, the same on every rank.
+        """Return the sum of `total` over all ranks, divided by the sum of `count` over them: a scalar, equal on all.
 
         total: the sum over this rank's rows, a scalar with a graph. count: the number of its terms."""
         terms = torch.as_tensor(count, dtype=torch.float64, device=total.device).detach()
@@ -119,7 +119,7 @@ class OpenStep:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the ranks that split the batch; every rank gets an equal tensor.
 
-        Results computed from it must agree on all ranks. The backward passes the gradient on as it is. A rank without
+        Results computed from it must agree on all ranks. The backward passes the gradient on unchanged. A rank without
         rows adds zeros."""
         own = x if self.counts else x * 0
         return gradient.all_reduce(own, world=self._world, axes=self._plan.loss_axes).wait()
@@ -135,7 +135,10 @@ class OpenStep:
 
         last: no backward follows in this step. Then gradients are reduced during the backward, which is faster."""
         if self._reduced:
-            raise RuntimeError("the gradients of this step are reduced already; call step.backward before")
+            raise RuntimeError(
+                "the gradients of this step are reduced already; call step.backward before step.gradients, norm and "
+                "clip, and not after step.backward(loss, last=True)"
+            )
         value = float(loss.detach())
         self._value, self._digest = self._value + value, zlib.crc32(repr(value).encode(), self._digest)
         samples = {one.samples for one in self._pending}
@@ -183,7 +186,7 @@ class OpenStep:
     # ---- update ------------------------------------------------------------------------------------------------
 
     def update(self) -> StepResult:
-        """Update the parameters; return the result. Its loss sums the losses, its tokens the counts of all means.
+        """Update the parameters; return the result: `loss` is the sum of all losses, `tokens` of all counts of `mean`.
 
         `Options` (clip_norm, nonfinite) apply as in `Trainer.step`. Raises NonFiniteError and RanksDisagree as there,
         and RanksDisagree when the ranks' losses differ."""
@@ -227,7 +230,7 @@ class OpenStep:
 
     def _require_gradients(self, what: str) -> None:
         if what == "step.gradients" and any(bucket.local for bucket in self._engine.buckets):
-            raise PlanError("step.gradients needs summed gradients, and the optimizer exchanges momenta; use AdamW")
+            raise PlanError("step.gradients needs summed gradients, but the optimizer exchanges momenta; use AdamW")
         if self._engine.tiers.is_offloaded("gradients"):
             raise PlanError(
                 f"{what} reads and changes gradients, but offload={self._plan.offload} moves them to another tier; "
@@ -269,7 +272,7 @@ def _mismatch(world: World, found: Mapping[int, tuple[StepInputs, float]], axes:
             losses = ", ".join(f"rank {rank}: {found[rank][1]:.7g}" for rank in group)
             return (
                 f"the ranks called step.backward with different losses ({losses}). A backward adds up the gradients of "
-                "all ranks, so the loss has to be that of the whole batch, the same number on every rank: "
+                "all ranks, so the loss has to be the loss of the whole batch, the same number on every rank: "
                 "loss = step.mean(loss_sum, count), with the sum over this rank's rows and the number of its terms"
             )
     inputs = {rank: given for rank, (given, _) in found.items()}

@@ -1,8 +1,8 @@
 """Build a trainer from a model and a plan: `parallelize` creates each component of a run, in a fixed order.
 
-plan -> world over the plan's mesh -> model, built or given -> roles of its modules under tp -> with pp, its stages
-the model or each stage -> dtype -> parameter table -> modules split by tp -> units and buckets -> random draws
--> optimizer over the slices that this rank updates -> trainer"""
+run: plan -> world over the plan's mesh -> model, built or given -> roles of its modules under tp -> with pp, its stages
+model, or each stage: dtype -> parameter table -> modules split by tp -> units and buckets -> random draws
+run: optimizer over the slices that this rank updates -> trainer"""
 
 import contextlib
 import dataclasses
@@ -97,7 +97,7 @@ class Options:
     """Most tokens of a sample that an expert takes, as a multiple of the even share; the rest is dropped. **Another
     number is another model.** 0: no token is dropped. See `meshwise.expert.expert_capacity`."""
     expert_imbalance: float = 1.0
-    """In a rehearsal without values with `ep`, tokens of the busiest rank's experts as a multiple of the even share."""
+    """In a rehearsal of a plan with `ep`, tokens of the busiest rank's experts, as a multiple of the even share."""
     noise: bool = False
     """Measure the gradient noise scale in each step, as `StepResult.noise`. The plan must give a step two or more
     micro-batches, over all replicas; see `meshwise.engine.noise_scale`."""
@@ -113,7 +113,7 @@ class Options:
     """With tp, the role of each module, as `assign_roles` returns them for this model and plan. None: `assign_roles` is
     called."""
     example: Any = None
-    """With pp, a batch like those to come, with any number of rows > 0: the model runs on it once to be cut into
+    """With pp, a batch like those of the training, with one row or more: the model runs on it once to be cut into
     stages. A model given as a function runs on the meta device, and `partition=time` counts its operations."""
     cut: CutOptions = dataclasses.field(default_factory=CutOptions)
     """With pp, where stages may begin: by hand, `CutOptions(at=("blocks.3", "head"))`. By default where the stages are
@@ -150,7 +150,7 @@ def parallelize(
 ) -> Trainer:
     """Return a trainer that runs a plain model under a plan. Every rank calls it.
 
-    | model       a module, of which the first rank's values count; or a function that builds a module. With a function
+    | model       a module (all ranks get the first rank's values), or a function that builds a module. With a function
     |             no rank holds more of the model than its plan says, and one seed gives equal values under every plan.
     |             A `ParameterSource` is a built model, or one without values for a rehearsal (`shapes_of`)
     | loss        `loss(output, batch)` returns (sum of the loss, count). None: for open steps and predictions alone
@@ -240,18 +240,21 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
 
 
 def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterUpdates) -> SyncScheme | None:
-    """Return how the replicas of a plan agree; None under `sync=step`. Raises PlanError for what it cannot do."""
+    """Return how the replicas of a plan agree; None under `sync=step`. Raises PlanError if the model excludes it."""
     if plan.sync == "step" and options.sync:
         raise PlanError(f"sync settings {dict(options.sync)} need a sync across steps: write sync=local in the plan")
     if plan.sync == "step" and not plan.server:
         return None
     key, by = ("server", plan.server) if plan.server else ("sync", plan.sync)
     if options.noise:
-        raise PlanError(f"the noise of gradients is measured in each step over all replicas, and {key}={by} differs")
+        raise PlanError(
+            f"{key}={by} does not sum gradients over all replicas, as the noise of gradients needs; leave noise out of "
+            "the job, or use Options(noise=False)"
+        )
     for name, _, (bias, *_) in routers.routers(module):
         raise PlanError(
-            f"{bias} of the router beside {name} is updated in each step from the tokens of all replicas, and "
-            f"{key}={by} differs; use {key}={Plan().to_toml()[key]}"
+            f"{bias} of the router beside {name} is updated in each step from the tokens of all replicas, which "
+            f"{key}={by} does not combine in each step; use {key}={Plan().to_toml()[key]}"
         )
     for norm in running_norms(module):
         raise PlanError(
@@ -268,7 +271,7 @@ def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterU
 def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel | None) -> None:
     """Open the connections of all groups and messages of a step (collective).
 
-    Made one by one in the middle of a step, they could let ranks wait for each other in a circle."""
+    If ranks opened them one by one in the middle of a step, they could wait for each other without end."""
     world = engine.world
     joint = [axes for _, axes in world.mesh.joint]
     groups = [world.group(axes) for axes in (world.mesh.names, *world.mesh.names, *joint)]
@@ -284,7 +287,7 @@ def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel 
 def _optimizer(
     optimizer: OptimizerClass | None, *, engine: Engine, plan: Plan, arguments: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over this rank's slices; of a frozen model, one over nothing.
+    """Build the optimizer over this rank's slices; for a frozen model, an optimizer without parameters.
 
     Raises PlanError if it cannot update parameters in chunks, ValueError if every parameter is frozen."""
     if optimizer is None:
@@ -300,7 +303,7 @@ def _optimizer(
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"
         )
-    in_blocks = plan.codec is not None and plan.codec[0] != "powersgd"  # in two stages, with other neighbours
+    in_blocks = plan.codec is not None and plan.codec[0] != "powersgd"  # other neighbours in each stage
     if engine.tied and (in_blocks or needs_of(optimizer) == "replicas"):
         what = f"wire={plan.wire}" if in_blocks else optimizer.__name__
         raise PlanError(f"{what} would let copies of {min(engine.tied)} in two stages differ; use pp=1, or untie them")
@@ -311,7 +314,7 @@ def _optimizer(
     logical = LogicalSlices(engine, sync_axes=plan.sync_axes)
     built = build_optimizer(optimizer, groups=groups, logical=logical, **arguments)
     if engine.owned and plan.sync != "step":
-        raise PlanError(f"sync={plan.sync} averages optimizer state by slices, and whole() has none; use sync=step")
+        raise PlanError(f"sync={plan.sync} averages state of slices, but whole() keeps whole tensors; use sync=step")
     return built
 
 
@@ -327,9 +330,9 @@ class ParallelSetting:
     storage: StorageConfig
     policy: ActivationPolicy
     context: ContextParallel | None
-    """Tokens of this rank under cp; None where no plan or rule concerns the attention."""
+    """Tokens of this rank, and the attention over all tokens; None if neither cp nor a rule changes the attention."""
     scheme: SyncScheme | None
-    """How replicas agree across steps; None under `sync=step`."""
+    """How replicas agree across steps; None under `sync=step`, and with servers."""
     routers: RouterUpdates
     """Updates of the routers' buffers after a step."""
     parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
@@ -349,7 +352,7 @@ class ParallelSetting:
         return _splits_rows(self.plan, self.world) or bool(self.mixtures and self.plan.ep > 1)
 
     def for_optimizer(self, optimizer: OptimizerClass | None) -> "ParallelSetting":
-        """Return the setting, with the errors of the optimizer's codec. Raises PlanError if that cannot work."""
+        """Return the setting with the reduction state of `optimizer`. Raises PlanError if they do not go together."""
         if optimizer is None or needs_of(optimizer) != "replicas":
             return self
         self.plan.check(MOMENTUM_EXCHANGE, by=optimizer.__name__)
@@ -360,7 +363,7 @@ class ParallelSetting:
 
     @property
     def token_task(self) -> MicrobatchTask:
-        """The task on this rank's tokens."""
+        """The task; under cp its forward and loss get this rank's tokens only."""
         context = self.context
         if context is None:
             return self.task
@@ -393,7 +396,7 @@ _OF_A_PART = (
 def _computed(forward: Forward, *, plan: Plan, precision: Precision, device: torch.device) -> Forward:
     """Return the forward in the compute dtype, with its output converted to a dtype that is exact enough for a loss.
 
-    Under tp, a RuntimeError or ValueError of it gets a note on what to change in the model."""
+    Under tp, a RuntimeError or ValueError of the forward gets a note on what to change in the model."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         try:
@@ -563,7 +566,7 @@ def _draws(module: nn.Module, setting: ParallelSetting, outside: SplitContext) -
 
 
 def _place_buffers(source: ParameterSource, world: World, precision: Precision) -> None:
-    """Move buffers, whole, to every rank's device; for a module given as it is, with the first rank's values."""
+    """Move buffers, whole, to every rank's device; of a model that was given with values, the first rank's values."""
     source.fill_buffers()
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in source.module.modules():

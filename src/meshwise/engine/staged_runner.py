@@ -1,8 +1,8 @@
 """Run the micro-batches of a rank that holds pipeline stages, in the order of a schedule (`StagedRunner`).
 
 The parameters of a stage are gathered and freed when the schedule's interpreter asks. Gradients are reduced at the
-REDUCE of the schedule. If the stage shares a parameter with another stage, its gradients are reduced at the end of the
-step, after the summation of the shared parameter's gradients."""
+REDUCE of the schedule. If stages share a parameter, its gradients must be summed over these stages first. So the
+gradients of such stages are reduced at the end of the step."""
 
 import contextlib
 import functools
@@ -48,7 +48,7 @@ from meshwise.plan import PlanError
 
 @dataclass(eq=False)
 class LiveStage(LiveModel):
-    """A stage of this rank. As a `StageStorage` it is the storage of its parameters for the schedule's interpreter."""
+    """A pipeline stage of this rank. It is a `StageStorage`, whose methods the schedule's interpreter calls."""
 
     stage: Stage
     tied: bool = False
@@ -58,7 +58,7 @@ class LiveStage(LiveModel):
     _waits: bool = False
 
     def begin(self, *, on_gradient: OnGradient | None = None) -> None:
-        """Begin a step. With `on_gradient`, pass gradients to it, and keep or reduce none."""
+        """Begin a step. With `on_gradient`, pass gradients to it, and neither keep nor reduce them."""
         self._on_gradient, self._waits = on_gradient, False
         if on_gradient is None:
             self.engine.begin_step()
@@ -92,7 +92,7 @@ class LiveStage(LiveModel):
             unit.free()
 
     def reduce(self) -> None:
-        """Reduce the accumulated gradients over the ranks; if the stage has a shared parameter, `settle` does so."""
+        """Reduce the accumulated gradients over the ranks; for a stage with a shared parameter, `settle` does it."""
         self._waits = self.tied
         if self._on_gradient is None and not self.tied:
             self.engine.reduce()
@@ -147,7 +147,7 @@ class StagedRunner:
         return add_gathers(forwards) if self._gathers else forwards
 
     def begin(self, step: int) -> None:
-        """Begin step number `step`. Random draws depend on this number, so every step has its own."""
+        """Begin step number `step`, on which random draws depend."""
         for live in self._stages.values():
             live.draws.begin(step)
 
@@ -186,7 +186,7 @@ class StagedRunner:
         self._runtime.run(self.schedule, jobs=self._jobs(micro_batches, zeros(self._world)))
 
     def predict(self, batch: Any) -> Any:
-        """Return the output, broadcast from the last stage. Raises PlanError if a tensor of the output is all NaN."""
+        """Return the last stage's output, on every rank. Raises PlanError if a tensor of the output is all NaN."""
 
         def call(model: nn.Module) -> Any:
             return self._task.forward(model, self._given(batch))
@@ -197,8 +197,8 @@ class StagedRunner:
             raise PlanError(
                 f"predict would return NaN in {names}: an earlier stage computes it, and does not send it because the "
                 "loss does not use it. Let the model not return it (of transformers: "
-                "output_hidden_states=False, output_attentions=False), or the loss use it; or load a checkpoint under "
-                "a plan without pp and predict there"
+                "output_hidden_states=False, output_attentions=False), or let the loss use it; or load a checkpoint "
+                "under a plan without pp, and predict there"
             )
         skeletons = self._world.exchange(skeleton, axes="pp")
         source = next(index for index, one in enumerate(skeletons) if one is not None)

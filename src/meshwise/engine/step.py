@@ -49,10 +49,10 @@ Inspection: TypeAlias = Callable[[OnGradient], None]
 class StepAttempt:
     """A step that has begun, and its outcome as soon as that is known.
 
-    | started   time of its begin, in seconds of `time.perf_counter`
+    | started   start time, in seconds of `time.perf_counter`
     | scale     loss scale of its backwards; None without one
     | totals    sums over the global batch; None before they are exchanged
-    | problem   why the parameters were not updated; None if they were
+    | problem   why the parameters were not updated; None if they were. `applied`: True once they are updated
     | noise     the gradient noise of the step; None if it was not measured"""
 
     started: float
@@ -63,7 +63,7 @@ class StepAttempt:
     noise: NoiseScale | None = None
 
     def result(self) -> StepResult:
-        """Return the result for the user, after `TrainingSteps.decide`."""
+        """Return the result for the user, as soon as `totals` are known."""
         assert self.totals is not None
         seconds = time.perf_counter() - self.started
         scale = 1.0 if self.scale is None else self.scale.value
@@ -75,25 +75,25 @@ class StepAttempt:
 
 
 class StepAfterBackward:
-    """Updates all parameters after the backward, when loss and norm are known."""
+    """Update of all parameters after the backward, when loss and norm are known."""
 
     def __init__(self, engine: Engine, *, update: ChunkedUpdate) -> None:
         self._engine = engine
         self._update = update
 
     def begin(self) -> None:
-        """Ask the optimizer which gradients it needs. Raises TierError if an earlier update failed half way."""
+        """Prepare the buckets for this step's gradients. Raises TierError if an earlier update failed half way."""
         self._update.check()
         local = bool(getattr(self._update.optimizer, "keeps_gradients", False))
         for bucket in self._engine.buckets:
             bucket.local = local
             if not local:
-                bucket.reduction_state.pop("momentum", None)  # this step changes the owned part alone
+                bucket.reduction_state.pop("momentum", None)  # would be stale: this step updates slices alone
 
     def apply(self, factor: float) -> None:
-        """Update all buckets; each is published as soon as it is updated, while the next is updated."""
+        """Multiply the gradients by `factor` and update all buckets; publish each bucket as soon as it is updated."""
         self._engine.scale_gradients(factor)
-        works = [bucket.publish() for bucket in self._engine.buckets if not bucket.chunks]  # a worker of servers
+        works = [bucket.publish() for bucket in self._engine.buckets if not bucket.chunks]  # of a worker of servers
         last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets if bucket.chunks}
 
         def done(chunk: UpdateChunk) -> None:
@@ -106,7 +106,7 @@ class StepAfterBackward:
 
 
 class TrainingSteps:
-    """Runs the steps of one training, and keeps the state that one step leaves to the next."""
+    """The steps of one training, and the state between them."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class TrainingSteps:
         policy: ActivationPolicy,
         replicas: Replicas | None = None,
     ) -> None:
-        """`policy`: which activations are recomputed or moved to a tier. `updating`: where units are updated.
+        """`policy`: which activations are recomputed or moved to a tier. `updating`: the update, here or on servers.
 
         `replicas`: under a `sync` across steps; each replica then decides about its own updates."""
         self.applied = True
@@ -156,7 +156,7 @@ class TrainingSteps:
             return self._step(batch, local=local, total=total, only=only)
 
     def _serve(self, servers: ParameterServers) -> StepResult:
-        """Run a step of a server; return the mean loss of the workers' pushes, and the root mean square of norms."""
+        """Run a step of a server; return the workers' mean loss, and the root mean square of their gradients' norms."""
         began, self.applied = time.perf_counter(), True
         servers.serve()
         loss, count, squared = servers.sums
@@ -168,8 +168,8 @@ class TrainingSteps:
         rows = tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total
         if self._plan.apart_axes and rows < self.sharder.ranks:
             raise ValueError(
-                f"the batch has {rows} rows for {self.sharder.ranks} replicas of '{self._plan}', which all step by "
-                "their own rows; leave short batches out, as in DataLoader(…, drop_last=True)"
+                f"the batch has {rows} rows for {self.sharder.ranks} replicas of '{self._plan}', which each need a row "
+                "for their update; leave short batches out, as in DataLoader(…, drop_last=True)"
             )
         if only is not None:
             micro_batches = [one if index in only else one.skipped() for index, one in enumerate(micro_batches)]
@@ -201,7 +201,7 @@ class TrainingSteps:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[StepAttempt]:
-        """Begin a step; after the block restore the state that forwards have changed, unless `decide` has updated."""
+        """Begin a step; after the block, undo the forwards' changes of state unless `decide` updated the parameters."""
         attempt = StepAttempt(time.perf_counter(), self._scale)
         began = time.monotonic()
         self._world.flight_recorder.doing = StepPhase.BEGIN
@@ -230,7 +230,7 @@ class TrainingSteps:
         """Update the parameters if the sums allow it, and note the outcome in `attempt`.
 
         inspect: runs forward and backward again, for a message that names the gradients that are not finite. Raises
-        NonFiniteError when the policy forbids to skip the update."""
+        NonFiniteError when the policy does not allow the step to be skipped."""
         self._world.flight_recorder.doing = StepPhase.UPDATE
         attempt.totals = totals
         if totals.problem is not None:
@@ -242,7 +242,7 @@ class TrainingSteps:
         self._skips, self._steps = 0, self._steps + 1
 
     def _left_out(self, problem: str, totals: StepTotals, inspect: Inspection | None) -> str:
-        """Skip the update of a step, and return the reason. Raises NonFiniteError when the policy forbids the skip."""
+        """Count a skipped step, and return the reason. Raises NonFiniteError when the policy allows no more skips."""
         scale = self._scale
         if scale is not None and totals.overflowed and not scale.exhausted:
             self._scale = scale.overflowed().expecting(totals.count)
@@ -270,7 +270,7 @@ class TrainingSteps:
         return 1.0 if self._scale is None else self._scale.factor
 
     def expect_mean(self) -> None:
-        """Expect backwards of a loss that is divided by its count already."""
+        """Choose the loss scale for backwards of a loss that is divided by its count already."""
         if self._scale is not None:
             self._scale = self._scale.expecting(1.0)
 
@@ -296,12 +296,10 @@ class TrainingSteps:
         more: Sequence[Tensor] = (),
         axes: Sequence[str] | None = None,
     ) -> list[float]:
-        """Sum loss, count and `more` over the ranks along `axes` (None: all ranks).
+        """Sum loss and count (`sums`) and `more` over the ranks along `axes` (None: all ranks); return the sums.
 
-        Raises RanksDisagree if batches or collectives differ.
-
-        Of ranks with equal rows and equal losses only the first counts. In a pipeline only the last stage has a loss.
-        With `local`, only ranks that share their rows need equal batches."""
+        Raises RanksDisagree if batches or collectives differ; with `local`, only ranks that share rows need equal
+        batches. Of ranks with equal rows and losses only the first counts, in a pipeline only the last stage."""
         world = self._world
         own = [*(sums if self._counts_loss else zeros(world)), *more]
         axes = world.mesh.names if axes is None else axes

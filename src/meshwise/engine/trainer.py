@@ -1,6 +1,6 @@
 """The Trainer, a user's handle on a model under a plan: train steps, evaluate, predict, inspect tensors, save, load.
 
-`measure` takes the times of its steps, on every rank and action by action; `profile` profiles a step:
+`profile` writes a profile of its steps. `measure` records when each action of each rank begins and ends:
 
     with measure(trainer) as measuring:
         for batch in batches:
@@ -10,9 +10,8 @@
 `ParameterAverage` is an exponential moving average of the parameters, as shards under every plan. After the first
 update the average is a copy of the parameters. Each later update moves it: average = decay · average + (1 - decay) ·
 parameters, in the dtype of the masters. These are the numbers of torch's `AveragedModel` with
-`get_ema_multi_avg_fn(decay)`. The average is state of the optimizer, of the shape of each slice, under the key
-`average`. So it is saved, loaded under another plan, and counted as memory of the optimizer. Buffers are not
-averaged."""
+`get_ema_multi_avg_fn(decay)`. The average is part of the optimizer's state: a tensor `average` for each slice. So it is
+saved, loaded under another plan, and counted as memory of the optimizer. Buffers are not averaged."""
 
 import contextlib
 import itertools
@@ -65,7 +64,7 @@ AVERAGE = "average"
 
 
 class ParameterAverage:
-    """Average of a trainer's parameters; `Trainer.average` makes it. `swapped`: True inside of `applied`."""
+    """Moving average of a trainer's parameters; `Trainer.average` makes it. `swapped`: True inside of `applied`."""
 
     def __init__(
         self,
@@ -88,12 +87,12 @@ class ParameterAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the averaged parameters inside the block. Every rank calls it.
+        """Replace the model's parameters by their averages inside the block. Every rank calls it.
 
         Evaluate, predict or call `state_dict` and `save_pretrained` of the trainer inside; steps, saves and loads raise
         RuntimeError. Raises RuntimeError before the first update."""
         if self.swapped or not all(AVERAGE in self._optimizer.state.get(slice_, {}) for slice_ in self._slices()):
-            raise RuntimeError("the average begins with the first update; train a step, or load a checkpoint with it")
+            raise RuntimeError("there is no average before the first update; train a step, or load a checkpoint of one")
         self._swap()
         try:
             yield
@@ -263,10 +262,10 @@ class Trainer:
         return shards.shares[shards.index]
 
     def set_shares(self, weights: Sequence[int] | None) -> None:
-        """Let the parts of each batch have sizes proportional to `weights`, from the next `share` and step on.
+        """Split each batch into parts of sizes proportional to `weights`, from the next `share` and step on.
 
-        weights: a positive whole number for each of the `replicas`, equal on every rank; None: even shares. The shares
-        change no result, except by rounding. Raises PlanError if replicas update apart."""
+        weights: a positive whole number for each of the `replicas`, equal on every rank, else ValueError; None: even
+        shares. The shares change results only by rounding. Raises PlanError if the plan lets replicas differ."""
         if self.plan.apart_axes:
             raise PlanError(f"'{self.plan}' lets replicas differ, so shares change the result; leave out train.shares")
         if weights is not None and (len(weights) != self.replicas or min(weights) < 1):
@@ -287,14 +286,13 @@ class Trainer:
 
         Raises NonFiniteError when the loss or the gradient is not finite and `Options.nonfinite` allows no skip. Raises
         RanksDisagree when the ranks called different collectives, or ranks that need equal batches were given different
-        ones. Batches are compared by shape, and until the first step that succeeds also by content; local batches only
-        among ranks that share their rows. Raises LossError when `loss` does not
-        return (sum, count), and any error of model and loss.
+        ones. Batches are compared by shape, and until a step succeeds also by content; local batches only among ranks
+        that share their rows. Raises LossError when `loss` does not return (sum, count), and any error of the model.
 
         A step that raised has no effect: parameters, optimizer, running statistics and the next draws are as before.
-        After all ranks have caught the error, they may continue. There are two exceptions: an error of the optimizer
-        itself, and an error in a stage of pp. Messages of that step may be under way, so the next step raises
-        StageError."""
+        After all ranks have caught the error, they may continue, with two exceptions. After an error of the optimizer
+        itself, steps raise TierError until a checkpoint is loaded. After an error in a stage of pp, messages may still
+        be under way, so the next step raises StageError."""
         self._refuse_averaged()
         with self._memory_errors_explained():
             return self._stepping.step(batch, local=local, total=total, only=only)
@@ -313,7 +311,7 @@ class Trainer:
         return OpenStep(self._stepping, runner=self.whole_runner("open_step"), plan=self.plan)
 
     def whole_runner(self, what: str) -> WholeModelRunner:
-        """Return the runner of a plan without pp. Raises PlanError with pp; `what`: who needs it, for the message."""
+        """Return the runner of a plan without pp. Raises PlanError with pp; `what`: the caller, for the message."""
         if isinstance(self._runner, WholeModelRunner):
             return self._runner
         raise PlanError(
@@ -328,7 +326,7 @@ class Trainer:
         the average: call this before the steps that follow a `load`. Raises PlanError if the optimizer's state is
         offloaded, ValueError for a decay outside of (0, 1)."""
         if self.plan.tiers.state_tiers != {"device"}:
-            raise PlanError(f"the average is kept on the device, and offload={self.plan.offload}; use offload=none")
+            raise PlanError(f"offload={self.plan.offload} excludes an average, kept on the device; use offload=none")
         if self._average is not None:
             self._average.close()
         publish = self._engine.publish if self._servers is None else self._servers.pull
@@ -338,7 +336,7 @@ class Trainer:
 
     def _refuse_averaged(self) -> None:
         if self._average is not None and self._average.swapped:
-            raise RuntimeError("the model has its averaged parameters; leave the block of average.applied() before")
+            raise RuntimeError("the model has its averaged parameters; leave the block of average.applied() first")
 
     def gather(self, x: Tensor) -> tuple[Tensor, int]:
         """Return the rows of `x` of all ranks, with gradients, and the index of this rank's first row among them.
@@ -500,7 +498,7 @@ class Trainer:
 
         | extra       JSON values of the user, saved as the first rank gives them
         | wait        False: return at once. Training may continue; the next update waits for the copies that it needs
-        | keep_last   after the save, keep so many valid checkpoints beside `folder`, and remove older ones; None: all.
+        | keep_last   number of valid checkpoints beside `folder` to keep; the save removes older ones. None: keep all.
         |             Only names that end with a number count, as step-100: `best` and `last` are never removed
 
         Raises SaveError on every rank when this save (with `wait`) or the save before failed. Earlier checkpoints are
@@ -508,7 +506,7 @@ class Trainer:
         self._refuse_averaged()
         if self._average is None:
             for state in self.optimizer.state.values():
-                state.pop(AVERAGE, None)  # of a checkpoint, and not moved since
+                state.pop(AVERAGE, None)  # loaded from a checkpoint, and not updated since
         kept = {**self._stepping.state(), "user": dict(extra or {})}
         saving = self._state.save(Path(folder), extra=kept, keep_last=keep_last)
         if wait:
@@ -572,9 +570,9 @@ class StepMeasurement:
 
 @contextlib.contextmanager
 def measure(trainer: Trainer) -> Iterator[StepMeasurement]:
-    """Record the begin and end of each action of this rank in the steps inside the block. Every rank enters it.
+    """Record when each action of this rank begins and ends, in the steps inside the block. Every rank enters it.
 
-    A record reads the clock, or on a GPU adds an event to the stream without waiting; a step has some dozens."""
+    A record reads the clock, or on a GPU adds an event to the stream without waiting; a step has dozens of records."""
     with trainer.world.timed() as watch:
         yield StepMeasurement(trainer, watch=watch)
 

@@ -274,7 +274,7 @@ class ActivationTier:
 
     @contextlib.contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
-        """Move the tensors that a forward of `model` saves in the block; parameters and buffers stay."""
+        """Move the tensors that a forward of `model` inside the block saves for its backward, not the model's own."""
         saved = _SavedTensors(self.mover, model, self.transfers)
         with saved_tensors_hooks(saved.pack, lambda tensor: tensor()):
             yield
@@ -340,8 +340,8 @@ def activation_tier(
 ) -> ActivationTier | None:
     """Return the `ActivationTier` for `tier` (`device`, `cpu` or `disk`); None if activations stay on the device.
 
-    `streams`: of the device that computes. The tier `cpu` moves nothing if it is no GPU. Raises TierError if no swap
-    file can be made."""
+    `streams`: of the device that computes. The tier `cpu` moves nothing unless this is a GPU. Raises TierError if no
+    swap file can be made."""
     device = streams.device
     if tier == "device" or (tier == "cpu" and device.type != "cuda"):
         return None

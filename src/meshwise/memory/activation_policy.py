@@ -65,9 +65,9 @@ class RecomputedBlocks:
         found = [piece.module for unit in partition(module) for piece in unit if piece.block]
         if not found:
             raise PlanError(
-                f"the plan '{self._plan}' recomputes blocks, and {type(module).__name__} has none that its structure "
-                "shows: modules with modules inside, in a list or sequence. Name modules to recompute: "
-                "Options(recomputed=('encoder.*', 'decoder.*')), or leave out recompute and budget"
+                f"the plan '{self._plan}' recomputes blocks, but {type(module).__name__} has no list or sequence of "
+                "modules that contain modules. Name modules to recompute: Options(recomputed=('encoder.*', "
+                "'decoder.*')), or leave out recompute and budget"
             )
         return found
 
@@ -82,7 +82,7 @@ class RecomputedBlocks:
     ) -> None:
         """Recompute the blocks `names` of `module`, the part of the model that this rank runs.
 
-        | recall      restores the forward's state when a block is repeated, and replays its kept results
+        | recall      restores the forward's state when a block's forward is repeated, and replays its kept results
         | in_flight   number of micro-batches whose activations a block keeps at most
         | parts       by block name, another name for a block of which `module` runs only a part, with its own cost"""
         modules = dict(module.named_modules())
@@ -119,7 +119,7 @@ class RecomputedBlocks:
             block.mode = modes.get(block.name, block.mode)
 
     def table(self) -> str:
-        """Return a text table of the measured blocks: mode, MiB kept in it and in `none`, seconds of recomputation."""
+        """Return a text table of the measured blocks: mode, MiB kept under it and under `none`, recompute seconds."""
         rows = [("block", "mode", "MiB kept", "of", "seconds again", "in flight")]
         for name, cost in self.costs.items():
             mode = self.modes[name]
@@ -157,7 +157,9 @@ class ActivationPolicy:
         return run
 
     def memory(self) -> dict[str, int]:
-        """Return the peak bytes of offloaded activations by `cpu/activations` or `disk/activations`; {} without."""
+        """Return the peak bytes of offloaded activations, under the key `cpu/activations` or `disk/activations`.
+
+        Return {} if activations stay on the device."""
         tier = self.activations
         return {} if tier is None else {f"{tier.tier}/activations": tier.mover.peak}
 

@@ -1,4 +1,4 @@
-"""Memory allocators: settings of glibc's allocator for CPU tensors, and explanations of out-of-memory errors.
+"""Configure glibc's allocator for CPU tensors, and explain out-of-memory errors.
 
 Until the end of the first step (`first_step_of`), freed memory is returned to the system. When the model's values are
 in the buckets, the user's model is freed, between blocks of memory that stay. The first step would also put the
@@ -57,7 +57,7 @@ def _note(plan: Plan, sizes: Mapping[str, int], hint: str) -> str:
             *filter(None, [hint]),
             "To see what the plan needs by category, and the cheapest change that fits, run",
             f'  print(mw.needs(model, "{plan}", loss=loss, batch=batch))',
-            "in a new process, with the model, loss, optimizer and options of parallelize. It allocates nothing.",
+            "in a new process, with the model, loss, optimizer and options of parallelize. It needs little memory.",
         ]
     )
 
@@ -102,7 +102,7 @@ def keep_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_step_of(world: World) -> Iterator[None]:
-    """Inside, map each large tensor separately if this is one of several CPU ranks; afterwards keep freed memory."""
+    """Map each large tensor of one of several CPU ranks separately inside the block; afterwards keep freed memory."""
     set_malloc(MAP_SEPARATELY if _keeps(world) else ())
     try:
         yield

@@ -79,7 +79,7 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """Inside, norms use copies of their running statistics."""
+        """Let norms use copies of their running statistics inside the block."""
         own = [(norm, name, buffer) for norm in self._norms for name, buffer in norm.named_buffers(recurse=False)]
         try:
             for norm, name, buffer in own:
@@ -91,7 +91,7 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Inside, run a forward that will be repeated. Raises RecomputeError if it has written to a buffer."""
+        """Watch a forward inside the block that will be repeated. Raises RecomputeError if it writes to a buffer."""
         before = self._buffers()
         try:
             yield
@@ -181,7 +181,7 @@ class _Call:
                 yield
         finally:
             del self._tape.results[self._needed :]
-            self._containers.ran()
+            self._containers.drop_unchanged()
 
     def bytes(self) -> tuple[int, int]:
         """Return the bytes of the block's inputs, and the bytes of the kept results."""
@@ -336,13 +336,13 @@ class BlockInputs:
     def __init__(self, *arguments: Any) -> None:
         self._before = [(one, _copied(one)) for one in reachable(arguments) if isinstance(one, dict | list)]
 
-    def ran(self) -> None:
+    def drop_unchanged(self) -> None:
         """Drop the copies of containers that the first forward left unchanged; call it after that forward."""
         self._before = [(one, before) for one, before in self._before if _contents(one) != _contents(before)]
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Inside, the containers have their content from before the first forward; afterwards their present content."""
+        """Restore the containers' content from before the first forward inside the block, and the present one after."""
         now = [(one, _copied(one)) for one, _ in self._before]
         try:
             _put(self._before)
@@ -357,12 +357,10 @@ def _copied(container: Container) -> Container:
 
 
 def _contents(container: Container) -> list[int]:
-    """Return the `id` of every key and value of a container."""
     return [id(one) for one in ([*container, *container.values()] if isinstance(container, dict) else container)]
 
 
 def _put(contents: list[tuple[Container, Container]]) -> None:
-    """Restore the content of each container."""
     for container, content in contents:
         container.clear()
         if isinstance(container, dict):

@@ -20,8 +20,8 @@ They are 3 h of queries, keys and values, h of the attention's projection, 4 h a
 
 Two torch modes keep these outputs. `SavedOperations` sees the functions that Python code calls, at a cost of one
 microsecond each. It runs those that may keep an output, or write to a kept one, inside `_KeptOutputs`. This mode sees
-every operation inside them, at five microseconds each. Only the function and its arguments decide, so both forwards
-keep the same outputs."""
+every operation inside them, at five microseconds each. The function and its arguments alone decide which outputs are
+kept, so both forwards keep the same ones."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -41,7 +41,7 @@ from torch import Tensor
 from meshwise.comm.api.streams import Streams
 
 BLOCK = 4096
-"""Bytes of a block: direct reads and writes begin and end at multiples of it, in the file and in memory."""
+"""Bytes of a block: direct reads and writes begin and end at multiples of this size, in the file and in memory."""
 
 PIECE = 8 * 2**20
 """Most bytes that one thread moves in one call."""
@@ -60,7 +60,7 @@ REMEMBERED = 10_000
 
 
 class TierError(RuntimeError):
-    """A tier cannot be used: it has no room for a tensor, a read or write failed, or an update ended half way."""
+    """Error of a tier: it has no room for a tensor, a read or write failed, or an update ended half way."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class RehearsedFile(SwapFile):
         self.tensors: list[Tensor] = []
 
     def allocate(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return a meta tensor in one dim."""
+        """Return a new meta tensor with one dim."""
         self.tensors.append(torch.empty(numel, dtype=dtype, device="meta"))
         return self.tensors[-1]
 
@@ -328,7 +328,7 @@ class PinnedSlabs:
 
 
 class BufferPool:
-    """Pool of aligned buffers of at most `most` bytes in total; a larger buffer is lent while no other buffer is."""
+    """Pool of aligned buffers of at most `most` bytes in total. A larger buffer is lent only if no other one is."""
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class Tiers:
     def __init__(
         self, offload: Offload | None = None, *, streams: Streams | None = None, swap: SwapConfig | None = None
     ) -> None:
-        """`streams`: of the device that computes, by default the CPU's. Raises TierError without a swap file."""
+        """`streams`: of the device that computes, by default the CPU. Raises TierError if no swap file can be made."""
         self.offload = offload or Offload()
         self._streams = streams or streams_of(torch.device("cpu"))
         self.device = self._streams.device
@@ -176,7 +176,7 @@ class Tiers:
     # ---- movement ----------------------------------------------------------------------------------------------
 
     def bring(self, tensor: Tensor) -> BorrowedTensor:
-        """Start to copy an offloaded tensor to the device. A tensor that is on the device is lent itself."""
+        """Start to copy an offloaded tensor to the device. For a tensor that is on the device, no copy is made."""
         if self.file is not None and (offset := self.file.locate(tensor)) is not None:
             if (buffer := self._gathered.take_now(whole_blocks(self._largest))) is None:
                 return BorrowedTensor(tensor.to(self.device))
@@ -231,7 +231,6 @@ class Tiers:
 
     @property
     def _moves(self) -> bool:
-        """True if any tensor that an update needs is offloaded."""
         return any(self.is_offloaded(what) for what in ("optimizer", "masters", "gradients", "params"))
 
     def _read(self, tensor: Tensor, offset: int, buffer: Tensor) -> BorrowedTensor:

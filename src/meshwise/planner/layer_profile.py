@@ -286,7 +286,7 @@ def profile_layers(
 
 
 def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
-    """Return how many first operations of a stage's forward equal the last stage's (for that: the stage before)."""
+    """Return how many operations at the start of a stage's forward are equal in another stage's forward."""
     other = len(steps) - 1 if index != len(steps) - 1 else index - 1
     pairs = zip(_forward(steps[index]), _forward(steps[other]), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].name == pair[1].name, pairs))
@@ -357,7 +357,6 @@ class _StepReader:
 
 
 def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:
-    """Yield the entries after the first `count` operations."""
     for entry in entries:
         if count <= 0:
             yield entry

@@ -125,7 +125,6 @@ def _top(works: Sequence[PieceWork]) -> int:
 
 @cache
 def _rank_of(schedule: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return the rank along pp of each stage."""
     if pp == 1:
         return (0,)
     microbatches, virtual = SCHEDULES[schedule].nearest(pp, microbatches=1, virtual_stages=virtual_stages)

@@ -64,7 +64,7 @@ UNDIVIDED: Mapping[str, Any] = MappingProxyType(
 
 
 class EstimateLevel(IntEnum):
-    """Exactness of a plan's current estimate; the table at the top of the file has the levels."""
+    """Exactness of a plan's current estimate, see the table at the top of the file; `STARTED`: no estimate yet."""
 
     STARTED = -1
     COUNTED = 0
@@ -138,7 +138,7 @@ class SearchResult:
 def search(
     subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
 ) -> Iterator[SearchResult]:
-    """Search for the fastest plans. After each change and at the end, yield the one result object.
+    """Search for the fastest plans. After each change and at the end, yield the same result object.
 
     `limit`: bytes that a rank may use. If no plan fits, plans that offload state are tried too. If the iterator is
     closed, the worker processes end."""
@@ -153,7 +153,7 @@ class PlanSearch:
     """One search: its queue of candidates, the profiles so far, and the worker processes."""
 
     evaluate: Callable[[Prediction], PlanFigures]
-    """Function from a prediction to the plan's figures; by default `figures_of`. It must never return less time."""
+    """Function from a prediction to the plan's figures. It must not return less time than `figures_of`, the default."""
 
     def __init__(
         self, subject: RehearsalSubject, *, cluster: Cluster, space: PlanSpace, limit: float, effort: SearchEffort
@@ -497,7 +497,7 @@ def best_table(result: SearchResult, *, top: int) -> Table:
 
 
 def lost_table(result: SearchResult, *, top: int) -> Table:
-    """Return a row for each reason why plans lost: number of plans, least and greatest excess, the nearest plan."""
+    """Return a row for each reason why plans lost: number of plans, least and greatest excess, plan with the least."""
     rows: Table = [("plans", "lost because", "by at least", "", "nearest")]
     for reason, candidates in sorted(_reasons(result, top).items(), key=lambda item: -len(item[1])):
         each = [_excess(one, result, reason) for one in candidates]

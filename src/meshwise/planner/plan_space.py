@@ -86,7 +86,7 @@ class PlanSpace:
     tokens: int = 0
     """Tokens of a sequence; 0 if the batch has no tokens that cp could split."""
     begins: Callable[[int], tuple[str, ...]] | None = None
-    """Rule for the cuts: from the number of stages to the first module of every stage but stage 0. None: even cuts."""
+    """Function that returns, for a number of stages, the first module of each except the first. None: even cuts."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of keys that the user fixes."""
 
@@ -107,7 +107,7 @@ class PlanSpace:
                 yield from self._with({"dp": each // cp, "pp": pp, "cp": cp, **split, **tensor, **schedule})
 
     def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
-        """Yield plans in which one key has its next value, which needs less memory; with `tiers`, also `offload`."""
+        """Yield plans with less memory: one key has its next value (with `tiers` also `offload`), or cp replaces dp."""
         for key, values in {**LEANER, **(TIERS if tiers else {})}.items():
             now = getattr(plan, key)
             useless = (key == "zero" and plan.dp == plan.cp == 1) or (
@@ -197,7 +197,7 @@ def splits_backward(plan: Plan) -> bool:
 
 
 def parse_fixed(text: str) -> dict[str, Any]:
-    """Return the keys and values of a text such as `tp=2 zero=1`. Raises PlanError if they are no valid plan."""
+    """Return the keys and values of a text such as `tp=2 zero=1`. Raises PlanError if no plan can have them."""
     words = read_words(text)
     needed = {"pp": 2} if words.keys() & set(PIPELINED) else {}
     needed |= {"cp": max(2, int(words.get("cp_heads", 2)))} if words.keys() & set(SPLIT_TOKENS) else {}
@@ -206,6 +206,6 @@ def parse_fixed(text: str) -> dict[str, Any]:
 
 
 def _made(plan: Plan, changes: Mapping[str, Any]) -> Iterator[Plan]:
-    """Yield the changed plan; nothing if the compatibility table refuses it."""
+    """Yield the changed plan, or nothing if the compatibility table refuses it."""
     with contextlib.suppress(PlanError):
         yield dataclasses.replace(plan, **changes)

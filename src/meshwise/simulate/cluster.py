@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class ClusterError(ValueError):
-    """Error in the description of a cluster; the message names the file, the key and the remedy."""
+    """Error in the description of a cluster; the message names the file, the key and what to change."""
 
 
 DTYPES = tuple(sorted(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)))
@@ -173,7 +173,7 @@ def rate_at(curve: Curve, *, size: float) -> float:
 
 
 def load(name: str | Path) -> Cluster:
-    """Return a shipped cluster (`h100`) or the cluster of a TOML file. Raises ClusterError if neither is valid."""
+    """Return a shipped cluster (`h100`) or the cluster of a TOML file. Raises ClusterError if the file is not valid."""
     path = Path(name)
     shipped = resources.files("meshwise.simulate") / "clusters"
     known = sorted(entry.name.removesuffix(".toml") for entry in shipped.iterdir() if entry.name.endswith(".toml"))
@@ -218,8 +218,8 @@ def _require_known(table: Mapping[str, object], *, known: Sequence[str], at: str
 def parse_cluster(text: str) -> Cluster:
     """Return the cluster of a text like `64x8 h100`: nodes, ranks of a node, and a name or file for `load`.
 
-    `8 h100` is one node of 8 ranks. `mine.toml` keeps the nodes and ranks of the file. Raises ClusterError for another
-    text, for no ranks, and for more than `LARGEST_COUNT` ranks."""
+    `8 h100` is one node of 8 ranks. `mine.toml` keeps the nodes and ranks of the file. Raises ClusterError for a text
+    of another form, for no ranks, and for more than `LARGEST_COUNT` ranks."""
     found = re.fullmatch(r"(?:(?:(\d+)\s*[xX×]\s*)?(\d+)\s+)?(\S.*)", text.strip())
     if found is None or (" " in found[3] and not is_path(found[3])):
         raise ClusterError(f"{text!r} is not a cluster; write nodes x ranks and a name, as in '64x8 h100'")

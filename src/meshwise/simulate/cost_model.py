@@ -60,7 +60,7 @@ RINGS = frozenset({"all_gather", "reduce_scatter"})
 
 @dataclass
 class CostModel:
-    """Seconds of operations and collectives on one cluster. It keeps the results for operations."""
+    """Seconds of operations and collectives on one cluster; the results for operations are cached."""
 
     cluster: Cluster
     shift: int = 0

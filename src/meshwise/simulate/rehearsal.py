@@ -23,8 +23,8 @@ A model may read masks, positions and lengths to choose a branch or a size. It r
 does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes or from integers of the batch.
 `explaining_values` explains such an error.
 
-A rehearsal raises every error of the training code in the same words. Excepted are errors that depend on values: a loss
-that is not finite or counts nothing, an index outside of a vocabulary."""
+A rehearsal raises the errors of the training code with the same messages. It cannot raise errors that depend on values:
+a loss that is not finite or counts nothing, an index outside of a vocabulary."""
 
 import contextlib
 import dataclasses
@@ -156,7 +156,7 @@ def explaining_values() -> Iterator[None]:
 def wrap_for_rehearsal(call: Callable[..., Any], *, constants: ShapeConstants) -> Callable[..., Any]:
     """Return `call`, wrapped to run on meta tensors.
 
-    While it runs, torch's default device is meta, and `constants` knows values that follow from sizes or the batch."""
+    While it runs, torch's default device is meta, and `constants` gives values that follow from sizes or the batch."""
 
     def run(*given: Any) -> Any:
         with torch.device("meta"), constants.forward():
@@ -269,7 +269,6 @@ def _updated(trainer: Trainer) -> Mapping[str, int]:
 
 
 def _staged(trainer: Trainer) -> int:
-    """Return the bytes of the staging buffers through which activations move."""
     tier = trainer.activations
     return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
 
@@ -355,7 +354,6 @@ class Rehearsal:
 
 
 def _renamed(activity: Activity, stages: Mapping[int, int]) -> Activity:
-    """Return an activity with its stage replaced by `stages[stage]`."""
     return activity._replace(stage=stages[activity.stage]) if isinstance(activity, Action) else activity
 
 
@@ -363,7 +361,7 @@ def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionK
     """Return the segments that are copied for micro-batches that did not run, by stage and kind of action.
 
     Each is the segment of the middle micro-batch that ran. If this micro-batch leaves memory allocated, its last
-    backward (B or W) is changed to free that memory, so that no replayed micro-batch changes the memory in total."""
+    backward (B or W) is changed to free that memory. So no copied micro-batch changes the memory in total."""
     ran: dict[tuple[int, ActionKind], list[tuple[int, Action]]] = defaultdict(list)
     for action in found:
         if isinstance(action, Action) and action.microbatch is not None:
@@ -395,7 +393,8 @@ def rehearse(
     """Run a plan on meta tensors, for one rank of each kind, as if there were `ranks` ranks with this kind of device.
 
     `shared`: the ranks are processes of one host on its CPUs, which share memory. `rows`: rows of the global batch, for
-    which the rows of `subject.batch` are repeated or cut; None for as many as it has. A `warmup` takes one step.
+    which the rows of `subject.batch` are repeated or cut; None for as many as it has. The warm-up of an optimizer that
+    exchanges momenta takes one step, so the second step already exchanges them.
 
     Raises the errors of `parallelize` and of a step: PlanError if the plan does not fit the ranks or the model,
     ValueError for a model, an optimizer, an option or a batch that cannot work, RuntimeError if the model reads values.
@@ -466,7 +465,7 @@ def _kinds(
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """Return the schedule of a plan, with transfers and gathers for pp > 1. Raises PlanError if it does not exist."""
+    """Return the schedule of a plan, with transfers and gathers for pp > 1. Raises PlanError if pp excludes it."""
     if plan.pp == 1:
         return naive(1, microbatches=plan.microbatches)
     return lower(plan_schedule(plan), gathers=plan.zero == 3)
@@ -489,8 +488,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def rehearsed_ranks(model: nn.Module, *, cut: ModelCut, schedule: Schedule, ends: bool) -> tuple[int, ...]:
     """Return, for each rank along pp, the first rank that does the same work.
 
-    Two stages are equal if they run modules of the same classes with parameters of the same shapes, receive and send
-    the same number of values, and share no parameter with another stage. The first and last stage equal no other.
+    Two stages are equal if they run modules of the same classes with parameters of the same shapes. They also receive
+    and send as many values, and share no parameter with another stage. The first and last stage equal no other.
     `ends`: True if the first and the last block of a list do more work than the others."""
     kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
     first: dict[Hashable, int] = {}

@@ -1,13 +1,14 @@
 """Predict the time, bubble, waits, traffic and flops of a step from the tapes of all ranks and a cluster.
 
-First each segment of a tape is played alone. A rank computes on one stream; on a GPU, an operation starts after the
-host has launched it. Collectives along the same axes run one after the other on their own stream. The rank stops only
-where its tape waits for a collective. With pp, the pipeline's clock (`schedule_clock.py`) then combines the stages with
-their messages, gathers and reductions. `predict` returns the result.
+To play a segment of a tape is to compute the times of its entries. A rank computes on one stream; on a GPU, operations
+start after the host has launched them. Collectives along the same axes run one after the other on their own stream. The
+rank stops only where its tape waits for a collective. Without pp, all segments are played one after the other. With pp,
+each is played alone. Then the pipeline's clock (`schedule_clock.py`) combines the stages with their messages, gathers
+and reductions. `predict` returns the result.
 
-A `Prediction` has the timeline of the step, and each rank's memory over the step. To the actions of the clock it adds
-the collectives and waits inside actions, the phases before and after the schedule, and the memory changes of the tape.
-The bubble and the waits are read off the timeline:
+A `Prediction` has the timeline of the step, and each rank's memory over the step. The timeline has the actions of the
+clock, the collectives and waits inside actions, and the phases before and after the schedule.
+The bubble and the waits are computed from the timeline:
 
     │ begin │ 0F0 │ 0F1 │      │   0B0   │   0B1   │ exchange │ update │
               ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     waits for collectives"""

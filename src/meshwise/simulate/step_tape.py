@@ -1,8 +1,8 @@
 """Define the tape of a rank: the recorded operations, collective calls and memory changes of its steps, in order.
 
 A tape consists of segments. A segment has the entries of one action of the schedule (`2F0`: stage 2, forward,
-micro-batch 0), or of one phase outside of actions (`exchange`, `update`). Micro-batches after the first one are equal,
-so a tape has only a few of them.
+micro-batch 0), or of one phase outside of actions (`exchange`, `update`). Most micro-batches of a step are equal, so a
+tape has only a few of them.
 
 `count_operation` returns the entry of one torch operation. Flops follow torch's own formulas (2·m·k·n for a matrix
 product). Bytes are the sizes of all arguments read and tensors written; expanded elements count once. Its callers skip
@@ -116,7 +116,7 @@ class TapeSegment:
         return sum(entry.flops for entry in self.entries if isinstance(entry, TapeOperation))
 
     def calls(self) -> Iterator[TapeCall]:
-        """Yield the collectives and messages that the segment starts, in order."""
+        """Yield the calls that start a collective or message in the segment, in order."""
         return (entry for entry in self.entries if isinstance(entry, TapeCall))
 
 

@@ -90,7 +90,9 @@ class Recorder:
                 self.record_allocation(one)
 
     def record_allocation(self, tensor: Tensor, *, category: Category | None = None) -> None:
-        """Count the storage of a tensor once, until it is freed. `category`: by default of the current activity."""
+        """Count the storage of a tensor once, until it is freed, under `category` (None: of the current activity).
+
+        A storage that counts already under another category moves to the given one."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._sizes:
@@ -242,7 +244,7 @@ _IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
 
 
 class KernelChoice(ForwardAndBackwardMode):
-    """Mode in which meta tensors use the kernels of device `kind`; `is_cpu` too answers for this device.
+    """Mode in which meta tensors use the kernels of a device of type `kind`, and `Tensor.is_cpu` answers for it.
 
     `local`: dropout is torch's own, so a GPU's fused attention can apply it. Otherwise dropout masks are equal under
     every plan, and are made outside of the kernels."""
@@ -379,7 +381,7 @@ def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
                 super().__init__(*args, **kwargs)
 
         def step(self, closure: Callable[[], float] | None = None) -> Any:
-            tried = not any(p.is_meta for group in self.param_groups for p in group["params"])  # for the room on disk
+            tried = not any(p.is_meta for group in self.param_groups for p in group["params"])  # by `ChunkedUpdate`
             with _Pretence(kind, makes_meta=kind != "cpu" or not tried):
                 return super().step(closure)
 

@@ -48,7 +48,7 @@ class ServedGradient(NamedTuple):
 
 
 def largest_staleness(log: Sequence[ServedGradient]) -> int:
-    """Return the most steps by which a gradient in a server's log is later than one that its parameters lacked.
+    """Return the largest c - c' in a server's log: a gradient of step c was computed without a gradient of step c'.
 
     Under `staleness=k` it is at most k. Raises ValueError if a gradient or version is in the log twice."""
     made = {(row.worker, row.clock): row.applied for row in log}
@@ -110,7 +110,7 @@ class ParameterServers:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a worker's step inside the block, and count it; servers learn how it ended."""
+        """Run a worker's step inside the block, and count it; send servers a message if it was skipped or raised."""
         self.clock, self._pushed = self.clock + 1, False
         try:
             yield
@@ -122,7 +122,7 @@ class ParameterServers:
             self._exchange(_Kind.SKIP)
 
     def begin(self) -> None:
-        """Do nothing: servers check their own update."""
+        """Do nothing: a worker updates no parameters, and each server checks its own update."""
 
     def apply(self, factor: float) -> None:
         """Push this worker's gradient times `factor`, and wait for the parameters of the next step."""
@@ -158,7 +158,7 @@ class ParameterServers:
             if self._bound is not None and slowest < self.clock - self._bound:
                 raise RuntimeError(
                     f"a server answered step {self.clock} when the slowest worker had ended step {slowest}, more than "
-                    f"staleness={self._bound} before; this is an error of the servers"
+                    f"staleness={self._bound} steps before; this is a bug of meshwise"
                 )
 
     def _header(self, numbers: Sequence[float]) -> Tensor:

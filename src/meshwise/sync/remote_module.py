@@ -13,8 +13,8 @@ The rank that has the module serves: it waits for messages of its callers and an
 A caller gets answers in the order of its messages. A call is two autograd functions, one that sends and one that
 receives. So two calls begun before either is waited for run at the same time, and so do their backwards.
 
-torch.distributed.rpc has a transport of its own, without the watchdog and the recorder of calls, and it does not run in
-threads. Messages go through the World."""
+Messages go through the World. The transport of torch.distributed.rpc has no watchdog and no flight recorder, and does
+not work between ranks that are threads."""
 
 import pickle
 from collections import deque
@@ -49,7 +49,7 @@ class _Header(NamedTuple):
 
 
 class RemoteCall:
-    """A call of a remote module in progress; `wait` returns what the module returned."""
+    """A call of a remote module in progress. Call `wait` for what the module returned; the fields are internal."""
 
     def __init__(self, module: "RemoteModule", *, number: int) -> None:
         self.module, self.number = module, number
@@ -58,7 +58,7 @@ class RemoteCall:
         self.token: Tensor | None = None
 
     def wait(self) -> Any:
-        """Block until the results are there, a tensor or a tuple of tensors. Call it once.
+        """Wait for the results, and return them: a tensor or a tuple of tensors. Call it once.
 
         Raises RuntimeError with the text of the module's error, if it raised one."""
         results = _Receive.apply(self.token, self)
@@ -143,7 +143,7 @@ class RemoteModule:
         self._ask(_Kind.STEP)
 
     def close(self) -> None:
-        """Call the module no more. When every caller has called this, `serve` returns."""
+        """End this rank's calls. `serve` returns when every caller has called `close`."""
         self._ask(_Kind.CLOSE)
 
     def _new_call(self) -> RemoteCall:

@@ -1,7 +1,7 @@
 """Let the replicas of a plan agree by a `SyncScheme`: `Replicas` runs the exchanges of a round.
 
 x_r: parameters of replica r, a: the last agreed parameters, n_r: the counts of the loss of replica r in the round,
-w_r = n_r / sum(n). A replica that has updated nothing in the round weighs nothing, unless none has.
+w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no replica has one, all weigh the same.
 
     | begin, without outer step    send n_r x_r
     | begin, with outer step       send n_r (a - x_r)
@@ -58,7 +58,7 @@ class Replicas:
         axes: Sequence[str],
         wait: Callable[[], None],
     ) -> None:
-        """`axes`: the mesh axes of the replicas. `wait`: waits until a save in progress has copied its tensors."""
+        """`axes`: mesh axes along which replicas differ. `wait`: waits until a save in progress has made its copies."""
         self._engine = engine
         self._optimizer = optimizer
         self.scheme = scheme
@@ -76,7 +76,7 @@ class Replicas:
         self._restart()
 
     def _restart(self) -> None:
-        """Begin the first round: the parameters of now are agreed."""
+        """Begin the first round: the present parameters are the agreed ones."""
         self.steps = 0
         self._mixed = 0
         self._counts = [0.0] * self.scheme.fragments
@@ -160,7 +160,6 @@ class Replicas:
         self._show(buckets)
 
     def _arrived(self, sent: list[_SentTensor]) -> list[_SentTensor]:
-        """Return `sent`, after a wait for its sums."""
         for one in sent:
             one.work.wait()
         return sent
@@ -213,7 +212,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the model have the mean of the replicas' parameters inside the block. Every rank calls it."""
+        """Replace the model's parameters by the mean of the replicas inside the block. Every rank calls it."""
         self._wait()
         own = [(bucket, _master(bucket).clone()) for bucket in self._buckets]
         for bucket, value in own:
@@ -244,7 +243,7 @@ class Replicas:
                 yield each
 
     def slices_to_load(self, needed: Iterable[StoredSlice], *, saved: Mapping[str, Any]) -> Iterator[StoredSlice]:
-        """Yield the slices to load: this replica's own if so many replicas were saved, else the mean of the replicas.
+        """Yield the slices to load: this replica's own if as many replicas were saved, else the mean of the replicas.
 
         saved: the `extra` values of the checkpoint, with the result of `state`."""
         same = saved.get("sync", {}).get("replicas") == self.size

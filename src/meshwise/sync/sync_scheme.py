@@ -32,7 +32,9 @@ _EDGES = re.compile(r"\d+-\d+(,\d+-\d+)*")
 
 
 def mixing_weights(graph: str, *, size: int, round_number: int) -> list[Mapping[int, float]]:
-    """Return for each of `size` replicas the replicas that it takes parameters of, with weights; itself included."""
+    """Return for each of `size` replicas the weight of each replica whose parameters it takes, itself included.
+
+    `round_number`: used by the graph `exponential`, whose neighbours change with the round."""
     if size == 1:
         return [{0: 1.0}]
     if graph == "exponential":
@@ -51,7 +53,7 @@ def mixing_weights(graph: str, *, size: int, round_number: int) -> list[Mapping[
 
 
 def check_graph(graph: str, *, size: int) -> None:
-    """Raise ValueError for a text that names no graph of `size` replicas, or edges that do not connect them."""
+    """Raise ValueError if a text names no graph of `size` replicas, or lists edges that do not connect all of them."""
     if graph in ("all", "ring", "torus", "exponential"):
         return
     if found := re.fullmatch(r"groups:([1-9]\d*)", graph):
@@ -102,7 +104,7 @@ class SyncScheme:
     """One row of the table: how the replicas of a plan agree. Raises ValueError for values that do not go together."""
 
     every: int = 1
-    """Steps of a round: replicas agree after each so many steps. The plan's key `every`."""
+    """Number of steps of a round, at whose end the replicas agree. The plan's key `every`."""
     graph: str = "all"
     """With whom: `all`; `ring`, `torus`, `exponential`; `groups:2`; or edges of replicas such as `0-1,1-2,0-2`."""
     outer_lr: float = 1.0
@@ -114,8 +116,8 @@ class SyncScheme:
     scaled_by_lr: bool = False
     """True: the outer momentum is kept in units of the optimizer's learning rate, as SlowMo does."""
     state: str = "keep"
-    """The tensors of the optimizer's state when replicas agree: `keep` each replica's own, take the `mean`, or `reset`
-    them. The mean of all replicas alone; replicas that mix with neighbours keep their own."""
+    """The tensors of the optimizer's state when all replicas agree: `keep` each replica's own, take the `mean`, or
+    `reset` them. Replicas that mix with neighbours keep their own."""
     after: int = 0
     """Steps at the start of the training in which the replicas agree after every step (post-local SGD)."""
     group: int = 0
@@ -152,7 +154,7 @@ class SyncScheme:
             )
         if self.graph != "all" and (self.has_anchor or self.fragments > 1 or self.group):
             raise ValueError(
-                f"sync: graph={self.graph} mixes the parameters of neighbours, and an outer step, fragments, a delay "
+                f"sync: graph={self.graph} mixes the parameters of neighbours, but an outer step, fragments, a delay "
                 "and groups need the mean of all; write graph=all"
             )
         if self.group and (self.has_anchor or self.fragments > 1):

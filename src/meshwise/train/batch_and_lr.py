@@ -71,13 +71,13 @@ class BatchSizes:
         return self.job.auto_batch[1] if self.job.auto_batch else self.job.batch
 
     def at(self, samples: int, *, chosen: int) -> int:
-        """Return the size of the batch after `samples` samples. `chosen`: by `following`; 0: none yet."""
+        """Return the size of the batch after `samples` samples. `chosen`: last result of `next_size`; 0: none yet."""
         if self.job.auto_batch:
             return chosen or self.first
         start, increment, whole = self.job.ramp or (self.job.batch, 1, 1)
         return min(self.job.batch, start + samples * ((self.job.batch - start) // increment) // whole * increment)
 
-    def following(self, size: int, *, noise: NoiseAverage) -> int:
+    def next_size(self, size: int, *, noise: NoiseAverage) -> int:
         """Return the size of the next batch under `auto_batch`, and note a change in `noise`."""
         low, high = self.job.auto_batch or (size, size)
         scale = noise.critical()
@@ -88,7 +88,7 @@ class BatchSizes:
         return wanted
 
     def check_parts(self, parts: int, *, plan: Plan) -> None:
-        """Raise JobError unless each batch has two or more `parts`, the micro-batches of all replicas, of one size."""
+        """Raise JobError unless each batch divides evenly into `parts` micro-batches of all replicas, two or more."""
         sizes = (*self.job.ramp[:2], self.job.batch) if self.job.ramp else (self.first,)
         if parts < 2:
             raise JobError(f"noise needs two micro-batches in a step, and '{plan}' has one; use microbatches=2")
@@ -127,7 +127,7 @@ def lr_schedule(schedule: ScheduleJob, *, steps: int) -> Callable[[int], float]:
 
 
 def scheduler(job: ScheduleJob) -> Callable[[optim.Optimizer], Any] | None:
-    """Return a function that builds the scheduler of an optimizer; None without a name. Raises JobError if wrong."""
+    """Return a function that builds a job's scheduler, or None. Raises JobError for a wrong class or arguments."""
     if job.name is None:
         return None
     name = job.name if ":" in job.name else f"torch.optim.lr_scheduler:{job.name}"

@@ -4,7 +4,7 @@
 prints events, on a terminal with a progress line that is redrawn, else as plain lines.
 
 `leave_traceback` writes the traceback of a failed rank into a file, and adds a note to the error: the line of the
-user's own code, and the file. Of the forty lines of a traceback some two are the user's. `notes` returns notes."""
+user's own code, and the file. Most lines of a traceback are not the user's. `notes` returns an error's notes."""
 
 import io
 import select
@@ -311,7 +311,7 @@ _PLACE = "the whole traceback "
 def leave_traceback(error: Exception, *, world: World | None = None, folder: Path | None = None) -> None:
     """Write the traceback of `error` into a file in `folder` (by default a new temporary folder), and add a note to it.
 
-    Does nothing for an error that has such a note or is in `SELF_EXPLAINING`. If writing fails, the note says why."""
+    Do nothing for an error that has such a note or is in `SELF_EXPLAINING`. If writing fails, the note says why."""
     if isinstance(error, SELF_EXPLAINING) or any(_PLACE in note for note in notes(error)):
         return
     where = "" if world is None or world.size == 1 else f" on rank {world.rank} of {world.size}"
@@ -327,5 +327,5 @@ def leave_traceback(error: Exception, *, world: World | None = None, folder: Pat
 
 
 def notes(error: Exception) -> list[str]:
-    """Return the notes of an error that are one line long. So it leaves out the tracebacks that the launcher adds."""
+    """Return the notes of an error that are one line long, so without the tracebacks that the launcher adds."""
     return [note for note in getattr(error, "__notes__", []) if "\n" not in note]

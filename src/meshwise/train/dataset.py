@@ -1,9 +1,9 @@
 """Load the training and validation data of a run (`load_data`), and yield this rank's rows of each global batch.
 
 docs/data.md shows which samples a rank reads. Global numbers follow from a count of samples, so a sampler has no state.
-`SampleOrder` maps a number to a sample; its permutation of an epoch is a keyed Feistel network on two digits in base
-⌈√size⌉, applied again until the result is below `size` (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*,
-2002). Its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+`SampleOrder` maps a number to a sample by a permutation of each epoch. This is a keyed Feistel network on two digits in
+base ⌈√size⌉ (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002). It is applied again until the result is
+below `size`. Its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 
 `token_file` joins texts into one file of byte tokens in a cache folder; `open_tokens` maps it into memory. A token is a
 byte (0 … 255). A zero byte precedes every text file, so that a model learns where a text begins. The ranks of a machine
@@ -66,7 +66,7 @@ def token_file(names: Sequence[str], *, cache: Path) -> Path:
 
 @contextlib.contextmanager
 def cache_errors(cache: Path) -> Iterator[None]:
-    """Turn an OSError inside into a JobError: of the folder `cache`, or else of the data that are read."""
+    """Turn an OSError inside into a JobError, about the folder `cache` or about the data that are read."""
     try:
         yield
     except OSError as error:
@@ -267,7 +267,7 @@ def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:
 
 
 def length(dataset: Any) -> int:
-    """Return the number of samples of a map-style dataset, or sys.maxsize for a stream. Raises JobError without one."""
+    """Return the number of samples of a dataset, sys.maxsize for a stream. Raises JobError for one without a length."""
     try:
         return sys.maxsize if is_stream(dataset) else len(dataset)
     except TypeError as error:

@@ -81,7 +81,6 @@ def flags_of(table: Mapping[str, Any], *, leaves: Collection[Key], prefix: Key =
 
 
 def _one_line(value: Any) -> str:
-    """Return a value as TOML on one line."""
     if not isinstance(value, dict):
         return str(tomlkit.item(value).as_string())
     return f"{{{', '.join(f'{tomlkit.key(key).as_string()} = {_one_line(item)}' for key, item in value.items())}}}"

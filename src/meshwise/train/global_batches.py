@@ -42,10 +42,10 @@ def sample_source(dataset: Any, *, saved: Mapping[str, Any]) -> Any:
 
 
 class SampleStream:
-    """The samples of an iterable dataset, over and over, from a place that `state` returned; `saved={}`: the first.
+    """The samples of an iterable dataset, over and over. `saved`: a result of `state`; {}: from the first sample.
 
     An epoch begins with `dataset.set_epoch(epoch)`, if the dataset has this method. A dataset with `state_dict` and
-    `load_state_dict` continues from its state, if the state survives JSON; of another one, samples are skipped."""
+    `load_state_dict` continues from its state, if the state survives JSON. Otherwise earlier samples are read again."""
 
     def __init__(self, dataset: Any, *, saved: Mapping[str, Any]) -> None:
         self._dataset = dataset
@@ -59,7 +59,7 @@ class SampleStream:
         self._begin(skip=0 if "state" in saved else self._taken)
 
     def take(self, count: int, *, stop: int) -> list[Any]:
-        """Return the next samples, whose global numbers end at `stop`. Raises JobError for a dataset without any."""
+        """Return the next `count` samples, up to global number `stop`-1. Raises JobError for a dataset without any."""
         self._before, self._end = self._position() if self._end else self._before, stop
         found: list[Any] = []
         while more := count - len(found):
@@ -73,7 +73,7 @@ class SampleStream:
         return found
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Return JSON values from which a run continues after `samples` samples: at the last `take`, or after it."""
+        """Return the JSON state after `samples` samples have been used: before the last `take`, or after it."""
         position = self._position() if samples >= self._end else self._before
         with contextlib.suppress(TypeError):
             if json.loads(json.dumps(position)) == position:
@@ -169,7 +169,7 @@ def named_collator(job: DataJob) -> Collate | None:
 
 @dataclass(frozen=True)
 class Batches(Dataset[list[Any]]):
-    """Dataset whose items are lists of batches. The index is global numbers: `range(0, 8, 4)` is two batches of 4.
+    """Dataset whose items are lists of batches. An index is a range of global numbers: `range(0, 8, 4)`, two batches.
 
     `order` maps a global number to a sample of a dataset; None: sample i has the number i. In a list of more than one
     batch, the `window`, samples are sorted by length."""

@@ -26,7 +26,7 @@ class JobError(ValueError):
 
 @contextlib.contextmanager
 def as_job_error(kind: type[Exception] = ValueError, *, of: str = "") -> Iterator[None]:
-    """Turn a ValueError or a `kind` inside into a JobError with the same message, after the text `of`."""
+    """Turn a ValueError or a `kind` inside into a JobError, whose message is `of` and the error's message."""
     try:
         yield
     except (ValueError, kind) as error:
@@ -151,7 +151,7 @@ class DataJob:
     collator_arguments: Arguments = field(default_factory=dict)
     """Keyword arguments of the collator, as in `multiple=8` for `pad`."""
     bucket_by_length: int = 0
-    """With `collator`: so many global batches are read at once and sorted by length, in an order from the seed."""
+    """With `collator`: number of global batches that are read at once and sorted by length, in an order by the seed."""
     overlong: Literal["truncate", "drop", "split"] = "truncate"
     """What happens to a record of more than `context` tokens; `split` makes several parts of it."""
     context: int = 256
@@ -281,15 +281,15 @@ class TrainJob:
     clip_norm: float | None = None
     """Gradients with a larger norm over all parameters are scaled down to this norm. Default: no clipping."""
     average: float | None = None
-    """Decay of an average of the parameters (EMA), as 0.999. Validations and so `keep_best` judge the average."""
+    """Decay of an average of the parameters (EMA), as 0.999. Validations, and so `keep_best`, use the average."""
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers towards an even load of the experts (docs/experts.md)."""
     expert_capacity: float = 0.0
     """Most tokens of a sample that an expert takes, as a multiple of the even share; it drops the rest, which changes
     the model (docs/experts.md). Default: no token is dropped."""
     nonfinite: str = "raise"
-    """What a gradient that is not finite does. `raise`: it ends the run. `skip:N`: the step is skipped, at most N steps
-    in a row."""
+    """What happens if the loss or gradient is not finite. `raise`: the run ends. `skip:N`: the step is skipped, at most
+    N steps in a row."""
     sync: Arguments = field(default_factory=dict)
     """With a `sync` across steps in the plan: changed settings of its scheme, as in `outer_lr=0.5 fragments=4`. See
     docs/local_steps.md."""

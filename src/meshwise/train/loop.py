@@ -5,8 +5,8 @@ Every rank calls `train`; rank 0 prints, and writes all files except the checkpo
 
 Collectives make every rank's step as long as the slowest rank's. So every 20 steps the ranks exchange their busy times
 (`RankPace`): the time of the step without waits in collectives. A rank is slow in a step if its busy time is more than
-twice the other ranks' median, and 50 ms above it (`slow_ranks`). Slow GPUs are not found, because on CUDA not the
-process, but the device waits for a collective."""
+twice the other ranks' median, and 50 ms above it (`slow_ranks`). Slow GPUs are not found, because on CUDA the device
+waits for a collective, and the process does not."""
 
 import contextlib
 import itertools
@@ -96,7 +96,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     start = on_first_rank(lambda: checked_run_start(prepared, attempt=attempt), world=world, shared=refused)
     world.link = None if job.emulate is None else EmulatedLink.parse(job.emulate)
     if world.link is not None and world.device.type == "cuda":
-        raise JobError(f"emulate = {job.emulate!r} lets CPU ranks wait, and GPUs do not wait for it; leave emulate out")
+        raise JobError(f"emulate = {job.emulate!r} delays ranks on CPUs, and these ranks have GPUs; leave emulate out")
     if job.train.shares == "auto" and world.device.type == "cuda":
         raise JobError('train.shares = "auto" measures the time of CPUs, and these ranks have GPUs; leave it out')
     if job.train.shares == "auto" and job.plan.apart_axes:
@@ -294,7 +294,7 @@ class _Run:
         """Return, on every rank, the signal that a rank got or the file `stop`, which rank 0 then removes; else ""."""
         job, file, world = self._job.train, self._folder / STOP, self._trainer.world
         if not job.save_every or step == job.steps or (self._trainer.plan.late and step % job.log_every):
-            return ""  # workers of servers meet seldom
+            return ""  # workers of servers exchange values only at these steps
         by = self._signals[0] if self._signals else ""
         if not by and world.rank == 0 and step % job.log_every == 0 and file.exists():
             file.unlink(missing_ok=True)
@@ -330,7 +330,7 @@ class _Run:
             return
         noise, job = self._progress.noise, self._job.train
         noise.add(result.noise)
-        self._progress.batch = self._sizes.following(self._size, noise=noise)
+        self._progress.batch = self._sizes.next_size(self._size, noise=noise)
         if step % job.log_every == 0 or step == job.steps:
             found = {name: scale if (scale := noise.critical(name)) < math.inf else None for name in noise.layers}
             trace, square = noise.layers[""]
@@ -389,8 +389,8 @@ _FILE = "the file `stop`"
 
 @contextlib.contextmanager
 def stop_signals(received: list[str]) -> Iterator[None]:
-    """Append the names of Ctrl-C, SIGTERM and SIGUSR1 (of Slurm) to `received` inside the block, and do nothing else.
-    A Ctrl-C more than a second after the first signal raises KeyboardInterrupt: a launcher repeats the first at once.
+    """Append the names of signals (SIGINT, SIGTERM, SIGUSR1 of Slurm) to `received` inside the block, and do no more.
+    A Ctrl-C more than a second after the first signal raises KeyboardInterrupt: launchers repeat the first at once.
 
     Python handles signals in the main thread. A run in another thread leaves the handlers as they are."""
     began = math.inf
@@ -453,7 +453,7 @@ _WARM_UP_STEPS = 2
 
 
 class StepTimelines:
-    """Measures the given steps; writes the step of median time to `path` and emits `Measured`."""
+    """Measurement of the given steps; it writes the step of median time to `path` and emits `Measured`."""
 
     def __init__(self, trainer: Trainer, *, steps: range, path: Path, emit: Callable[[RunEvent], None]) -> None:
         self._trainer, self._steps, self._path, self._emit = trainer, steps, path, emit
@@ -482,7 +482,7 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
     """Write all full parameters and persistent buffers into a safetensors file at `path`, by their names.
 
     A tied parameter is written once, under its first name. Every rank calls it, and all ranks but one pass None as
-    path. `metadata` is written into the header. The file appears whole or not at all. Raises OSError."""
+    path. `metadata` is written into the header. The file appears whole or not at all; OSError is raised if not."""
     own = [buffer.name for buffer in buffers(trainer.modules)]
     persistent = {name for names in trainer.world.exchange(own) for name in names}
     persistent_buffers = [(name, value) for name, value in trainer.full_buffers() if name in persistent]
@@ -515,7 +515,7 @@ _LEAST_SECONDS = 0.05
 
 
 class RankPace:
-    """Measures the busy times of this rank's steps; every 20 steps, it compares them with the other ranks' times."""
+    """Busy times of this rank's steps, which are compared with the other ranks' times every 20 steps."""
 
     def __init__(self, world: World) -> None:
         self._world = world

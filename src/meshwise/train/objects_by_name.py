@@ -95,7 +95,7 @@ def model_function(job: Job) -> Callable[[], nn.Module] | nn.Module:
 
 
 def check_text(job: Job) -> None:
-    """Raise JobError when the model needs tokens, or is a GPT with too small a vocabulary or context for the text."""
+    """Raise JobError if the model cannot read bytes: an `hf:` model, or a GPT with a small vocabulary or context."""
     if job.model.name.startswith(HUB):
         raise JobError(f'model.name = {job.model.name!r} cannot read bytes of text; data.dataset = "json:train.jsonl"')
     if job.model.name not in ("gpt", "mixture"):
@@ -118,7 +118,7 @@ def loss_function(job: Job) -> Loss:
 
 
 def optimizer(job: OptimizerJob) -> OptimizerParts:
-    """Return the optimizer's class and keyword arguments, tried on a small parameter. Raises JobError if wrong."""
+    """Return the optimizer's class and keyword arguments. Raises JobError if it fails on a small parameter."""
     given = {"weight_decay": job.weight_decay, "betas": job.betas}
     arguments = {"lr": job.lr, **{key: value for key, value in given.items() if value is not None}, **job.arguments}
     first = _tried_optimizer(job.name, arguments, key="optimizer")
@@ -183,7 +183,6 @@ def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> Optim
 
 
 def _trial(kind: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Return an optimizer over one small matrix."""
     small = nn.Parameter(torch.zeros(1, 1))
     return build_optimizer(kind, groups=[{"params": [small]}], logical=LogicalTensors({"weight": small}), **arguments)
 

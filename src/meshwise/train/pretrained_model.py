@@ -57,7 +57,7 @@ def pretrained_model(job: ModelJob, *, seed: int) -> Callable[[], nn.Module] | n
     except (OSError, ValueError, KeyError, TypeError, DamageError) as error:
         raise JobError(f"model {_shown(job)}: {error}; check the folder and the keys") from error
     if unknown:
-        raise JobError(f"model.arguments: {next(iter(unknown))!r} is no key of {folder}/config.json; write one of it")
+        raise JobError(f"model.arguments: {next(iter(unknown))!r} is no key of {folder}/config.json; use a key of it")
     config.name_or_path = job.name.removeprefix(HUB)
     if job.quantization:
         name, settings_of = _QUANTIZED[job.quantization]
@@ -84,9 +84,9 @@ def pretrained_model(job: ModelJob, *, seed: int) -> Callable[[], nn.Module] | n
 
 
 def hub_folder(name: str, *, key: str) -> Path:
-    """Return the folder of `hf:FOLDER_OR_NAME`; fetch it from the hub if there is no such folder. `key`: of the job.
+    """Return the folder of `hf:FOLDER_OR_NAME`; fetch it from the hub if there is no such folder.
 
-    Raises JobError if it is not there and cannot be fetched."""
+    Raises JobError, which names the job's `key`, if the folder is not there and cannot be fetched."""
     plain = name.removeprefix(HUB)
     if Path(plain).is_dir():
         return Path(plain)

@@ -46,7 +46,7 @@ TIMELINE = "timeline.json"
 """Name of the file with a measured step, action by action (`meshwise.pipeline.run.measured_step`)."""
 JOB, METRICS, PARAMETERS = "job.toml", "metrics.jsonl", "parameters.safetensors"
 CHECKPOINTS, BEST, PROFILE, LAUNCH, STOP = "checkpoints", "best", "profile", "launch", "stop"
-"""Names in the run's folder, as in the table above."""
+"""Names in the run's folder, as docs/checkpoints.md shows it."""
 
 
 def claim_run_folder(job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> Path:
@@ -153,7 +153,7 @@ FREE_KEYS = (
     *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),
     *("train.keep_best", "train.shares", "train.output", "train.resume", "train.accept"),
 )
-"""Keys that may differ from the job of the checkpoint, because they change at most the number of steps."""
+"""Keys that may differ from the job of the checkpoint; any other key must be in `train.accept`."""
 _SILENT_KEYS = (
     *("ranks", "restarts", "comm", "emulate", "swap"),
     *("data.cache", "train.output", "train.resume", "train.accept"),
@@ -286,7 +286,6 @@ def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str
 
 
 def _values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested table by dotted key."""
     values: dict[str, Any] = {}
     for name, value in table.items():
         values |= _values(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -302,7 +301,7 @@ def _text(value: Any) -> str:
 
 
 class RunCheckpoints:
-    """Saves checkpoints of `trainer` into folders of `root`. All ranks call `save` and `finish` at the same step."""
+    """Writer of a trainer's checkpoints into folders of `root`. All ranks call `save` and `finish` at the same step."""
 
     def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[RunEvent], None]) -> None:
         self._trainer = trainer

@@ -31,7 +31,7 @@ class RunEvent:
 class Start(RunEvent):
     """The run begins.
 
-    | stages      the table of the pipeline stages; empty without pp
+    | mesh, stages    picture of the mesh, and table of the pipeline stages (empty without pp), as text
     | device      rank 0's device, and the connection between the ranks
     | parameters  number of parameters of the whole model; `trained`: of those that are trained
     | data        one line about the data
@@ -199,7 +199,7 @@ class SaveFailed(RunEvent):
 
 @dataclass(frozen=True)
 class Stopped(RunEvent):
-    """The run ends after `step`, before its last one. `by`: the file `stop` in its folder, or a signal."""
+    """The run ends early, after `step`. `by`: the file `stop`, or a signal; `following`: the command that continues."""
 
     step: int
     by: str
@@ -246,7 +246,7 @@ class EventSink(Protocol):
 
 
 class EventDispatcher(contextlib.ExitStack):
-    """Passes each event of a run to all sinks; as a context manager it closes the sinks at the end."""
+    """Dispatcher that passes each event of a run to all sinks; as a context manager it closes the sinks at the end."""
 
     def __init__(self, sinks: Sequence[EventSink] = ()) -> None:
         super().__init__()

@@ -147,7 +147,7 @@ def _write(records: Records, folder: Path, fields: Mapping[str, str], into: Path
 
 
 class _Encoder:
-    """Tokenizer of records. `fields`: other names of their fields. Raises JobError for one that cannot be read."""
+    """Tokenizer of records. `fields`: other names of their fields. Raises JobError if it cannot be read."""
 
     def __init__(self, folder: Path, fields: Mapping[str, str]) -> None:
         try:
@@ -163,7 +163,7 @@ class _Encoder:
         self._end = _words([] if end is None else [end], 1)
 
     def words(self, records: Records) -> Iterator[Words]:
-        """Yield the words of each record. Raises JobError for a record without the fields of the table above."""
+        """Yield the words of each record. Raises JobError for one without the fields that docs/fine_tuning.md lists."""
         records = iter(records)
         while batch := [self._read(record, place) for place, record in itertools.islice(records, _BATCH)]:
             tokenized = self._tokenized([one for one in batch if isinstance(one, tuple)])
