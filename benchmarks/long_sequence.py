@@ -1,8 +1,10 @@
-"""Train a GPT for one step on one long sequence, and print the peak memory of a rank.
+"""Train a GPT for one step on one long sequence under each plan, and print the peak memory of a rank.
 
     python benchmarks/long_sequence.py cp=4 --tokens 16384
+    python benchmarks/long_sequence.py dp=1 cp=2 cp=4 --tokens 16384
 
-Each rank is a process. Under `ulimit -d` (KiB of data of a process), cp=4 trains where dp=1 has too little memory."""
+Each rank is a process. Under `ulimit -d` (KiB of data of a process), cp=4 trains where dp=1 has too little memory. The
+last column multiplies the step's memory by the number of ranks, and divides it by the first plan's."""
 
 import argparse
 import resource
@@ -14,8 +16,8 @@ from meshwise.reference import GPT, GPTConfig
 from meshwise.reference.gpt import next_token_loss
 
 
-def peak(world: mw.World, plan: str, tokens: int) -> str:
-    """Train one step; return the loss and the largest peak of a rank."""
+def peak(world: mw.World, plan: str, tokens: int) -> tuple[float, float, float]:
+    """Train one step; return the loss, and the largest resident memory of a rank before and at most, in GiB."""
     torch.set_num_threads(1)
     config = GPTConfig(vocabulary=256, context=tokens, layers=4, heads=4, width=256, positions="rotary")
     trainer = mw.parallelize(lambda: GPT(config), plan, loss=next_token_loss, world=world, lr=1e-3)
@@ -23,18 +25,22 @@ def peak(world: mw.World, plan: str, tokens: int) -> str:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     loss = trainer.step((drawn[:, :-1], drawn[:, 1:])).loss
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    first, last = max(world.exchange(before)) / 2**20, max(world.exchange(after)) / 2**20
-    return f"{plan}  {tokens} tokens  loss {loss:.4f}  {first:.2f} GiB before the step, peak {last:.2f} GiB"
+    return loss, max(world.exchange(before)) / 2**20, max(world.exchange(after)) / 2**20
 
 
 def main() -> None:
-    """Print the line."""
+    """Print a line for each plan."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("plan")
+    parser.add_argument("plans", nargs="+")
     parser.add_argument("--tokens", type=int, default=16384)
     given = parser.parse_args()
-    ranks = mw.Plan.parse(given.plan).mesh().size
-    print(mw.run(ranks, peak, args=(given.plan, given.tokens))[0])
+    one = None
+    for plan in given.plans:
+        ranks = mw.Plan.parse(plan).mesh().size
+        loss, before, after = mw.run(ranks, peak, args=(plan, given.tokens))[0]
+        one = one or after - before
+        line = f"{plan}  {given.tokens} tokens  loss {loss:.4f}  {before:.2f} GiB before the step, peak {after:.2f} GiB"
+        print(f"{line}, {ranks * (after - before) / one:.2f}", flush=True)
 
 
 if __name__ == "__main__":

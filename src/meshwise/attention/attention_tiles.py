@@ -32,6 +32,8 @@ CPU_TILE = 256
 """Tokens in one tile of queries or of keys on the CPU."""
 DEVICE_TILE = 1024
 """Tokens in one tile of queries or of keys on other devices."""
+KEPT_BLOCK = 31 * 2**20
+"""Bytes of the block by which `keep_freed_memory` raises the thresholds of malloc; glibc heeds at most 32 MiB."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class TiledAttention:
 
     def __init__(self, rules: ScoreRules, *, queries: TokenRanges, progress: Callable[[], None] = lambda: None) -> None:
         """Keep the positions of the queries, and `progress`, which is called between tiles for pending collectives."""
+        keep_freed_memory()
         self.rules = rules
         self._queries = queries
         self._progress = progress
@@ -285,16 +288,25 @@ class TiledAttention:
         return found
 
 
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let malloc keep some freed memory of this process for the results of the next tile, in place of new pages.
+
+    glibc maps blocks as large as the largest freed one by themselves, and returns free memory beyond twice its size to
+    the system (mallopt(3), M_MMAP_THRESHOLD). So a block is allocated and freed, once in a process."""
+    bytearray(KEPT_BLOCK)  # not a tensor: the account of memory counts those
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which results of `dtype` are merged: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> None:
-    """Merge a result into the accumulators `o` and `lse`, in place. A query without keys has a lse of -inf."""
+    """Merge a result, which is overwritten, into the accumulators `o` and `lse`; -inf: a query without keys."""
     total = torch.logaddexp(lse, new_lse)
     safe = total.masked_fill(total == -math.inf, 0.0)
-    o.mul_((lse - safe).exp_().unsqueeze(-1)).add_(new_o * (new_lse - safe).exp_().unsqueeze(-1))
+    o.mul_((lse - safe).exp_().unsqueeze(-1)).add_(new_o.mul_((new_lse - safe).exp_().unsqueeze(-1)))
     lse.copy_(total)
 
 
