@@ -77,7 +77,7 @@ class Wave(NamedTuple):
     world: World
     axes: tuple[str, ...]
     dtype: torch.dtype
-    owned: Sequence[OwnedParameter | None]
+    owned: list[OwnedParameter | None]
 
     def steps(self, values: Values, *, function: WholeFunction, dtype: torch.dtype | None) -> Iterator[None]:
         """Start to gather the parameters; then compute this rank's one and start to send the result; then store."""
@@ -131,6 +131,7 @@ class ParameterOwners:
                     axes = tuple(axis for axis in mesh.names if axis not in (*held, *bucket.storage.sync_axes))
                     key = axes, bucket.master.dtype
                     found.setdefault(key, []).append((piece.row.numel, bucket, number))
+        self._places: dict[str, tuple[Bucket, int]] = {}
         self._waves: list[Wave] = []
         self.own: list[OwnedParameter] = []
         """The parameters that this rank computes."""
@@ -141,16 +142,39 @@ class ParameterOwners:
             for numel, bucket, number in sorted(pieces, key=lambda one: -one[0]):
                 owner = loads.index(min(loads))
                 loads[owner] += numel
+                self._places[bucket.place.pieces[number].row.name] = bucket, number
                 queues[owner].append(_owned(bucket, number, owner=owner, axes=axes))
             self.own += queues[world.group(axes).index]
-            self._waves += [Wave(world, axes, dtype, owned) for owned in zip_longest(*queues)]
+            self._waves += [Wave(world, axes, dtype, list(owned)) for owned in zip_longest(*queues)]
+
+    def cut(self) -> None:
+        """Look up the optimizer's slices of each parameter anew, because buckets have cut slices."""
+        for wave in self._waves:
+            for index, one in enumerate(wave.owned):
+                if one:
+                    wave.owned[index] = one._replace(slices=_slices(*self._places[one.row.name]))
 
     def run(self, values: Values, *, function: WholeFunction, dtype: torch.dtype | None) -> None:
-        """Replace `values[0]` of each parameter by `function(key, full tensors)`; arguments as in `LogicalTensors`."""
-        waves = [wave.steps(values, function=function, dtype=dtype) for wave in self._waves]
+        """Replace `values[0]` of each parameter by `function(key, full tensors)`; arguments as in `LogicalTensors`.
+
+        Frozen parameters are left out."""
+        waves = []
+        for wave in self._waves:
+            owned = [one if one and not self._frozen(one) else None for one in wave.owned]
+            if any(owned):
+                waves.append(wave._replace(owned=owned).steps(values, function=function, dtype=dtype))
         for last in range(len(waves) + 2):
-            for wave in reversed(waves[max(0, last - 2) : last + 1]):
-                next(wave, None)
+            for running in reversed(waves[max(0, last - 2) : last + 1]):
+                next(running, None)
+
+    def _frozen(self, one: OwnedParameter) -> bool:
+        bucket, number = self._places[one.row.name]
+        return bucket.frozen[number]
+
+
+def _slices(bucket: Bucket, number: int) -> tuple[tuple[nn.Parameter, slice], ...]:
+    piece = bucket.place.pieces[number]
+    return tuple((p, here) for p, _, here, _ in slice_pieces(bucket, within=(piece.start, piece.stop)))
 
 
 def _full(own: OwnedParameter, received: Sequence[Tensor], world: World) -> Tensor:
@@ -185,10 +209,9 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
         high = max(low, min(there.stop, last) - there.start)
         near = all(mesh.coordinate(rank)[axis] == mesh.coordinate(ranks[owner])[axis] for axis in copies)
         parts.append(RankPart(rank, low, high, near * (high - low)))
-    own = slice_pieces(bucket, within=(piece.start, piece.stop))
     assert bucket.master is not None
     key = key_of(piece.row.shape, dtype=bucket.master.dtype, device=bucket.device)
-    return OwnedParameter(piece.row, owner, tuple(parts), tuple((p, here) for p, _, here, _ in own), key)
+    return OwnedParameter(piece.row, owner, tuple(parts), _slices(bucket, number), key)
 
 
 class LogicalSlices(LogicalTensors):
@@ -201,15 +224,26 @@ class LogicalSlices(LogicalTensors):
         self._engine = engine
         self._names = [row.name for row in engine.table.rows if row.trainable]
         self._axes = tuple(axis for axis in engine.world.mesh.names if axis not in sync_axes)
-        self._parts: dict[nn.Parameter, list[SlicePart]] = {}
         self._owners: dict[frozenset[str], ParameterOwners] = {}
-        for bucket in engine.buckets:
+        self._cuts = -1
+        self._parts: dict[nn.Parameter, list[SlicePart]] = {}
+
+    def _follow_cuts(self) -> None:
+        """Look up the slices of the parameters, if buckets have cut some since the last time."""
+        if self._cuts == self._engine.cuts:
+            return
+        self._cuts = self._engine.cuts
+        self._parts.clear()
+        for bucket in self._engine.buckets:
             for parameter, piece, here, _ in slice_pieces(bucket):
                 part = SlicePart(piece.row.name, here.start, here.stop, piece.row.shape)
                 self._parts.setdefault(parameter, []).append(part)
+        for owners in self._owners.values():
+            owners.cut()
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
         """Return the parts of an optimizer's slice, one for each model parameter in it, in order."""
+        self._follow_cuts()
         return self._parts.get(parameter, ())  # a slice may be padding alone
 
     def squared_norms(self, values: SliceTensors, *, order: float = 2) -> Mapping[str, Tensor]:
@@ -257,6 +291,7 @@ class LogicalSlices(LogicalTensors):
         self._owners_of(groups).run((values, *more), function=function, dtype=dtype)
 
     def _owners_of(self, groups: Groups) -> ParameterOwners:
+        self._follow_cuts()
         names = frozenset(name for group in groups for name in group["names"])
         if names not in self._owners:
             self._owners[names] = ParameterOwners(self._engine.buckets, names=names)

@@ -6,7 +6,9 @@ these stages, which sends the sum back, so every copy gets the same update. In t
 counts."""
 
 import dataclasses
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,16 @@ from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
 
 
+@dataclass(frozen=True)
+class FrozenParameters:
+    """Names of a rank's trainable parameters whose `requires_grad` is off, and on, between steps."""
+
+    off: frozenset[str] = frozenset()
+    on: frozenset[str] = frozenset()
+    changed: bool = False
+    """True from a change until the ranks have agreed on it."""
+
+
 class Engine:
     """The parameters and gradients of a rank: passes each call to the engines of its stages."""
 
@@ -29,6 +41,14 @@ class Engine:
         self.world = world
         self.tiers = next(iter(stages.values())).tiers
         self.owned: dict[nn.Parameter, ParameterRow] = {}
+        self.given: list[tuple[str, nn.Parameter, bool]] = []
+        """(name, parameter, requires_grad) of a model that was given with values, if stages have replaced it."""
+        self.fixed_by = ""
+        """What forbids to freeze parameters between steps; "" if nothing does."""
+        self.cuts = 0
+        """Number of times that slices were cut, or frozen, or unfrozen."""
+        self.confirmed = True
+        """False from a change of `requires_grad` until the ranks have agreed on it."""
         self._stages = stages
         self._ranks = ranks
         own = {}
@@ -89,12 +109,37 @@ class Engine:
         return groups
 
     def check_parameters(self) -> None:
-        """Raise ValueError if a parameter's `requires_grad`, dtype, tensor or values were changed since `parallelize`.
+        """Raise ValueError if a parameter's dtype, tensor or values were changed, or a frozen one was turned on.
 
         Changed values are noticed only if the parameter has a separate master or is in shared memory."""
+        for name, parameter, before in self.given:
+            if parameter.requires_grad != before:
+                raise ValueError(
+                    f"requires_grad of {name!r} was changed in the model that parallelize was given, and under pp the "
+                    "stages hold its parameters; change it in trainer.model"
+                )
         for unit in self.units:
-            if what := unit.change_message():
+            if what := unit.change_message(fixed_by=self.fixed_by):
                 raise ValueError(what)
+
+    def follow_requires_grad(self) -> dict[nn.Parameter, list[nn.Parameter]]:
+        """Freeze and unfreeze parameters by their `requires_grad`; return the slices that were cut."""
+        found = [parts for unit in self.units if (parts := unit.follow_requires_grad()) is not None]
+        if found:
+            self.cuts, self.confirmed = self.cuts + 1, False
+        return {whole: own for parts in found for whole, own in parts.items()}
+
+    def frozen(self) -> FrozenParameters:
+        """Return which of this rank's trainable parameters are frozen now."""
+        pieces = [zip(bucket.place.pieces, bucket.frozen, strict=True) for bucket in self.buckets]
+        is_off = [(piece.row.name, off) for own in pieces for piece, off in own]
+        off, on = (frozenset(name for name, frozen in is_off if frozen == which) for which in (True, False))
+        return FrozenParameters(off, on, not self.confirmed)
+
+    @property
+    def frozen_digest(self) -> int:
+        """CRC-32 of the names of frozen parameters until the ranks have agreed on a change; 0 afterwards."""
+        return 0 if self.confirmed else zlib.crc32(repr(sorted(self.frozen().off)).encode())
 
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared norm of the summed gradient, fp64."""

@@ -15,7 +15,7 @@ from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, disagreement, ranks_text
 from meshwise.comm.api.streams import generator_states, restore_generators
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.staged_engine import Engine, FrozenParameters
 from meshwise.engine.noise_scale import NoiseScale
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.forward import LossError
@@ -126,6 +126,8 @@ class StepInputs:
     batch: int
     rows: int
     called: tuple[CallRecord, ...]
+    frozen: FrozenParameters | None = None
+    """This rank's frozen parameters; None if they were not looked up."""
 
 
 def batch_digest(batch: Any, *, contents: bool, before: int = 0) -> int:
@@ -150,9 +152,15 @@ def _ends(tensor: Tensor) -> Tensor:
 
 
 def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequence[str]) -> str:
-    """Return an error message: how the batches or collectives of the ranks differ, and what to change.
+    """Return an error message: how frozen parameters, batches or collectives of the ranks differ, and what to change.
 
-    `equal`: axes of the mesh along which the batches have to be equal."""
+    Return "" if all differences are names of frozen parameters that other ranks do not hold. `equal`: axes of the mesh
+    along which the batches have to be equal."""
+    own = {rank: given.frozen for rank, given in found.items() if given.frozen is not None}
+    on = frozenset[str]().union(*(one.on for one in own.values()))
+    for name in sorted(name for one in own.values() for name in one.off & on):
+        here = ranks_text([rank for rank, one in own.items() if name in one.off])
+        return f"requires_grad of {name!r} is off on {here} and on on other ranks; set it alike on every rank"
     for group in (group for group in mesh.groups(equal) if group[0] in found):
         parties: dict[tuple[int, int], list[int]] = {}
         for rank in group:
@@ -161,7 +169,9 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequenc
             had = ", ".join(f"{ranks_text(ranks)} one of {rows} rows" for (_, rows), ranks in parties.items())
             advice = _GLOBAL if set(equal) == set(mesh.names) else _LOCAL
             return f"the ranks were given different batches ({had}). {advice}"
-    return _first_disagreement(mesh, {rank: given.called for rank, given in found.items()})
+    text = _first_disagreement(mesh, {rank: given.called for rank, given in found.items()})
+    changed = any(one.changed for one in own.values())
+    return text or ("" if changed else "the ranks called different collectives before this step")
 
 
 _SAMPLER = "DistributedSampler(dataset, num_replicas=trainer.replicas, rank=trainer.replica)"
@@ -187,7 +197,7 @@ def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[CallRecord]]) 
             if (table := disagreement(present)) or missing:
                 less = "" if not missing else f"\n  ranks {missing} called no more than {number} of them in this step"
                 return f"the ranks called different collectives in this step:\n{table or ''}{less}"
-    return "the ranks called different collectives before this step"
+    return ""
 
 
 @dataclass(frozen=True)
