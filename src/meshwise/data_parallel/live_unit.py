@@ -115,9 +115,18 @@ class LiveUnit:
         fixed_by: what forbids to freeze trainable parameters; "" if nothing does. Call it between two steps, while
         ZeRO-3 units are freed."""
         for bucket, parameters, state in zip(self.buckets, self.parameters, self._state, strict=True):
-            for piece, parameter in zip(bucket.place.pieces, parameters, strict=True):
-                if parameter.requires_grad != bucket.trainable and (fixed_by or parameter.requires_grad):
-                    return _requires_grad_text(piece.row.name, fixed_by=fixed_by if bucket.trainable else "")
+            for name, parameter in zip((one.row.name for one in bucket.place.pieces), parameters, strict=True):
+                if parameter.requires_grad and not bucket.trainable:
+                    return (
+                        f"{name!r} was frozen when the model was parallelized, so it has no room for gradients; build "
+                        "the model with it trainable, and freeze it after parallelize: "
+                        "for name, p in trainer.model.named_parameters(): p.requires_grad_('head' in name)"
+                    )
+                if fixed_by and bucket.trainable and not parameter.requires_grad:
+                    return (
+                        f"requires_grad of {name!r} was turned off, and {fixed_by} moves parameters without a gradient "
+                        "too; freeze it before parallelize, or turn it on again"
+                    )
             if state == [(one._version, one.data_ptr()) for one in parameters]:
                 continue
             freed = bucket.is_sharded and not self.whole
@@ -363,20 +372,6 @@ class UnitGradients:
             self._move(missing[0])
         if self._progress is not None:
             self._progress()
-
-
-def _requires_grad_text(name: str, *, fixed_by: str) -> str:
-    """Return the error message for a change of `requires_grad` that cannot be followed."""
-    if fixed_by:
-        return (
-            f"requires_grad of {name!r} was turned off, and {fixed_by} moves parameters without a gradient too; freeze "
-            "it before parallelize, or turn it on again"
-        )
-    return (
-        f"{name!r} was frozen when the model was parallelized, so it has no room for gradients; build the model with "
-        "it trainable, and freeze it after parallelize: "
-        "for name, p in trainer.model.named_parameters(): p.requires_grad_(name.startswith('head.'))"
-    )
 
 
 def _kind(row: ParameterRow, mesh: Mesh) -> tuple[Any, ...]:

@@ -57,14 +57,26 @@ class RankPart(NamedTuple):
 class OwnedParameter(NamedTuple):
     """A parameter with its owner (an index of the group), and the parts of all ranks of the group, in group order.
 
-    | slices   (optimizer's slice, elements of it) for each slice of this rank that has elements of the parameter
+    | bucket   the bucket of this rank's part, of which it is piece `number`
     | key      as in `OwnedTensor`"""
 
     row: ParameterRow
     owner: int
     parts: tuple[RankPart, ...]
-    slices: tuple[tuple[nn.Parameter, slice], ...]
+    bucket: Bucket
+    number: int
     key: nn.Parameter
+
+    @property
+    def slices(self) -> Iterator[tuple[nn.Parameter, slice]]:
+        """(optimizer's slice, elements of it) for each slice of this rank that has elements of the parameter."""
+        piece = self.bucket.place.pieces[self.number]
+        return ((p, here) for p, _, here, _ in slice_pieces(self.bucket, within=(piece.start, piece.stop)))
+
+    @property
+    def is_frozen(self) -> bool:
+        """True while the parameter has `requires_grad` off."""
+        return self.bucket.frozen[self.number]
 
 
 Values: TypeAlias = Sequence[Mapping[nn.Parameter, Tensor]]
@@ -77,7 +89,7 @@ class Wave(NamedTuple):
     world: World
     axes: tuple[str, ...]
     dtype: torch.dtype
-    owned: list[OwnedParameter | None]
+    owned: Sequence[OwnedParameter | None]
 
     def steps(self, values: Values, *, function: WholeFunction, dtype: torch.dtype | None) -> Iterator[None]:
         """Start to gather the parameters; then compute this rank's one and start to send the result; then store."""
@@ -131,7 +143,6 @@ class ParameterOwners:
                     axes = tuple(axis for axis in mesh.names if axis not in (*held, *bucket.storage.sync_axes))
                     key = axes, bucket.master.dtype
                     found.setdefault(key, []).append((piece.row.numel, bucket, number))
-        self._places: dict[str, tuple[Bucket, int]] = {}
         self._waves: list[Wave] = []
         self.own: list[OwnedParameter] = []
         """The parameters that this rank computes."""
@@ -142,17 +153,9 @@ class ParameterOwners:
             for numel, bucket, number in sorted(pieces, key=lambda one: -one[0]):
                 owner = loads.index(min(loads))
                 loads[owner] += numel
-                self._places[bucket.place.pieces[number].row.name] = bucket, number
                 queues[owner].append(_owned(bucket, number, owner=owner, axes=axes))
             self.own += queues[world.group(axes).index]
-            self._waves += [Wave(world, axes, dtype, list(owned)) for owned in zip_longest(*queues)]
-
-    def cut(self) -> None:
-        """Look up the optimizer's slices of each parameter anew, because buckets have cut slices."""
-        for wave in self._waves:
-            for index, one in enumerate(wave.owned):
-                if one:
-                    wave.owned[index] = one._replace(slices=_slices(*self._places[one.row.name]))
+            self._waves += [Wave(world, axes, dtype, owned) for owned in zip_longest(*queues)]
 
     def run(self, values: Values, *, function: WholeFunction, dtype: torch.dtype | None) -> None:
         """Replace `values[0]` of each parameter by `function(key, full tensors)`; arguments as in `LogicalTensors`.
@@ -160,21 +163,12 @@ class ParameterOwners:
         Frozen parameters are left out."""
         waves = []
         for wave in self._waves:
-            owned = [one if one and not self._frozen(one) else None for one in wave.owned]
+            owned = [one if one and not one.is_frozen else None for one in wave.owned]
             if any(owned):
                 waves.append(wave._replace(owned=owned).steps(values, function=function, dtype=dtype))
         for last in range(len(waves) + 2):
             for running in reversed(waves[max(0, last - 2) : last + 1]):
                 next(running, None)
-
-    def _frozen(self, one: OwnedParameter) -> bool:
-        bucket, number = self._places[one.row.name]
-        return bucket.frozen[number]
-
-
-def _slices(bucket: Bucket, number: int) -> tuple[tuple[nn.Parameter, slice], ...]:
-    piece = bucket.place.pieces[number]
-    return tuple((p, here) for p, _, here, _ in slice_pieces(bucket, within=(piece.start, piece.stop)))
 
 
 def _full(own: OwnedParameter, received: Sequence[Tensor], world: World) -> Tensor:
@@ -211,7 +205,7 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
         parts.append(RankPart(rank, low, high, near * (high - low)))
     assert bucket.master is not None
     key = key_of(piece.row.shape, dtype=bucket.master.dtype, device=bucket.device)
-    return OwnedParameter(piece.row, owner, tuple(parts), _slices(bucket, number), key)
+    return OwnedParameter(piece.row, owner, tuple(parts), bucket, number, key)
 
 
 class LogicalSlices(LogicalTensors):
@@ -228,22 +222,15 @@ class LogicalSlices(LogicalTensors):
         self._cuts = -1
         self._parts: dict[nn.Parameter, list[SlicePart]] = {}
 
-    def _follow_cuts(self) -> None:
-        """Look up the slices of the parameters, if buckets have cut some since the last time."""
-        if self._cuts == self._engine.cuts:
-            return
-        self._cuts = self._engine.cuts
-        self._parts.clear()
-        for bucket in self._engine.buckets:
-            for parameter, piece, here, _ in slice_pieces(bucket):
-                part = SlicePart(piece.row.name, here.start, here.stop, piece.row.shape)
-                self._parts.setdefault(parameter, []).append(part)
-        for owners in self._owners.values():
-            owners.cut()
-
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
         """Return the parts of an optimizer's slice, one for each model parameter in it, in order."""
-        self._follow_cuts()
+        if self._cuts != self._engine.cuts:
+            self._cuts = self._engine.cuts
+            self._parts.clear()
+            for bucket in self._engine.buckets:
+                for slice_, piece, here, _ in slice_pieces(bucket):
+                    part = SlicePart(piece.row.name, here.start, here.stop, piece.row.shape)
+                    self._parts.setdefault(slice_, []).append(part)
         return self._parts.get(parameter, ())  # a slice may be padding alone
 
     def squared_norms(self, values: SliceTensors, *, order: float = 2) -> Mapping[str, Tensor]:
@@ -291,7 +278,6 @@ class LogicalSlices(LogicalTensors):
         self._owners_of(groups).run((values, *more), function=function, dtype=dtype)
 
     def _owners_of(self, groups: Groups) -> ParameterOwners:
-        self._follow_cuts()
         names = frozenset(name for group in groups for name in group["names"])
         if names not in self._owners:
             self._owners[names] = ParameterOwners(self._engine.buckets, names=names)

@@ -8,7 +8,6 @@ counts."""
 import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +18,6 @@ from meshwise.data_parallel.bucket_place import Options
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
-
-
-@dataclass(frozen=True)
-class FrozenParameters:
-    """Names of a rank's trainable parameters whose `requires_grad` is off, and on, between steps."""
-
-    off: frozenset[str] = frozenset()
-    on: frozenset[str] = frozenset()
-    changed: bool = False
-    """True from a change until the ranks have agreed on it."""
 
 
 class Engine:
@@ -129,17 +118,17 @@ class Engine:
             self.cuts, self.confirmed = self.cuts + 1, False
         return {whole: own for parts in found for whole, own in parts.items()}
 
-    def frozen(self) -> FrozenParameters:
-        """Return which of this rank's trainable parameters are frozen now."""
-        pieces = [zip(bucket.place.pieces, bucket.frozen, strict=True) for bucket in self.buckets]
-        is_off = [(piece.row.name, off) for own in pieces for piece, off in own]
-        off, on = (frozenset(name for name, frozen in is_off if frozen == which) for which in (True, False))
-        return FrozenParameters(off, on, not self.confirmed)
+    def frozen(self) -> dict[str, bool]:
+        """Return for each trainable parameter of this rank, by name, True if its `requires_grad` is off."""
+        return {
+            piece.row.name: off for one in self.buckets for piece, off in zip(one.place.pieces, one.frozen, strict=True)
+        }
 
     @property
     def frozen_digest(self) -> int:
         """CRC-32 of the names of frozen parameters until the ranks have agreed on a change; 0 afterwards."""
-        return 0 if self.confirmed else zlib.crc32(repr(sorted(self.frozen().off)).encode())
+        names = sorted(name for name, off in self.frozen().items() if off) if not self.confirmed else None
+        return 0 if names is None else zlib.crc32(repr(names).encode())
 
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared norm of the summed gradient, fp64."""

@@ -154,11 +154,11 @@ class OpenStep:
         Every rank iterates to the end and makes the same changes. No backward may follow."""
         self._reduce()
         self._require_gradients("step.gradients")
-        factor, frozen = self._steps.factor, self._steps.engine.frozen().off
+        factor, frozen = self._steps.factor, self._steps.engine.frozen()
         values = {parameter: part for bucket in self._engine.buckets for parameter, part in bucket.gradient_slices()}
         try:
             for name, full in whole_tensors(values, engine=self._engine):
-                if name not in frozen:
+                if not frozen.get(name):
                     full.div_(factor)
                     yield name, full
                     full.mul_(factor)
@@ -194,7 +194,8 @@ class OpenStep:
         whole = self._steps.engine
         [total], mismatch = world.totals(squared, digest=self._digest, equal=axes, common=whole.frozen_digest)
         if mismatch:
-            inputs = StepInputs(0, 0, tuple(self._called), whole.frozen())
+            changed = any(world.exchange(not whole.confirmed))
+            inputs = StepInputs(0, 0, tuple(self._called), whole.frozen() if changed else None)
             found = dict(world.exchange((world.rank, (inputs, self._value))))
             if text := _mismatch(world, found, axes):
                 raise RanksDisagree(text)

@@ -308,10 +308,11 @@ class TrainingSteps:
         axes = world.mesh.names if axes is None else axes
         rows = world.mesh.expand(self._plan.row_axes) if local else ()
         equal = [axis for axis in axes if axis not in rows]
-        changed = self.engine.frozen_digest
-        found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal, axes=axes, common=changed)
+        frozen = self.engine.frozen_digest
+        found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal, axes=axes, common=frozen)
         if mismatch:
-            inputs = replace(inputs, frozen=self.engine.frozen())
+            changed = any(world.exchange(not self.engine.confirmed, axes=axes))
+            inputs = replace(inputs, frozen=self.engine.frozen() if changed else None)
             found_inputs = dict(world.exchange((world.rank, inputs), axes=axes))
             if text := mismatch_text(world.mesh, found=found_inputs, equal=equal):
                 raise RanksDisagree(text)

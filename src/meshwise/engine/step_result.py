@@ -15,7 +15,7 @@ from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, disagreement, ranks_text
 from meshwise.comm.api.streams import generator_states, restore_generators
-from meshwise.data_parallel.staged_engine import Engine, FrozenParameters
+from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.noise_scale import NoiseScale
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.forward import LossError
@@ -126,8 +126,8 @@ class StepInputs:
     batch: int
     rows: int
     called: tuple[CallRecord, ...]
-    frozen: FrozenParameters | None = None
-    """This rank's frozen parameters; None if they were not looked up."""
+    frozen: Mapping[str, bool] | None = None
+    """True by name for each parameter of this rank that is frozen; None if the ranks have agreed on them."""
 
 
 def batch_digest(batch: Any, *, contents: bool, before: int = 0) -> int:
@@ -156,10 +156,9 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequenc
 
     Return "" if all differences are names of frozen parameters that other ranks do not hold. `equal`: axes of the mesh
     along which the batches have to be equal."""
-    own = {rank: given.frozen for rank, given in found.items() if given.frozen is not None}
-    on = frozenset[str]().union(*(one.on for one in own.values()))
-    for name in sorted(name for one in own.values() for name in one.off & on):
-        here = ranks_text([rank for rank, one in own.items() if name in one.off])
+    frozen = {(name, off) for given in found.values() for name, off in (given.frozen or {}).items()}
+    for name in sorted(name for name, off in frozen if off and (name, False) in frozen):
+        here = ranks_text([rank for rank, given in found.items() if (given.frozen or {}).get(name)])
         return f"requires_grad of {name!r} is off on {here} and on on other ranks; set it alike on every rank"
     for group in (group for group in mesh.groups(equal) if group[0] in found):
         parties: dict[tuple[int, int], list[int]] = {}
@@ -170,8 +169,7 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequenc
             advice = _GLOBAL if set(equal) == set(mesh.names) else _LOCAL
             return f"the ranks were given different batches ({had}). {advice}"
     text = _first_disagreement(mesh, {rank: given.called for rank, given in found.items()})
-    changed = any(one.changed for one in own.values())
-    return text or ("" if changed else "the ranks called different collectives before this step")
+    return text or ("" if frozen else "the ranks called different collectives before this step")
 
 
 _SAMPLER = "DistributedSampler(dataset, num_replicas=trainer.replicas, rank=trainer.replica)"
