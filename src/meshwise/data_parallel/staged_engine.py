@@ -36,8 +36,8 @@ class Engine:
         """What forbids to freeze parameters between steps; "" if nothing does."""
         self.cuts = 0
         """Number of times that slices were cut, or frozen, or unfrozen."""
-        self.confirmed = True
-        """False from a change of `requires_grad` until the ranks have agreed on it."""
+        self.frozen_digest = 0
+        """CRC-32 of the names of frozen parameters, from a change until the ranks have agreed on it; then 0."""
         self._stages = stages
         self._ranks = ranks
         own = {}
@@ -115,7 +115,8 @@ class Engine:
         """Freeze and unfreeze parameters by their `requires_grad`; return the slices that were cut."""
         found = [parts for unit in self.units if (parts := unit.follow_requires_grad()) is not None]
         if found:
-            self.cuts, self.confirmed = self.cuts + 1, False
+            names = sorted(name for name, off in self.frozen().items() if off)
+            self.cuts, self.frozen_digest = self.cuts + 1, zlib.crc32(repr(names).encode())
         return {whole: own for parts in found for whole, own in parts.items()}
 
     def frozen(self) -> dict[str, bool]:
@@ -123,12 +124,6 @@ class Engine:
         return {
             piece.row.name: off for one in self.buckets for piece, off in zip(one.place.pieces, one.frozen, strict=True)
         }
-
-    @property
-    def frozen_digest(self) -> int:
-        """CRC-32 of the names of frozen parameters until the ranks have agreed on a change; 0 afterwards."""
-        names = sorted(name for name, off in self.frozen().items() if off) if not self.confirmed else None
-        return 0 if names is None else zlib.crc32(repr(names).encode())
 
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared norm of the summed gradient, fp64."""

@@ -194,12 +194,12 @@ class OpenStep:
         whole = self._steps.engine
         [total], mismatch = world.totals(squared, digest=self._digest, equal=axes, common=whole.frozen_digest)
         if mismatch:
-            changed = any(world.exchange(not whole.confirmed))
+            changed = any(world.exchange(whole.frozen_digest))
             inputs = StepInputs(0, 0, tuple(self._called), whole.frozen() if changed else None)
             found = dict(world.exchange((world.rank, (inputs, self._value))))
             if text := _mismatch(world, found, axes):
                 raise RanksDisagree(text)
-        whole.confirmed = True
+        whole.frozen_digest = 0
         self._steps.decide(attempt, totals=StepTotals(self._value, 1.0, total / self._steps.factor**2))
         return self._result(attempt)
 

@@ -311,12 +311,12 @@ class TrainingSteps:
         frozen = self.engine.frozen_digest
         found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal, axes=axes, common=frozen)
         if mismatch:
-            changed = any(world.exchange(not self.engine.confirmed, axes=axes))
+            changed = any(world.exchange(self.engine.frozen_digest, axes=axes))
             inputs = replace(inputs, frozen=self.engine.frozen() if changed else None)
             found_inputs = dict(world.exchange((world.rank, inputs), axes=axes))
             if text := mismatch_text(world.mesh, found=found_inputs, equal=equal):
                 raise RanksDisagree(text)
-        self.engine.confirmed = True
+        self.engine.frozen_digest = 0
         return found
 
     def close(self) -> None:
