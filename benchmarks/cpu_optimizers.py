@@ -38,7 +38,7 @@ def contestants(parameters: Sequence[nn.Parameter], *, deepspeed: bool) -> dict[
 
     gradients = [parameter.grad for parameter in parameters]
     chunks = [
-        UpdateChunk((parameter,), parameter.data, None, lambda gradient=gradient: gradient, lambda: 1.0)  # type: ignore[misc]
+        UpdateChunk([parameter], parameter.data, None, lambda gradient=gradient: gradient, lambda: 1.0)  # type: ignore[misc]
         for parameter, gradient in zip(parameters, gradients, strict=True)
     ]
     tiers = Tiers(Offload.parse("optimizer:cpu"))

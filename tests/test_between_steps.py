@@ -42,26 +42,6 @@ def parameters(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.full_parameters()}
 
 
-@over_plans
-@pytest.mark.parametrize("thaw", [False, True])
-def test_freezing_after_the_plan_was_applied_is_an_error(plan: str, thaw: bool) -> None:
-    def build() -> nn.Module:
-        model = Two()
-        model.first.requires_grad_(requires_grad=not thaw)
-        return model
-
-    def main(world: World) -> None:
-        trainer = parallelize(build, plan, world=world, loss=squares, lr=1e-2)
-        trainer.model.get_submodule("first").requires_grad_(requires_grad=thaw)
-        message = (
-            f"requires_grad of 'first.*' was {not thaw} .* is {thaw} now; save, change requires_grad in a new model"
-        )
-        with pytest.raises(ValueError, match=message):
-            trainer.step(good())
-
-    run(2, main)
-
-
 def replace(model: nn.Module) -> None:
     model.get_parameter("second.bias").data = torch.ones(3)
 

@@ -9,8 +9,9 @@ from meshwise.checkpoint.save_state import PendingSave
 from meshwise.comm import RankLostError, RanksDisagree, World, connect, run
 from meshwise.engine.open_step import OpenStep
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.parameter_average import ParameterAverage
 from meshwise.engine.step_result import EvalResult, NonFiniteError, StepResult
-from meshwise.engine.trainer import ParameterAverage, Trainer, measure
+from meshwise.engine.trainer import Trainer, measure
 from meshwise.layout.layout import Layout
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.model.forward import LossError

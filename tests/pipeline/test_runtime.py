@@ -158,8 +158,8 @@ class Choosy(nn.Linear):
         if self.what == "a set":
             return out, frozenset((float(x.sum()),))
         if float(x.sum()) == 12:
-            return out
-        choices = {"rows": out[:2], "dtype": out.double(), "gradient": out.detach(), "number": (out, 2)}
+            return out.detach() if self.what == "gradient" else out
+        choices = {"rows": out[:2], "dtype": out.double(), "gradient": out, "number": (out, 2)}
         return choices[self.what]
 
 
@@ -173,7 +173,7 @@ class Takes(nn.Linear):
     [
         ("rows", r"tensor(size=(2, 4), requires_grad=True), and .* tensor(size=(3, 4), requires_grad=True)"),
         ("dtype", r"tensor(size=(3, 4), dtype=torch.float64, .*, and .* tensor(size=(3, 4), requires_grad=True)"),
-        ("gradient", r"tensor(size=(3, 4)), and .* tensor(size=(3, 4), requires_grad=True)"),
+        ("gradient", r"tensor(size=(3, 4), requires_grad=True), and .* tensor(size=(3, 4))"),
         ("number", r"(tensor(size=(3, 4), requires_grad=True), 2), and .* tensor(size=(3, 4), requires_grad=True)"),
         ("a set", r"(tensor.*, frozenset({3.0})), and for another micro-batch .* frozenset({12.0}))"),
     ],

@@ -5,9 +5,10 @@ zero=3 the full parameters exist only while their unit is in use. `StorageConfig
 tiers."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ class Bucket:
     | owned      (start, stop) of the elements that this rank updates; `shard` its equal part of the bucket
     | master     the owned elements, unrounded; the parameters themselves if dtype and device are equal; None if frozen
     | slices     (options, part of the master) for the optimizer; `chunks` the parts that are updated at once
+    | frozen     for each piece, True while its parameter has `requires_grad` off: no update changes it or its state
     | gradient   accumulated gradients of this rank, all elements; `reduced` the sum over the ranks, owned elements
     | factor     gradients on disk are multiplied by it when they are read
     | local      True in a step that leaves each rank its own gradients, because the optimizer exchanges momenta.
@@ -81,6 +83,7 @@ class Bucket:
         self.dtype = rows[0].dtype
         self._wire = self.storage.precision.reduction_of(self.dtype)
         self.trainable = rows[0].trainable
+        self.frozen = [False] * len(rows)
         self.device = world.device
         copies = tuple(axis for axis in (*rows[0].copies(world.mesh), *self.outer) if axis not in storage.sync_axes)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
@@ -182,7 +185,33 @@ class Bucket:
         here = slice(runs[0].start - low, runs[-1].stop - low)
         narrow = self.owned_parameters[here] if self.has_master else None
         gradient, factor = lambda: self.reduced_gradient[here], lambda: self.factor
-        return UpdateChunk(tuple(slices), self.master[here], narrow, gradient, factor)
+        return UpdateChunk(slices, self.master[here], narrow, gradient, factor)
+
+    def cut(self, labels: Sequence[Hashable]) -> dict[nn.Parameter, list[nn.Parameter]]:
+        """Cut slices where neighbouring pieces differ in their label or in `frozen`; return the parts of cut slices.
+
+        So all elements of a slice have been updated in the same steps, and share numbers such as a count of steps."""
+        pieces, marks = self.place.pieces, list(zip(labels, self.frozen, strict=True))
+        borders = [after.start for n, after in enumerate(pieces) if n and marks[n - 1] != marks[n]]
+        off = [piece for piece, frozen in zip(pieces, self.frozen, strict=True) if frozen]
+        parts, slices, frozen, start = dict[nn.Parameter, list[nn.Parameter]](), [], set[nn.Parameter](), self.owned[0]
+        for options, whole in self.slices:
+            stop = start + whole.numel()
+            ends = sorted({start, *(border for border in borders if start < border < stop), stop})
+            if len(ends) > 2:
+                sizes = [high - low for low, high in pairwise(ends)]
+                parts[whole] = [nn.Parameter(part) for part in whole.detach().split(sizes)]
+            for low, part in zip(ends, parts.get(whole, [whole]), strict=False):
+                slices.append((options, part))
+                if any(piece.start <= low < piece.stop for piece in off):
+                    frozen.add(part)
+            start = stop
+        self.slices = slices
+        for chunk in self.chunks:
+            chunk.slices[:] = [part for whole in chunk.slices for part in parts.get(whole, (whole,))]
+            chunk.frozen.clear()
+            chunk.frozen.update(frozen.intersection(chunk.slices))
+        return parts
 
     def views(self, flat: Tensor | None = None) -> list[Tensor]:
         """Return this rank's tensors of the parameters, in piece order, as views of `flat`, (elements,), or `whole`."""

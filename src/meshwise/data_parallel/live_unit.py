@@ -107,27 +107,32 @@ class LiveUnit:
             # `.data` has a separate version counter, which writes to the buffer do not change.
             self.parameters.append([place(piece.row, value.data) for piece, value in zip(pieces, values, strict=True)])
         self.whole = not self.is_sharded
-        self._state = [
-            [(one.requires_grad, one._version, one.data_ptr()) for one in parameters] for parameters in self.parameters
-        ]
+        self._state = [[(one._version, one.data_ptr()) for one in parameters] for parameters in self.parameters]
 
-    def change_message(self) -> str:
+    def change_message(self, *, fixed_by: str) -> str:
         """Return an error message with its remedy if a parameter was changed or written to since `load`, else "".
 
-        Call it between two steps, while ZeRO-3 units are freed."""
+        fixed_by: what forbids to freeze trainable parameters; "" if nothing does. Call it between two steps, while
+        ZeRO-3 units are freed."""
         for bucket, parameters, state in zip(self.buckets, self.parameters, self._state, strict=True):
-            if state == [(one.requires_grad, one._version, one.data_ptr()) for one in parameters]:
+            for name, parameter in zip((one.row.name for one in bucket.place.pieces), parameters, strict=True):
+                if parameter.requires_grad and not bucket.trainable:
+                    return (
+                        f"{name!r} was frozen when the model was parallelized, so it has no room for gradients; build "
+                        "the model with it trainable, and freeze it after parallelize: "
+                        "for name, p in trainer.model.named_parameters(): p.requires_grad_('head' in name)"
+                    )
+                if fixed_by and bucket.trainable and not parameter.requires_grad:
+                    return (
+                        f"requires_grad of {name!r} was turned off, and {fixed_by} moves parameters without a gradient "
+                        "too; freeze it before parallelize, or turn it on again"
+                    )
+            if state == [(one._version, one.data_ptr()) for one in parameters]:
                 continue
             freed = bucket.is_sharded and not self.whole
             memory = bucket.whole.untyped_storage().data_ptr()
-            for piece, parameter, (_, version, _) in zip(bucket.place.pieces, parameters, state, strict=True):
+            for piece, parameter, (version, _) in zip(bucket.place.pieces, parameters, state, strict=True):
                 name, held = piece.row.name, parameter.untyped_storage()
-                if parameter.requires_grad != bucket.trainable:
-                    return (
-                        f"requires_grad of {name!r} was {bucket.trainable} when the model was parallelized and is "
-                        f"{parameter.requires_grad} now; save, change requires_grad in a new model before "
-                        "parallelize, and load (docs/coming_from.md, Freeze and unfreeze)"
-                    )
                 if parameter.dtype != bucket.dtype:
                     return (
                         f"{name!r} was {bucket.dtype} when the model was parallelized and is {parameter.dtype} now; "
@@ -145,6 +150,16 @@ class LiveUnit:
                         "parallelize, or load them with trainer.load"
                     )
         return ""
+
+    def follow_requires_grad(self) -> dict[nn.Parameter, list[nn.Parameter]] | None:
+        """Freeze and unfreeze by `requires_grad`; return what `Bucket.cut` returns, or None if nothing changed."""
+        parts: dict[nn.Parameter, list[nn.Parameter]] | None = None
+        for bucket, parameters in zip(self.buckets, self.parameters, strict=True):
+            off = [bucket.trainable and not one.requires_grad for one in parameters]
+            if off != bucket.frozen:
+                bucket.frozen = off
+                parts = (parts or {}) | bucket.cut(off)
+        return parts
 
     def fetch_shards(self) -> None:
         """Start to copy the shards from their tiers to the device, unless the unit is gathered or being gathered."""
@@ -239,7 +254,7 @@ class UnitGradients:
             if bucket.trainable
         ]
         self._parameters = [parameter for _, parameters in self._by_bucket for parameter in parameters]
-        self._expected = self._parameters
+        self._all = self._expected = self._parameters
         self._active = False
         self._in_place: dict[int, nn.Parameter] = {}
         self._handles: dict[int, RemovableHandle] = {}
@@ -251,8 +266,11 @@ class UnitGradients:
     def begin_step(self) -> None:
         """Discard earlier gradients, and put the hooks behind those that the user has registered since."""
         self.stop()
-        for parameter in self._parameters:
+        for parameter in self._all:
             parameter.grad = None
+        self._expected = self._parameters = [each for each in self._all if each.requires_grad]
+        if self._parameters and not self._last.requires_grad:
+            self._move(self._parameters[0])
         for parameter in [each for each in self._parameters if each._post_accumulate_grad_hooks]:
             self._watch(parameter)
 

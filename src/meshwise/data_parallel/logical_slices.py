@@ -57,14 +57,26 @@ class RankPart(NamedTuple):
 class OwnedParameter(NamedTuple):
     """A parameter with its owner (an index of the group), and the parts of all ranks of the group, in group order.
 
-    | slices   (optimizer's slice, elements of it) for each slice of this rank that has elements of the parameter
+    | bucket   the bucket of this rank's part, of which it is piece `number`
     | key      as in `OwnedTensor`"""
 
     row: ParameterRow
     owner: int
     parts: tuple[RankPart, ...]
-    slices: tuple[tuple[nn.Parameter, slice], ...]
+    bucket: Bucket
+    number: int
     key: nn.Parameter
+
+    @property
+    def slices(self) -> Iterator[tuple[nn.Parameter, slice]]:
+        """(optimizer's slice, elements of it) for each slice of this rank that has elements of the parameter."""
+        piece = self.bucket.place.pieces[self.number]
+        return ((p, here) for p, _, here, _ in slice_pieces(self.bucket, within=(piece.start, piece.stop)))
+
+    @property
+    def is_frozen(self) -> bool:
+        """True while the parameter has `requires_grad` off."""
+        return self.bucket.frozen[self.number]
 
 
 Values: TypeAlias = Sequence[Mapping[nn.Parameter, Tensor]]
@@ -146,11 +158,17 @@ class ParameterOwners:
             self._waves += [Wave(world, axes, dtype, owned) for owned in zip_longest(*queues)]
 
     def run(self, values: Values, *, function: WholeFunction, dtype: torch.dtype | None) -> None:
-        """Replace `values[0]` of each parameter by `function(key, full tensors)`; arguments as in `LogicalTensors`."""
-        waves = [wave.steps(values, function=function, dtype=dtype) for wave in self._waves]
+        """Replace `values[0]` of each parameter by `function(key, full tensors)`; arguments as in `LogicalTensors`.
+
+        Frozen parameters are left out."""
+        waves = []
+        for wave in self._waves:
+            owned = [one if one and not one.is_frozen else None for one in wave.owned]
+            if any(owned):
+                waves.append(wave._replace(owned=owned).steps(values, function=function, dtype=dtype))
         for last in range(len(waves) + 2):
-            for wave in reversed(waves[max(0, last - 2) : last + 1]):
-                next(wave, None)
+            for running in reversed(waves[max(0, last - 2) : last + 1]):
+                next(running, None)
 
 
 def _full(own: OwnedParameter, received: Sequence[Tensor], world: World) -> Tensor:
@@ -185,10 +203,9 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
         high = max(low, min(there.stop, last) - there.start)
         near = all(mesh.coordinate(rank)[axis] == mesh.coordinate(ranks[owner])[axis] for axis in copies)
         parts.append(RankPart(rank, low, high, near * (high - low)))
-    own = slice_pieces(bucket, within=(piece.start, piece.stop))
     assert bucket.master is not None
     key = key_of(piece.row.shape, dtype=bucket.master.dtype, device=bucket.device)
-    return OwnedParameter(piece.row, owner, tuple(parts), tuple((p, here) for p, _, here, _ in own), key)
+    return OwnedParameter(piece.row, owner, tuple(parts), bucket, number, key)
 
 
 class LogicalSlices(LogicalTensors):
@@ -201,15 +218,19 @@ class LogicalSlices(LogicalTensors):
         self._engine = engine
         self._names = [row.name for row in engine.table.rows if row.trainable]
         self._axes = tuple(axis for axis in engine.world.mesh.names if axis not in sync_axes)
-        self._parts: dict[nn.Parameter, list[SlicePart]] = {}
         self._owners: dict[frozenset[str], ParameterOwners] = {}
-        for bucket in engine.buckets:
-            for parameter, piece, here, _ in slice_pieces(bucket):
-                part = SlicePart(piece.row.name, here.start, here.stop, piece.row.shape)
-                self._parts.setdefault(parameter, []).append(part)
+        self._cuts = -1
+        self._parts: dict[nn.Parameter, list[SlicePart]] = {}
 
     def parts(self, parameter: nn.Parameter) -> Sequence[SlicePart]:
         """Return the parts of an optimizer's slice, one for each model parameter in it, in order."""
+        if self._cuts != self._engine.cuts:
+            self._cuts = self._engine.cuts
+            self._parts.clear()
+            for bucket in self._engine.buckets:
+                for slice_, piece, here, _ in slice_pieces(bucket):
+                    part = SlicePart(piece.row.name, here.start, here.stop, piece.row.shape)
+                    self._parts.setdefault(slice_, []).append(part)
         return self._parts.get(parameter, ())  # a slice may be padding alone
 
     def squared_norms(self, values: SliceTensors, *, order: float = 2) -> Mapping[str, Tensor]:

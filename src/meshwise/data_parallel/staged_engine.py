@@ -6,6 +6,7 @@ these stages, which sends the sum back, so every copy gets the same update. In t
 counts."""
 
 import dataclasses
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -29,6 +30,14 @@ class Engine:
         self.world = world
         self.tiers = next(iter(stages.values())).tiers
         self.owned: dict[nn.Parameter, ParameterRow] = {}
+        self.given: list[tuple[str, nn.Parameter, bool]] = []
+        """(name, parameter, requires_grad) of a model that was given with values, if stages have replaced it."""
+        self.fixed_by = ""
+        """What forbids to freeze parameters between steps; "" if nothing does."""
+        self.cuts = 0
+        """Number of times that slices were cut, or frozen, or unfrozen."""
+        self.frozen_digest = 0
+        """CRC-32 of the names of frozen parameters, from a change until the ranks have agreed on it; then 0."""
         self._stages = stages
         self._ranks = ranks
         own = {}
@@ -89,12 +98,32 @@ class Engine:
         return groups
 
     def check_parameters(self) -> None:
-        """Raise ValueError if a parameter's `requires_grad`, dtype, tensor or values were changed since `parallelize`.
+        """Raise ValueError if a parameter's dtype, tensor or values were changed, or a frozen one was turned on.
 
         Changed values are noticed only if the parameter has a separate master or is in shared memory."""
+        for name, parameter, before in self.given:
+            if parameter.requires_grad != before:
+                raise ValueError(
+                    f"requires_grad of {name!r} was changed in the model that parallelize was given, and under pp the "
+                    "stages hold its parameters; change it in trainer.model"
+                )
         for unit in self.units:
-            if what := unit.change_message():
+            if what := unit.change_message(fixed_by=self.fixed_by):
                 raise ValueError(what)
+
+    def follow_requires_grad(self) -> dict[nn.Parameter, list[nn.Parameter]]:
+        """Freeze and unfreeze parameters by their `requires_grad`; return the slices that were cut."""
+        found = [parts for unit in self.units if (parts := unit.follow_requires_grad()) is not None]
+        if found:
+            names = sorted(name for name, off in self.frozen().items() if off)
+            self.cuts, self.frozen_digest = self.cuts + 1, zlib.crc32(repr(names).encode())
+        return {whole: own for parts in found for whole, own in parts.items()}
+
+    def frozen(self) -> dict[str, bool]:
+        """Return for each trainable parameter of this rank, by name, True if its `requires_grad` is off."""
+        return {
+            piece.row.name: off for one in self.buckets for piece, off in zip(one.place.pieces, one.frozen, strict=True)
+        }
 
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared norm of the summed gradient, fp64."""

@@ -274,17 +274,6 @@ _TENSOR = "tensor of meshwise"
 """Key of an object of the layout in place of a tensor; its value is the slot of the tensor."""
 
 
-@dataclass(frozen=True)
-class _Number:
-    """Saved scalar of one parameter. `finish` puts it into the optimizer state of the parameter's slice."""
-
-    name: str
-    slot: str
-    state: dict[str, Any]
-    device: torch.device
-    tensor: Tensor
-
-
 class CheckpointRefill:
     """One load of a checkpoint: the caller fills the tensors of `needed`; then `finish` sets the optimizer's state."""
 
@@ -293,13 +282,12 @@ class CheckpointRefill:
 
         slots: the saved tensors, by parameter name.
 
-        Raises ValueError if a parameter is missing, unknown or of another shape. Raises it too if trained parameters
-        with equal optimizer options have different state, as when some were frozen."""
+        Raises ValueError if a parameter is missing, unknown or of another shape."""
         self._engine = engine
         self._update = update
         self._optimizer = update.optimizer
         self._slots = slots
-        self._numbers: list[_Number] = []
+        self._numbers: dict[str, dict[str, Tensor]] = {}
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
         rows = {row.name for row in engine.table.rows}
         if unknown := sorted(slots.keys() - rows):
@@ -315,7 +303,6 @@ class CheckpointRefill:
         for row in engine.table.rows:
             if row.trainable and row.numel:
                 self._trained.setdefault(row.options, []).append(row.name)
-        self._keys = {options: self._common_keys(names) for options, names in self._trained.items()}
 
     def needed(self) -> Iterator[StoredSlice]:
         """Yield every slice that the caller must fill on this rank; other ranks may store the same elements.
@@ -326,7 +313,7 @@ class CheckpointRefill:
             for piece in bucket.place.pieces:
                 yield from here.slices_of(piece, slot="parameter", within=(here.start, here.stop))
             for (part, parameter), (options, _) in zip(optimizer_slices(bucket), bucket.slices, strict=True):
-                yield from self._state(part, parameter, options)
+                yield from self._state(part, parameter, names=self._names(part, options))
             yield from self._reduction_state(bucket)
         for key, row in self._engine.owned.items():
             yield from self._whole_state(key, row.name)
@@ -335,22 +322,35 @@ class CheckpointRefill:
     def finish(self) -> None:
         """Replace the optimizer's state by the loaded state. Call it when all slices of `needed` are filled.
 
-        Raises ValueError if the parameters of one slice were saved with different numbers, such as step counts."""
-        first: dict[tuple[int, str], _Number] = {}
-        for number in self._numbers:
-            kind, _, key = number.slot.partition("/")
-            known = first.setdefault((id(number.state), key), number)
-            if not torch.equal(known.tensor, number.tensor):
-                raise ValueError(
-                    f"the optimizer's {key!r} is {known.tensor.item()} for {known.name} and {number.tensor.item()} for "
-                    f"{number.name}; parameters that are updated together need equal values"
-                )
-            number.state[key] = number.tensor.item() if kind == "number" else known.tensor.to(number.device)
+        Slices are cut between parameters that were saved with different state, as when some were frozen for a time."""
+        state_of = self._optimizer.state
         for parameter, state in self._states:
-            self._optimizer.state.pop(parameter, None)
+            state_of.pop(parameter, None)
             if state:
-                self._optimizer.state[parameter] = _structured(state) if _LAYOUT in state else state
-        self._numbers, self._states = [], []
+                state_of[parameter] = _structured(state) if _LAYOUT in state else state
+        for bucket in self._engine.buckets:
+            labels = [
+                (self._state_slots(name), {slot: one.item() for slot, one in self._numbers.get(name, {}).items()})
+                for name in (piece.row.name for piece in bucket.place.pieces)
+            ]
+            self._update.cut(bucket.cut(labels))
+            for (part, parameter), (options, _) in zip(optimizer_slices(bucket), bucket.slices, strict=True):
+                self._finish_slice(parameter, names=self._names(part, options))
+        self._engine.cuts += 1
+        self._numbers, self._states = {}, []
+
+    def _finish_slice(self, parameter: nn.Parameter, *, names: Sequence[str]) -> None:
+        """Give the state of a slice the numbers of its parameters, and remove what they were saved without."""
+        slots = self._state_slots(names[0]) if names else ()
+        loaded, state = self._optimizer.state.pop(parameter, {}), dict[str, Any]()
+        for kind, _, key in (slot.partition("/") for slot in slots):
+            number = self._numbers[names[0]].get(f"{kind}/{key}") if kind != "optimizer" else None
+            if number is None:
+                state[key] = loaded[key]
+            else:
+                state[key] = number.item() if kind == "number" else number.clone().to(self._number_device(parameter))
+        if state:
+            self._optimizer.state[parameter] = state
 
     def _whole_state(self, key: nn.Parameter, name: str) -> Iterator[StoredSlice]:
         """Create the tensors of a whole parameter's state, and yield the slices to fill."""
@@ -365,22 +365,15 @@ class CheckpointRefill:
                 yield StoredSlice.of_full(tensors[slot], name=name, slot=slot)
         self._states.append((key, tensors))
 
-    def _common_keys(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the slots of the optimizer's state of parameters. Raises ValueError if they differ between these.
+    def _state_slots(self, name: str) -> tuple[str, ...]:
+        """Return the slots of the optimizer's state that was saved for a parameter."""
+        return tuple(sorted(slot for slot in self._slots[name] if slot.partition("/")[0] in OPTIMIZER_KINDS))
 
-        Some plans update several parameters as one slice, so a single parameter cannot start with new state."""
-        kinds = tuple(f"{kind}/" for kind in OPTIMIZER_KINDS)
-        found = [(name, tuple(sorted(slot for slot in self._slots[name] if slot.startswith(kinds)))) for name in names]
-        for name, keys in found[1:]:
-            if keys != found[0][1]:
-                new = found[0][0] if keys else name
-                raise ValueError(
-                    f"the checkpoint has {', '.join(found[0][1]) or 'no optimizer state'} for {found[0][0]} and "
-                    f"{', '.join(keys) or 'no optimizer state'} for {name}; was one of them frozen when it was saved? "
-                    "What begins to train now needs an optimizer group of its own, by any key: "
-                    f"parameter_options=meshwise.optim.parameter_rule(model, groups={{{new!r}: {{'began': 1}}}})"
-                )
-        return found[0][1]
+    def _names(self, part: BucketSlice, options: Options) -> list[str]:
+        """Return the parameters with elements in a slice; for padding alone, any parameter with its options."""
+        pieces = part.bucket.place.pieces
+        own = [one.row.name for one in pieces if max(one.start, part.start) < min(one.stop, part.stop)]
+        return own or self._trained.get(options, [])[:1]
 
     def _reduction_state(self, bucket: Bucket) -> Iterator[StoredSlice]:
         """Set the reduction's state to zero, and yield the slices of it that the checkpoint has.
@@ -401,25 +394,21 @@ class CheckpointRefill:
                     whole = BucketSlice(bucket, start if values.numel() == stop - start else 0, values)
                     yield from whole.slices_of(piece, slot=f"reduction/{name}", within=(start, stop))
 
-    def _state(self, part: BucketSlice, parameter: nn.Parameter, options: Options) -> Iterator[StoredSlice]:
+    def _state(self, part: BucketSlice, parameter: nn.Parameter, *, names: Sequence[str]) -> Iterator[StoredSlice]:
         """Create the optimizer's state of one slice, and yield the slices to fill."""
-        old = self._optimizer.state.get(parameter, {})
-        new: dict[str, Any] = {}
-        pieces = [one for one in part.bucket.place.pieces if max(one.start, part.start) < min(one.stop, part.stop)]
-        # A slice of padding alone has the state of any parameter with its options.
-        names = [piece.row.name for piece in pieces] or self._trained.get(options, [])[:1]
-        for slot in self._keys.get(options, ()):
-            kind, _, key = slot.partition("/")
-            if kind == "optimizer":
-                new[key] = self._like(parameter, self._slots[names[0]], slot=slot, old=old.get(key))
-                for piece in pieces:
+        old, new = self._optimizer.state.get(parameter, {}), dict[str, Any]()
+        pieces = {one.row.name: one for one in part.bucket.place.pieces}
+        for name in names:
+            for slot in self._state_slots(name):
+                kind, _, key = slot.partition("/")
+                if kind == "optimizer":
+                    if key not in new:
+                        new[key] = self._like(parameter, self._slots[name], slot=slot, old=old.get(key))
                     values = BucketSlice(part.bucket, part.start, new[key])
-                    yield from values.slices_of(piece, slot=slot, within=(part.start, part.stop))
-            else:
-                device = self._number_device(parameter)
-                for name in names:
-                    number = torch.zeros((), dtype=self._slots[name][slot].dtype)
-                    self._numbers.append(_Number(name, slot, new, device, number))
+                    if name in pieces:
+                        yield from values.slices_of(pieces[name], slot=slot, within=(part.start, part.stop))
+                elif slot not in self._numbers.setdefault(name, {}):
+                    number = self._numbers[name][slot] = torch.zeros((), dtype=self._slots[name][slot].dtype)
                     yield StoredSlice.of_full(number, name=name, slot=slot)
         self._states.append((parameter, new))
 

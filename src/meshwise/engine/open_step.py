@@ -157,13 +157,14 @@ class OpenStep:
         Every rank iterates to the end and makes the same changes. No backward may follow."""
         self._reduce()
         self._require_gradients("step.gradients")
-        factor = self._steps.factor
+        factor, frozen = self._steps.factor, self._steps.engine.frozen()
         values = {parameter: part for bucket in self._engine.buckets for parameter, part in bucket.gradient_slices()}
         try:
             for name, full in whole_tensors(values, engine=self._engine):
-                full.div_(factor)
-                yield name, full
-                full.mul_(factor)
+                if not frozen.get(name):
+                    full.div_(factor)
+                    yield name, full
+                    full.mul_(factor)
         finally:
             self._forget_norms()
 
@@ -193,11 +194,15 @@ class OpenStep:
         attempt = self._finish()
         world, axes = self._world, self._plan.loss_axes
         squared = self._engine.squared_norm().reshape(1)
-        [total], mismatch = world.totals(squared, digest=self._digest, equal=axes)
+        whole = self._steps.engine
+        [total], mismatch = world.totals(squared, digest=self._digest, equal=axes, common=whole.frozen_digest)
         if mismatch:
-            inputs = StepInputs(0, 0, tuple(self._called))
+            changed = any(world.exchange(whole.frozen_digest))
+            inputs = StepInputs(0, 0, tuple(self._called), whole.frozen() if changed else None)
             found = dict(world.exchange((world.rank, (inputs, self._value))))
-            raise RanksDisagree(_mismatch(world, found, axes))
+            if text := _mismatch(world, found, axes):
+                raise RanksDisagree(text)
+        whole.frozen_digest = 0
         self._steps.decide(attempt, totals=StepTotals(self._value, 1.0, total / self._steps.factor**2))
         return self._result(attempt)
 

@@ -307,6 +307,9 @@ def _optimizer(
     if engine.tied and (in_blocks or needs_of(optimizer) == "replicas"):
         what = f"wire={plan.wire}" if in_blocks else optimizer.__name__
         raise PlanError(f"{what} would let copies of {min(engine.tied)} in two stages differ; use pp=1, or untie them")
+    moves = {f"sync={plan.sync}": plan.sync != "step", f"server={plan.server}": plan.server}
+    moves[getattr(optimizer, "__name__", "")] = needs_of(optimizer) == "replicas"
+    engine.fixed_by = next((what for what, moved in moves.items() if moved), "")
     groups = []
     for options, owned in engine.slices().items():
         names = [row.name for row in engine.table.rows if row.trainable and row.options == options]
@@ -518,10 +521,11 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in contents.split_blocks}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
-    if not source.deferred:
-        _release(source.module.parameters())
+    given = [] if source.deferred else [(name, p, p.requires_grad) for name, p in source.module.named_parameters()]
+    _release(parameter for _, parameter, _ in given)
     engines = {index: live.engine for index, live in stages.items()}
     whole = Engine(engines, ranks=schedule.rank_of, world=world)
+    whole.given = given
     runner = StagedRunner(
         whole, stages=stages, task=setting.token_task, schedule=schedule, cut=cut, shares_rows=setting.shares_rows
     )

@@ -8,7 +8,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -84,6 +84,7 @@ class StepAfterBackward:
     def begin(self) -> None:
         """Prepare the buckets for this step's gradients. Raises TierError if an earlier update failed half way."""
         self._update.check()
+        self._update.cut(self._engine.follow_requires_grad())
         local = bool(getattr(self._update.optimizer, "keeps_gradients", False))
         for bucket in self._engine.buckets:
             bucket.local = local
@@ -128,7 +129,7 @@ class TrainingSteps:
         """Factor at most 1 by which clipping multiplied the gradient of the last update; 1 without clipping."""
         self.sharder = BatchSharder(engine.world, plan.row_axes, runner.runs_empty, plan.server)
         self._world = engine.world
-        self._engine = engine
+        self.engine = engine
         self._runner = runner
         self._plan = plan
         self._recipe = recipe
@@ -181,7 +182,7 @@ class TrainingSteps:
                 self._runner.finish()
                 self._world.flight_recorder.doing = StepPhase.EXCHANGE
                 inputs = StepInputs(given, tree.row_count(batch), tuple(called))
-                more = [self._engine.squared_norm(), *(() if self._noise is None else self._noise.squares())]
+                more = [self.engine.squared_norm(), *(() if self._noise is None else self._noise.squares())]
                 loss, count, *squares = self.totals(sums, inputs=inputs, local=local, more=more, axes=self._together)
             check_count(count)
             self._compared = True
@@ -205,7 +206,7 @@ class TrainingSteps:
         attempt = StepAttempt(time.perf_counter(), self._scale)
         began = time.monotonic()
         self._world.flight_recorder.doing = StepPhase.BEGIN
-        self._engine.check_parameters()
+        self.engine.check_parameters()
         self._updating.begin()
         self._runner.begin(self._steps)
         self._before.keep()
@@ -223,7 +224,7 @@ class TrainingSteps:
                 self._policy.blocks.finish()
         self._takes_shape &= not self.applied  # the first update makes the optimizer's state
         self._world.flight_recorder.doing = StepPhase.OUTSIDE
-        moved = (piece for piece in self._engine.tiers.moved if piece.started >= began)
+        moved = (piece for piece in self.engine.tiers.moved if piece.started >= began)
         self._world.flight_recorder.add_background((piece.kind, piece.started, piece.ended) for piece in moved)
 
     def decide(self, attempt: StepAttempt, *, totals: StepTotals, inspect: Inspection | None = None) -> None:
@@ -248,7 +249,7 @@ class TrainingSteps:
             self._scale = scale.overflowed().expecting(totals.count)
             return f"the gradient overflowed at a loss scale of {scale.value:g}; it is {self._scale.value:g} now"
         if totals.count and inspect is not None:
-            problem += culprits(self._engine, axes=self._together, run=inspect)
+            problem += culprits(self.engine, axes=self._together, run=inspect)
         self._skips += 1
         if self._skips > self._recipe.nonfinite.most:
             raise NonFiniteError(problem + self._recipe.nonfinite.advice(counted=bool(totals.count)))
@@ -305,10 +306,15 @@ class TrainingSteps:
         axes = world.mesh.names if axes is None else axes
         rows = world.mesh.expand(self._plan.row_axes) if local else ()
         equal = [axis for axis in axes if axis not in rows]
-        found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal, axes=axes)
+        frozen = self.engine.frozen_digest
+        found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal, axes=axes, common=frozen)
         if mismatch:
+            changed = any(world.exchange(self.engine.frozen_digest, axes=axes))
+            inputs = replace(inputs, frozen=self.engine.frozen() if changed else None)
             found_inputs = dict(world.exchange((world.rank, inputs), axes=axes))
-            raise RanksDisagree(mismatch_text(world.mesh, found=found_inputs, equal=equal))
+            if text := mismatch_text(world.mesh, found=found_inputs, equal=equal):
+                raise RanksDisagree(text)
+        self.engine.frozen_digest = 0
         return found
 
     def close(self) -> None:

@@ -124,6 +124,8 @@ class StepInputs:
     batch: int
     rows: int
     called: tuple[CallRecord, ...]
+    frozen: Mapping[str, bool] | None = None
+    """True by name for each parameter of this rank that is frozen; None if the ranks have agreed on them."""
 
 
 def batch_digest(batch: Any, *, contents: bool, before: int = 0) -> int:
@@ -148,9 +150,14 @@ def _ends(tensor: Tensor) -> Tensor:
 
 
 def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequence[str]) -> str:
-    """Return an error message: how the batches or collectives of the ranks differ, and what to change.
+    """Return an error message: how frozen parameters, batches or collectives of the ranks differ, and what to change.
 
-    `equal`: axes of the mesh along which the batches have to be equal."""
+    Return "" if all differences are names of frozen parameters that other ranks do not hold. `equal`: axes of the mesh
+    along which the batches have to be equal."""
+    frozen = {(name, off) for given in found.values() for name, off in (given.frozen or {}).items()}
+    for name in sorted(name for name, off in frozen if off and (name, False) in frozen):
+        here = ranks_text([rank for rank, given in found.items() if (given.frozen or {}).get(name)])
+        return f"requires_grad of {name!r} is off on {here} and on on other ranks; set it to one value on every rank"
     for group in (group for group in mesh.groups(equal) if group[0] in found):
         parties: dict[tuple[int, int], list[int]] = {}
         for rank in group:
@@ -159,7 +166,8 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequenc
             had = ", ".join(f"{ranks_text(ranks)} a batch of {rows} rows" for (_, rows), ranks in parties.items())
             advice = _GLOBAL if set(equal) == set(mesh.names) else _LOCAL
             return f"the ranks were given different batches ({had}). {advice}"
-    return _first_disagreement(mesh, {rank: given.called for rank, given in found.items()})
+    text = _first_disagreement(mesh, {rank: given.called for rank, given in found.items()})
+    return text or ("" if frozen else "the ranks called different collectives before this step")
 
 
 _SAMPLER = "DistributedSampler(dataset, num_replicas=trainer.replicas, rank=trainer.replica)"
@@ -185,7 +193,7 @@ def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[CallRecord]]) 
             if (table := disagreement(present)) or missing:
                 less = "" if not missing else f"\n  ranks {missing} called no more than {number} of them in this step"
                 return f"the ranks called different collectives in this step:\n{table or ''}{less}"
-    return "the ranks called different collectives before this step"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -5,25 +5,19 @@
     with measure(trainer) as measuring:
         for batch in batches:
             trainer.step(batch)
-    print(measuring.steps()[-1])
-
-`ParameterAverage` is an exponential moving average of the parameters, as shards under every plan. After the first
-update the average is a copy of the parameters. Each later update moves it: average = decay · average + (1 - decay) ·
-parameters, in the dtype of the masters. These are the numbers of torch's `AveragedModel` with
-`get_ema_multi_avg_fn(decay)`. The average is part of the optimizer's state: a tensor `average` for each slice. So it is
-saved, loaded under another plan, and counted as memory of the optimizer. Buffers are not averaged."""
+    print(measuring.steps()[-1])"""
 
 import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.checkpoint.checkpoint_folder import on_all_ranks
@@ -36,6 +30,7 @@ from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import buffers
 from meshwise.engine.microbatch_runner import BatchSharder, WholeModelRunner, gather_rows, zeros
 from meshwise.engine.open_step import OpenStep
+from meshwise.engine.parameter_average import AVERAGE, ParameterAverage
 from meshwise.engine.staged_runner import MicrobatchRunner
 from meshwise.engine.step import StepAfterBackward, TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
@@ -58,73 +53,6 @@ from meshwise.precision.dtype_policy import KINDS, dtype_names
 from meshwise.sync.parameter_servers import ParameterServers, ServedGradient
 from meshwise.sync.replicas import Replicas
 from meshwise.sync.sync_scheme import SyncScheme
-
-AVERAGE = "average"
-"""Key of the average in the optimizer's state, and last word of its slot in a checkpoint."""
-
-
-class ParameterAverage:
-    """Moving average of a trainer's parameters; `Trainer.average` makes it. `swapped`: True inside of `applied`."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        optimizer: optim.Optimizer,
-        decay: float,
-        wait: Callable[[], None],
-        publish: Callable[[], None],
-    ) -> None:
-        """`wait`: waits until a save under way has copied its tensors. `publish`: sends parameters to the ranks."""
-        if not 0 < decay < 1:
-            raise ValueError(f"average({decay}): the decay is between 0 and 1, as in average(0.999)")
-        self.decay = decay
-        self.swapped = False
-        self._engine = engine
-        self._optimizer = optimizer
-        self._wait, self._publish = wait, publish
-        self._hook = optimizer.register_step_post_hook(lambda *_: self._move())
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Replace the model's parameters by their averages inside the block. Every rank calls it.
-
-        Evaluate, predict or call `state_dict` and `save_pretrained` of the trainer inside; steps, saves and loads raise
-        RuntimeError. Raises RuntimeError before the first update."""
-        if self.swapped or not all(AVERAGE in self._optimizer.state.get(slice_, {}) for slice_ in self._slices()):
-            raise RuntimeError("there is no average before the first update; train a step, or load a checkpoint of one")
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    def close(self) -> None:
-        """Stop averaging."""
-        self._hook.remove()
-
-    def _slices(self) -> Iterator[nn.Parameter]:
-        return (parameter for bucket in self._engine.buckets for _, parameter in bucket.slices)
-
-    def _move(self) -> None:
-        for parameter in self._slices():
-            state, value = self._optimizer.state[parameter], parameter.detach()
-            if AVERAGE in state:
-                state[AVERAGE].lerp_(value, 1 - self.decay)
-            else:
-                state[AVERAGE] = value.clone()
-
-    def _swap(self) -> None:
-        """Exchange the parameters and their average, and send the parameters to the ranks that use them."""
-        self._wait()
-        self._engine.world.barrier()  # ranks of a host share parameters: another rank may still read this rank's slices
-        for parameter in self._slices():
-            average: Tensor = self._optimizer.state[parameter][AVERAGE]
-            value = parameter.detach().clone()
-            parameter.detach().copy_(average)
-            average.copy_(value)
-        self._publish()
-        self.swapped = not self.swapped
 
 
 class Trainer:
@@ -539,6 +467,8 @@ class Trainer:
             self._replicas.load_state(kept.get("sync"))
         if self._servers is not None:
             self._servers.load_state(kept.get("servers"))
+        if self._average is not None:
+            self._average.look()
         return dict(kept["user"])
 
     def close(self) -> None:

@@ -15,10 +15,11 @@ During the update, the disk tensors of a round's chunks lie in one staging buffe
 
     buffer     | master | gradient | exp_avg | exp_avg_sq | master | ...        written back: all but the gradients"""
 
+import copy
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -33,17 +34,19 @@ class UpdateChunk:
     """Elements of one dtype of a bucket that are updated together, as flat tensors.
 
     | slices      the optimizer's parameters, in the order of their elements; together they are the whole chunk
+    | frozen      slices that get no gradient, so that the optimizer leaves them as they are
     | master      the unrounded values, on their tier
     | narrow      the parameters in the model's dtype, rounded masters; None if the master is the parameter itself
     | gradient    returns the reduced gradients, on their tier; called when the gradients are ready
     | factor      returns the factor with which gradients on disk must still be multiplied (clipping, the loss's count)
     """
 
-    slices: tuple[nn.Parameter, ...]
+    slices: list[nn.Parameter]
     master: Tensor
     narrow: Tensor | None
     gradient: Callable[[], Tensor]
     factor: Callable[[], float]
+    frozen: set[nn.Parameter] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class StagedRound:
             for parameter, span in one.spans:
                 if "master" in values:
                     parameter.data = values["master"][span]
-                parameter.grad = gradient[span]
+                parameter.grad = None if parameter in one.chunk.frozen else gradient[span]
                 self._bind(parameter, values, span)
 
     def write(self) -> Sequence[SwapTransfer]:
@@ -198,6 +201,19 @@ class ChunkedUpdate:
                 "checkpoint to continue"
             )
 
+    def cut(self, parts: Mapping[nn.Parameter, Sequence[nn.Parameter]]) -> None:
+        """Replace slices by their parts (as `Bucket.cut` returns them) in the optimizer, and divide their state."""
+        for group in self.optimizer.param_groups if parts else ():
+            group["params"][:] = [part for whole in group["params"] for part in parts.get(whole, (whole,))]
+        for whole, own in parts.items():
+            state, sizes = self.optimizer.state.pop(whole, {}), [part.numel() for part in own]
+            on_disk = {key: tensor.split(sizes) for key, tensor in self._on_disk.pop(whole, {}).items()}
+            for number, part in enumerate(own):
+                self._on_disk[part] = {key: tensors[number] for key, tensors in on_disk.items()}
+                for key, value in state.items():
+                    is_whole = isinstance(value, Tensor) and value.shape == whole.shape
+                    self.optimizer.state[part][key] = value.split(sizes)[number] if is_whole else copy.deepcopy(value)
+
     def zero_state(self, parameter: nn.Parameter, *, key: str, dtype: torch.dtype) -> Tensor:
         """Return zeros for the optimizer's state `key` of a parameter; if it is on disk, the reserved tensor itself."""
         stored = self._on_disk.get(parameter, {}).get(key)
@@ -209,6 +225,9 @@ class ChunkedUpdate:
 
     def _update_all(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update round by round, read the next round meanwhile, and wait for all writes."""
+        for group in self.optimizer.param_groups:
+            if group.get("fused") and group.get("momentum"):  # torch's fused SGD needs momenta of all slices or of none
+                group["fused"] = len({bool(self.optimizer.state.get(each)) for each in group["params"]}) < 2
         options = [
             {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
         ]

@@ -107,7 +107,7 @@ class Muon(WholeParameterOptimizer):
         """Update all parameters."""
         for group in self.param_groups:
             updates = {}
-            for p in group["params"]:
+            for p in [p for p in group["params"] if p.grad is not None]:
                 momentum = self.kept(p, key="momentum_buffer").lerp_(p.grad, 1 - group["momentum"])
                 updates[p] = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
             dtype = None if group["dtype"] is None else getattr(torch, group["dtype"])
@@ -138,7 +138,8 @@ class LayerwiseRates(WholeParameterOptimizer):
         squares = self.logical.squared_norms(measured)
         found: dict[str, Tensor] = {}
         for group in self.param_groups:
-            names = self.names(group)
+            if not (names := self.names(group)):
+                continue
             length, norm = (torch.stack([each[name] for name in names]).sqrt() for each in (lengths, squares))
             ratios = torch.where((length > 0) & (norm > 0), self.factor(length, norm=norm, group=group), 1.0)
             found |= dict(zip(names, ratios, strict=True))
@@ -156,12 +157,13 @@ class LayerwiseRates(WholeParameterOptimizer):
                     updates[p].view(-1)[part.start : part.stop].mul_(ratios[part.name].to(p.dtype))
 
     def pairs(self) -> list[tuple[Any, Any]]:
-        """Return (group, slice) of all slices."""
-        return [(group, p) for group in self.param_groups for p in group["params"]]
+        """Return (group, slice) of all slices that have a gradient."""
+        return [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     def names(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names of the parameters of a group, on all ranks."""
-        return group.get("names") or [part.name for p in group["params"] for part in self.logical.parts(p)]
+        own = [p for p in group["params"] if p.grad is not None]
+        return group.get("names") or [part.name for p in own for part in self.logical.parts(p)]
 
 
 class LARS(LayerwiseRates):
@@ -191,7 +193,8 @@ class MomentOptimizer(LayerwiseRates):
     @property
     def steps(self) -> int:
         """Number of steps since the state was made; a load without state begins anew."""
-        return int(self.param_groups[0].get("step", 0)) if self.state or not self.pairs() else 0
+        slices = any(group["params"] for group in self.param_groups)
+        return int(self.param_groups[0].get("step", 0)) if self.state or not slices else 0
 
     def refreshes(self, step: int) -> int:
         """Return how many of the first `step` steps change the variance."""
@@ -218,10 +221,12 @@ class MomentOptimizer(LayerwiseRates):
 
     def move(self, step: int) -> None:
         """Move the momentum by the gradient, and the variance if it changes in step number `step`."""
-        for group, p in self.pairs():
+        for group, p in [(own, p) for own in self.param_groups for p in own["params"]]:
             first, second = group["betas"]
-            self.kept(p, key="exp_avg").lerp_(p.grad, 1 - first)
-            square = self.kept(p, key="exp_avg_sq")
+            mean, square = self.kept(p, key="exp_avg"), self.kept(p, key="exp_avg_sq")
+            if p.grad is None:
+                continue
+            mean.lerp_(p.grad, 1 - first)
             if self.refreshes(step) > self.refreshes(step - 1):
                 square.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
 

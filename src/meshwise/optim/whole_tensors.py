@@ -50,7 +50,7 @@ class WholeTensors(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
         """Update all parameters. Every rank calls it."""
-        gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
+        gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         values = {p: p.detach() for p in gradients}
         self.logical.map_whole(values, gradients, groups=self.param_groups, function=self._stepped)
 

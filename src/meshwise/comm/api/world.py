@@ -425,14 +425,15 @@ class World(abc.ABC):
         return [_value_of(part) for part in parts]
 
     def totals(
-        self, x: Tensor, *, digest: int = 0, equal: Axes | None = None, axes: Axes | None = None
+        self, x: Tensor, *, digest: int = 0, equal: Axes | None = None, axes: Axes | None = None, common: int = 0
     ) -> tuple[list[float], float]:
         """Return the sums of `x` (an fp64 vector) and of `rank_mismatch` over the ranks along `axes` (None: all ranks),
         by one blocking all-reduce. digest: 32 bits that must be equal on the ranks along the axes `equal`, or on all
-        ranks for None. If they differ, the second result is not 0."""
+        ranks for None. common: 32 bits that must be equal along `axes`. If one differs, the second result is not 0."""
         group = self.group(self.mesh.names if equal is None else equal)
         among = self.group(self.mesh.names if axes is None else axes)
         whole = self.rank_mismatch(among) + digest * (group.size - 1 if group.index == 0 else -1)
+        whole += common * (among.size - 1 if among.index == 0 else -1)
         mismatch = torch.full((1,), float(whole), dtype=torch.float64, device=self.device)  # no copy from the host
         numbers = torch.cat([x, mismatch])
         self.all_reduce(numbers, axes=among.axes).wait()

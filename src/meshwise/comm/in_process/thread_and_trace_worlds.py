@@ -420,7 +420,7 @@ class TraceWorld(World):
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
     def totals(
-        self, x: Tensor, *, digest: int = 0, equal: Axes | None = None, axes: Axes | None = None
+        self, x: Tensor, *, digest: int = 0, equal: Axes | None = None, axes: Axes | None = None, common: int = 0
     ) -> tuple[list[float], float]:
         """Return sums as `World.totals` does; for a meta tensor, 1 for each sum and 0 for the mismatch."""
         if not x.is_meta:

@@ -212,13 +212,26 @@ class _Walk:
             flight.gradients = [torch.ones_like(output) for output in flight.outputs]
             return
         skeleton, parts = pack(result)
-        flight.outputs = [tensor for tensor in parts if tensor.requires_grad]
+        self._keep_gradients(stage, index, skeleton)
+        sent = zip(tensor_specs(skeleton), parts, strict=True)
+        flight.outputs = [tensor for spec, tensor in sent if spec.requires_grad]
         detached = [tensor.detach() for tensor in parts]
         if self._ranks[stage.index + 1] == self._rank:
             self._agreed.setdefault((stage.index, self._jobs[index].shapes), (skeleton, stage.state.shapes))
             self._deliver((stage.index + 1, index), skeleton, detached)
         else:
             self._leaving[ActionKind.SEND_F, place] = self._header(stage, index, skeleton), detached
+
+    def _keep_gradients(self, stage: Stage, index: int, skeleton: Mapping[str, Any]) -> None:
+        """Let gradients come back for the same tensors in each step, whatever parameters are frozen in it.
+
+        The next stage does not know what is frozen here. It sends gradients that `_backward` ignores."""
+        agreed, _ = self._agreed.get((stage.index, self._jobs[index].shapes), (None, None))
+        frozen = torch.is_grad_enabled() and not all(one.requires_grad for one in self._trained[stage.index])
+        before = [None] * len(tensor_specs(skeleton)) if agreed is None else tensor_specs(agreed)
+        for spec, known in zip(tensor_specs(skeleton), before, strict=False):
+            if spec.is_floating_point() and (frozen if known is None else known.requires_grad):
+                spec.requires_grad_()
 
     def _backward(self, place: Place, *, whole: bool) -> None:
         stage, index = place
@@ -227,12 +240,13 @@ class _Walk:
         flight.weights = WeightBackward()
         trained = self._trained[stage]
         whole = whole or (place in self._adjacent and not split_pays(flight.leaves, parameters=trained))
-        if flight.outputs and whole:
-            torch.autograd.backward(flight.outputs, flight.gradients)
-        elif flight.outputs:
-            flight.weights = backward_input(
-                flight.outputs, gradients=flight.gradients, received=flight.leaves, parameters=trained
-            )
+        given = zip(flight.outputs, flight.gradients, strict=True)
+        pairs = [(output, gradient) for output, gradient in given if output.requires_grad]  # others: all is frozen
+        outputs, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+        if outputs and whole:
+            torch.autograd.backward(outputs, gradients)
+        elif outputs:
+            flight.weights = backward_input(outputs, gradients=gradients, received=flight.leaves, parameters=trained)
         flight.outputs, flight.gradients = [], []
         if stage > 0:
             back = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in flight.leaves]
