@@ -28,7 +28,7 @@ from meshwise.comm.shared_memory import host_connection
 
 pytestmark = pytest.mark.processes
 
-NO_RESULT = "of 2 ended with exit status 0 and no result; code there calls os._exit, or C's exit"
+NO_RESULT = "of 2 ended with exit status 0 and no result; some code called os._exit, or C's exit"
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -187,7 +187,7 @@ def test_a_killed_rank_is_named_by_the_launcher_and_by_the_other(main: Any, who:
     with pytest.raises(RankKilledError) as caught:
         run(2, main)
     assert str(caught.value) == f"rank {who} of 2 ended without an exception, killed by SIGKILL"
-    assert caught.value.__notes__[0].startswith(f"rank {1 - who} then met: rank {who} was lost in {call}")
+    assert caught.value.__notes__[0].startswith(f"rank {1 - who} then failed: rank {who} was lost in {call}")
 
 
 def one_exits_in_a_group(world: World) -> None:

@@ -22,9 +22,7 @@ One waiting rank does not show the cause: another rank may just compile, load da
     | lost rank         a rank does not answer: it was stopped or killed, or its machine failed
     | finished rank     a rank has finished, and other ranks wait for it
     | circle            ranks wait for each other in a circle
-    | slow rank         a rank answers, and computes: waiting may help
-
-In the last case waiting may help. In every other case the cause is certain, and waiting longer cannot help."""
+    | slow rank         a rank answers, and computes: waiting may help. In the other cases waiting cannot help"""
 
 import contextlib
 import os
@@ -312,8 +310,8 @@ class Watchdog:
             sys.excepthook = self._previous_hook
 
     def failed(self, error: BaseException) -> NoReturn:
-        """Report `error`, and end all ranks. Call it in the main thread; it does not return. The report is the
-        traceback. After a RankLostError it first waits for a survey, because other ranks may know the cause."""
+        """Report `error` with its traceback, and end all ranks. Call this method in the main thread; it never returns.
+        After a RankLostError, first wait for a survey, because other ranks may know the cause."""
         if isinstance(error, RankLostError):
             self._lost = str(error)
             self._wake.set()

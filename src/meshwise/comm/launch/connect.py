@@ -28,7 +28,7 @@ _LEAVING_TIME = timedelta(seconds=5)
 def connect(
     *, device: torch.device | str | None = None, stall_seconds: float | None = None, comm: Comm | None = None
 ) -> World:
-    """Return the world of this process, over the mesh `rank=N` of all ranks of the job. Every rank calls it.
+    """Return the world of this process, over the mesh `rank=N` of all N ranks of the job. Every rank calls `connect`.
 
     | device          device of this rank's tensors; None for GPU number LOCAL_RANK, or the CPU without GPUs. A second
     |                 call for the same device returns the same world, even if it was closed
@@ -49,7 +49,7 @@ def connected_world(
     wanted = default_device() if device is None else torch.device(device)
     if wanted.type == "cuda":
         if not gpu_count():
-            raise ValueError(f"device={str(device)!r}, and torch finds no GPU here: leave the device out for CPUs")
+            raise ValueError(f"device={str(device)!r}, but torch finds no GPU here: leave `device` out to use CPUs")
         wanted = torch.device("cuda", default_device().index if wanted.index is None else wanted.index)
         streams_of(wanted).select()
     worlds = _worlds(os.getpid())
@@ -60,9 +60,8 @@ def connected_world(
 
 @functools.cache
 def _worlds(pid: int) -> dict[torch.device, World]:  # noqa: ARG001 - the key of the cache
-    """Return the worlds of process `pid`, this one, by device: one dict, which lives as long as the process.
-
-    A fork of this process is another process: it begins without worlds."""
+    """Return the worlds of this process by device: the same dict at every call. pid: PID of this process, so that a
+    fork of this process begins without worlds."""
     return {}
 
 
@@ -88,8 +87,8 @@ def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -
     return world
 
 
-def leave_undone() -> None:
-    """Do not close the worlds at exit, where this rank would wait for others. The launcher ends the other ranks."""
+def skip_close_at_exit() -> None:
+    """Do not close the worlds at exit, because `close` waits for the other ranks. The launcher ends those ranks."""
     atexit.unregister(_close)
 
 

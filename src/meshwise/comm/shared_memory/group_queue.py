@@ -8,8 +8,8 @@ the call, makes another call, or calls `World.progress`:
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
 
-A rank does its parts of a queue's calls in the order of the calls; different queues do not wait for each other. If
-a rank called another collective, this rank may find out only at its next call that needs a tensor of that rank.
+Within a queue, a rank does its parts in the order of the calls; different queues do not wait for each other. If another
+rank made a different call, this rank may notice only at its next call that needs a tensor of that rank.
 
 A board has records for 32 calls of a queue. The next call is posted when every rank has done its part of the oldest
 call. Until then the call stays in this process. The rank does not block: other ranks may wait for its next call.
@@ -98,7 +98,7 @@ class QueueState:
         return self.board.read(self._posted)
 
     def has_posted(self, number: int, *, tag: int) -> bool:
-        """Return whether the rank has posted call `number`, after the same calls as this rank, which has this tag."""
+        """Return whether the rank has posted call `number` with this `tag`, a hash of the call and all calls before."""
         return self.board.read(self._posted) > number and self.board.words[self._record(number)] == tag
 
     def location(self, number: int, *, which: int) -> TensorLocation:
@@ -192,7 +192,7 @@ class QueuedCall(Work):
         return self._done or self.queue.is_over(self)
 
     def tensors(self, own: Tensor, *, which: int = 0) -> list[Tensor]:
-        """Return tensor `which` of every rank, in group order. `own` is this rank's; the others must be as large."""
+        """Return tensor `which` of every rank, in group order; for this rank `own`. All have the size of `own`."""
         queue = self.queue
         return [
             own if index == queue.index else queue.tensor(self, index=index, like=own, which=which)
@@ -219,9 +219,9 @@ class GroupQueue:
         self.ranks = ranks
         self.index = ranks.index(host.rank)
         self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
-        """Group indices of the other ranks, starting after this rank's, so that ranks begin with different ones."""
+        """Group indices of the other ranks, from the next index around, so ranks begin with different peers."""
         self.lacks: int | None = None
-        """First rank that `advance` found without this rank's next call at the last time; None if there was none."""
+        """Rank that had not posted the call at which the last `advance` stopped; None if `advance` did all calls."""
         self._host = host
         self._meanwhile = meanwhile
         self._key = key
@@ -456,8 +456,8 @@ class GroupQueues:
 
     def progress(self, bell: int | None = None) -> Progress:
         """Do this rank's part of the calls of all queues, as far as the other ranks have posted. Return `DID` if
-        anything was done, `LATER` if a call still lacks another rank, else `NOTHING`. bell: the rank whose bell wakes
-        the caller; a call that lacks only that rank does not count as `LATER`. In a fork of the process, do nothing."""
+        anything was done, `LATER` if a queue waits for another rank, else `NOTHING`. bell: the rank whose bell wakes
+        the caller; a queue that waits for this rank does not count as `LATER`. In a fork of the process, do nothing."""
         outlook = Progress.NOTHING
         if os.getpid() != self._process:
             return outlook

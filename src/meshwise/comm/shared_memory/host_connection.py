@@ -229,8 +229,8 @@ class HostConnection:
 
     @classmethod
     def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int]) -> "HostConnection":
-        """Return this rank's connection with `ranks`, the ranks of one host; each of them calls this over one store.
-        Makes this rank's board and maps the other boards. Raises OSError when a rank has no board or cannot map one."""
+        """Make this rank's board, map the boards of `ranks`, all on one host, and return the connection. Each of these
+        ranks calls this method with the same store. Raises OSError when a rank has no board or cannot map a board."""
         board, own = None, ""
         try:
             board = Board.make()
@@ -300,7 +300,7 @@ class HostConnection:
     def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory. The
         system frees the memory of an ending process first; for large memory the end is visible only seconds later. So
-        if `error` may be due to an end, the method waits for it up to 10 s."""
+        if the end of a process may be the cause of `error`, wait up to 10 s until the end is visible."""
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
         while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
             time.sleep(_SLEEP_SECONDS)
