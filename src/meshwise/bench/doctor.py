@@ -54,7 +54,7 @@ _RETRY_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """A finding. `problem`: ranks cannot train until it is solved. `note`: they can train here, maybe not elsewhere."""
+    """A finding. `problem`: ranks cannot train until it is solved. `note`: they can train, but perhaps slower."""
 
     level: Literal["note", "problem"]
     what: str
@@ -139,7 +139,7 @@ def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: f
     missing = sorted(set(range(size)) - set(ranks))
     if len(sizes) > 1:
         yield problem(
-            f"the ranks differ about the size of the world: {_in_words(sizes)}",
+            f"the ranks differ in the size of the world: {_in_words(sizes)}",
             remedy="start torchrun with the same --nnodes and --nproc-per-node on every machine",
         )
     elif missing:
@@ -208,7 +208,7 @@ def check_port(port: int) -> MachineFinding | None:
 
 
 def exchange_messages(world: World) -> PairMessages:
-    """Exchange messages between all ranks, and return the times and problems of all ranks. Every rank calls it."""
+    """Exchange messages between all ranks, and return times and problems. Every rank calls this function."""
     findings: list[MachineFinding] = []
     links: list[PairLink] = []
     for distance in range(1, world.size):
@@ -283,8 +283,8 @@ def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> D
 
 
 def examine_job(*, seconds: float = 10.0) -> DoctorReport:
-    """Examine this machine as one rank of a job under torchrun. Every rank calls it. Reaching the store and the roll
-    call may take `seconds` each; connecting and exchanging messages may take three times as long each."""
+    """Examine this machine as one rank of a job under torchrun. Every rank calls this function. Reaching the store and
+    the roll call may take `seconds` each; connecting and exchanging messages may take three times as long each."""
     machine = machine_facts()
     if (error := launch_error(os.environ)) is not None:
         return DoctorReport(machine, [problem(error[0], remedy=error[1])])
