@@ -60,8 +60,7 @@ def connected_world(
 
 @functools.cache
 def _worlds(pid: int) -> dict[torch.device, World]:  # noqa: ARG001 - the key of the cache
-    """Return the worlds of this process by device: the same dict at every call. pid: PID of this process, so that a
-    fork of this process begins without worlds."""
+    """Return the worlds of this process by device. pid: its PID, so that a fork of it begins without worlds."""
     return {}
 
 
