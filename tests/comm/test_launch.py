@@ -349,7 +349,7 @@ def test_a_way_to_join_ranks_that_there_is_not_is_refused(monkeypatch: pytest.Mo
 
 def test_an_environment_that_says_nothing_leaves_it_to_where_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWISE_COMM", "")
-    assert connecting.asked_comm() == "auto"
+    assert connecting.comm_from_environment() == "auto"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -23,7 +23,7 @@ from meshwise.comm.api.job_processes import JobAttempt, RankKilledError, RankLos
 from meshwise.comm.health.watchdog import Watchdog
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import cores
-from meshwise.comm.launch.rank_process import RankOutcome, asked_threads
+from meshwise.comm.launch.rank_process import RankOutcome, threads_from_environment
 from meshwise.comm.shared_memory import host_connection
 
 pytestmark = pytest.mark.processes
@@ -223,7 +223,7 @@ def test_such_a_rank_is_a_failure_after_which_all_are_started_again(capfd: pytes
 )
 def test_threads_are_read_as_openmp_reads_them(said: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert asked_threads() == threads
+    assert threads_from_environment() == threads
 
 
 @pytest.mark.parametrize("said", ["abc", "-1", "0", "nan", ""])

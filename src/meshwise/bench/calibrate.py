@@ -4,7 +4,7 @@ All ranks measure at the same time, because they also share caches, memory and l
 timed over a grid of shapes, and their efficiency by shape is fitted by three constants (see `MatmulEfficiency`). Most
 other numbers are medians over all rounds of all ranks.
 
-On a CPU the processor time of the rank is measured, so other programs on the core do not change the result."""
+On a CPU operations are timed by the processor time of the calling thread, which other programs do not change."""
 
 import functools
 import itertools

@@ -30,7 +30,7 @@ from meshwise.bench.machine import Machine, machine_facts
 from meshwise.comm import World, connect, run
 from meshwise.comm.api.flight_recorder import ranks_text
 from meshwise.comm.api.job_processes import launch_error
-from meshwise.comm.launch.rank_process import asked_threads
+from meshwise.comm.launch.rank_process import threads_from_environment
 from meshwise.comm.network.job_store import RollCallEntry, is_opened_by_launcher, roll_call
 
 _SHARED_MEMORY = 1 << 30
@@ -100,7 +100,7 @@ def examine_machine(machine: Machine, *, ranks: int) -> Iterator[MachineFinding]
         )
     if machine.open_files < _OPEN_FILES:
         yield note(f"{machine.open_files} open files allowed; many ranks need more", remedy=f"ulimit -n {_OPEN_FILES}")
-    threads = asked_threads() or 1
+    threads = threads_from_environment() or 1
     if ranks * threads > machine.cores and not machine.gpus:
         yield note(
             f"{ranks} ranks of {threads} threads share {machine.cores} cores",

@@ -228,7 +228,7 @@ class BoundJudge:
         return self.precision == torch.float64
 
     @property
-    def least_gap(self) -> float:
+    def tie_gap(self) -> float:
         """Relative gap between two scores below which rounding may decide which of them is the larger one."""
         return FLOAT64_BOUND / 1000 if self.exact else _ROUNDINGS * torch.finfo(self.precision).eps
 
@@ -353,7 +353,7 @@ class VerificationInputs:
             )
         return dataclasses.replace(quietly.try_out(device), random=True, unknown=unknown)
 
-    def coarsest(self, trial: TrialForward) -> torch.dtype:
+    def coarsest_dtype(self, trial: TrialForward) -> torch.dtype:
         """Return the dtype with the largest rounding error: of the forward, or of summing or accumulating gradients."""
         dtypes = (trial.precision, self.precision.reduction, self.precision.accumulation)
         return max((dtype for dtype in dtypes if dtype), key=lambda dtype: torch.finfo(dtype).eps)

@@ -79,7 +79,7 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
     replayed = bool(plan.sync_axes)  # a replica draws by the numbers of its rows in the batch
     evaluating = trial.random or bool(trial.pooled) or (replayed and bool(trial.drew))
     subject = dataclasses.replace(subject, evaluating=evaluating)
-    judge = BoundJudge(subject.coarsest(trial))
+    judge = BoundJudge(subject.coarsest_dtype(trial))
     outputs = subject.listener()
     exact = dataclasses.replace(plan, wire="auto" if plan.codec else plan.wire, gather="exact")
     exact = dataclasses.replace(exact, staleness="0", correction="none") if plan.late else exact
@@ -101,7 +101,7 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
         note, broken = codec_contract(subject, world=world)
         notes, first = (*notes, note), first or broken
     if plan.late:
-        note, broken = served_contract(subject, world=world)
+        note, broken = staleness_contract(subject, world=world)
         notes, first = (*notes, note), first or broken
     if plan.gather != "exact":
         note, broken = gather_contract(subject, world=world)
@@ -124,7 +124,7 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
         steps=tuple(comparison.steps),
         parameters=tuple(comparison.parameters()),
         first=first,
-        near_tie=gap is not None and gap <= judge.least_gap,
+        near_tie=gap is not None and gap <= judge.tie_gap,
         same_as=f"the same algorithm as {plan.dp} replicas in one process" if replayed else SAME_MODEL,
     )
     shared: Report = world.exchange(report if world.rank == 0 else None)[0]
@@ -151,7 +151,7 @@ def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, D
     return note, Divergence("the sum of the codec's gradient and errors", 1, figure) if figure.over else None
 
 
-def served_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
+def staleness_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
     """Train with the plan's staleness; return a note on the servers' logs, and a divergence if it was exceeded."""
     plan = subject.plan
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(subject.listener()))

@@ -18,9 +18,9 @@ collective turns a tensor of one kind into a tensor of another kind:
     | take             replicated   split        replicate
     | all_to_all       split        split        all_to_all
 
-A call starts the collective, and `.wait()` returns the resulting tensor. Computation between the call and `.wait()`
-overlaps with the collective. The backward of this computation overlaps with the conjugate collective, because autograd
-runs the backward of `.wait()` first and the backward of the call last."""
+A call starts the collective along `axes` of `world`, and `.wait()` returns the resulting tensor. Computation between
+the two overlaps with the collective. Its backward overlaps with the conjugate collective, because autograd runs the
+backward of `.wait()` first and the backward of the call last."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

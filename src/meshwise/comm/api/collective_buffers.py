@@ -39,7 +39,7 @@ def split(x: Parts, size: int, *, read_only: bool = False) -> list[Tensor]:
         whole = flat(x, read_only=read_only)
         return [whole[: x.numel() // size]] * size if x.is_meta else list(whole.chunk(size))
     if len(x) != size:
-        raise ValueError(f"{len(x)} parts for a group of {size} ranks")
+        raise ValueError(f"{len(x)} parts for a group of {size} ranks; pass one part for each rank")
     known: dict[Hashable, Tensor] = {}
     found: list[Tensor] = []
     for part in x:
@@ -61,7 +61,7 @@ def require_fit(x: Tensor, *, part: Tensor) -> None:
     """Raise ValueError unless `x`, this rank's tensor, has the number of elements and the dtype of its part."""
     if x.numel() != part.numel() or x.dtype != part.dtype:
         raise ValueError(
-            f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
+            f"this rank's tensor has {x.numel()} elements of {x.dtype}, but its part has {part.numel()} of {part.dtype}"
         )
 
 

@@ -30,7 +30,7 @@ def _dcp() -> Any:
 
 @dataclass(frozen=True)
 class DcpEntry:
-    """A stored value, not read yet. `shape`, `dtype`: of a tensor; None for a value that is no tensor."""
+    """A stored value, not read yet: its `key` for torch's `reader`. `shape`, `dtype`: None if it is no tensor."""
 
     reader: Any
     key: str

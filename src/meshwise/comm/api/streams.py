@@ -76,7 +76,7 @@ class DeviceMemory:
 
     @property
     def peak(self) -> int:
-        """Largest `held` since the process began, or since `forget_peak`."""
+        """Largest `held` since the process began, or since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self.device)
 
     @property
@@ -84,7 +84,7 @@ class DeviceMemory:
         """Bytes of the GPU's memory."""
         return int(gpu_properties(self.device).total_memory)
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Reset `peak` to the present `held`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 

@@ -69,7 +69,7 @@ class EmulatedLink:
 
     @classmethod
     def parse(cls, text: str) -> "EmulatedLink":
-        """Return the link of `1Gbit 2ms`, or `1Gbit 2ms dp` for calls along dp alone. Raises ValueError."""
+        """Return the link that `text` describes: `1Gbit 2ms`, or `1Gbit 2ms dp` for dp alone. Raises ValueError."""
         found = _LINK.fullmatch(text.strip())
         if found is None or not float(found[1]):
             raise ValueError(

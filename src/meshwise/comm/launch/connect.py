@@ -71,7 +71,7 @@ def has_world() -> bool:
 
 def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -> World:
     store = job_store()
-    world = process_world(device, store=store, comm=asked_comm())
+    world = process_world(device, store=store, comm=comm_from_environment())
     watch = None
     if store is not None:
         launcher = LauncherProcess() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -103,7 +103,7 @@ def _close(world: World, watch: Watchdog | None) -> None:
         watch.end_if_declared()
 
 
-def asked_comm() -> Comm:
+def comm_from_environment() -> Comm:
     """Return the value of MESHWISE_COMM, or `auto` without it. Raises ValueError for an unknown value."""
     named = os.environ.get(COMM_VARIABLE) or "auto"
     return _known(named, source=f"{COMM_VARIABLE}={named}")
@@ -117,7 +117,7 @@ def _known(named: str, *, source: str) -> Comm:
 
 def comm_setting(comm: Comm | None) -> AbstractContextManager[None]:
     """Set MESHWISE_COMM to `comm` inside the block (None: unchanged). Raises ValueError for an unknown value."""
-    asked = asked_comm() if comm is None else _known(comm, source=f"comm={comm!r}")
+    asked = comm_from_environment() if comm is None else _known(comm, source=f"comm={comm!r}")
     return environment({COMM_VARIABLE: asked})
 
 

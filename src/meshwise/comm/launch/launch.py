@@ -51,12 +51,12 @@ from meshwise.comm.launch.rank_process import (
     POLL_SECONDS,
     SIGNALS,
     RankOutcome,
-    asked_threads,
     first_error,
     last_start,
     rank_main,
     results,
     start_folder,
+    threads_from_environment,
 )
 from meshwise.comm.network.job_store import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.network.process_world import Comm
@@ -208,7 +208,7 @@ def _as_launcher(size: int, *, method: str) -> Iterator[None]:
     if method == "fork" and has_world():
         # A fork has none of the threads with which torch computes in this process, and would wait for them for ever.
         variables["OMP_NUM_THREADS"] = "1"
-    elif size > 1 and asked_threads() is None:
+    elif size > 1 and threads_from_environment() is None:
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // size))
     for logger in silenced:
         logger.disabled = True

@@ -205,7 +205,7 @@ def rank_main(
 
     try:
         folder.mkdir(exist_ok=True)
-        torch.set_num_threads(asked_threads() or torch.get_num_threads())
+        torch.set_num_threads(threads_from_environment() or torch.get_num_threads())
         world = connected_world(device, sink=take_report)
         outcome = _outcome(functools.partial(main, world, *args))
         world.close()
@@ -249,7 +249,7 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
         raise
 
 
-def asked_threads() -> int | None:
+def threads_from_environment() -> int | None:
     """Return the number of threads in OMP_NUM_THREADS; of a list such as `4,2`, the first number. Return None without
     the variable, and for a value that is no number above 0, which OpenMP ignores too."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

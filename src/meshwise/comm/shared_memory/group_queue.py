@@ -220,7 +220,7 @@ class GroupQueue:
         self.index = ranks.index(host.rank)
         self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
         """Group indices of the other ranks, from the next index around, so ranks begin with different peers."""
-        self.lacks: int | None = None
+        self.waits_for: int | None = None
         """Rank that had not posted the call at which the last `advance` stopped; None if `advance` did all calls."""
         self._host = host
         self._meanwhile = meanwhile
@@ -277,14 +277,14 @@ class GroupQueue:
 
     def advance(self) -> bool:
         """Do this rank's part of every call that all needed ranks have posted; return whether a call was posted or
-        done. Stops at the first call that a rank has not posted, and stores that rank in `lacks`."""
-        self.lacks = None
+        done. Stops at the first call that a rank has not posted, and stores that rank in `waits_for`."""
+        self.waits_for = None
         acted = self._publish()
         while self._due:
             call = self._due[0]
             for index in call.needs:
                 if not self._is_there(index, call):
-                    self.lacks = self.ranks[index]
+                    self.waits_for = self.ranks[index]
                     return acted
             self._act(call)
             acted = True
@@ -304,8 +304,8 @@ class GroupQueue:
                 self._await_done(call, index, call.number)
             call.end()
 
-    def tidy(self) -> None:
-        """End the calls whose tensors no rank uses any more, and release the tensors."""
+    def release_finished(self) -> None:
+        """End the calls whose tensors no other rank uses any more, and release these tensors."""
         while self._lent and self.is_over(self._lent[0]):
             self._lent.popleft().end()
 
@@ -362,7 +362,7 @@ class GroupQueue:
             if call.act is not None:
                 call.act()
         except OSError as error:
-            if (gone := self._host.lost_by(self.ranks, error=error)) is not None:
+            if (gone := self._host.ended_rank_behind(self.ranks, error=error)) is not None:
                 raise lost(gone, about=call.record, error=error) from error
             error.add_note(f"while rank {self._host.rank} did its part of {call.record}")
             raise
@@ -465,7 +465,7 @@ class GroupQueues:
             if queue.busy:
                 if queue.advance():
                     outlook = Progress.DID
-                elif queue.lacks != bell:
+                elif queue.waits_for != bell:
                     outlook = max(outlook, Progress.LATER)
         return outlook
 

@@ -283,7 +283,7 @@ class HostConnection:
                     time.sleep(_BACK_OFF_SECONDS)
             wakes = 0 if board.bell == seen else wakes + 1
             if board.bell == seen:
-                gone = self.missing(among)
+                gone = self.ended_rank(among)
                 if gone is not None and not condition():
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
@@ -293,16 +293,16 @@ class HostConnection:
         self.board.hide()
         self.slabs.keep_none()
 
-    def missing(self, ranks: Sequence[int]) -> int | None:
+    def ended_rank(self, ranks: Sequence[int]) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. This rank itself may be among them."""
         return next((rank for rank in ranks if rank != self.rank and has_ended(self.peers[rank].process)), None)
 
-    def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
+    def ended_rank_behind(self, ranks: Sequence[int], *, error: OSError) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory. The
         system frees the memory of an ending process first; for large memory the end is visible only seconds later. So
         if the end of a process may be the cause of `error`, wait up to 10 s until the end is visible."""
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
-        while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
+        while (gone := self.ended_rank(ranks)) is None and time.monotonic() < deadline:
             time.sleep(_SLEEP_SECONDS)
         return gone
 

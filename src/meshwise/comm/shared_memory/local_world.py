@@ -60,7 +60,7 @@ class LocalWorld(World):
         try:
             memory = segment.memory if segment else host.peers[group.ranks[0]].slabs.map(int(place))
         except OSError as error:
-            if (gone := host.lost_by(group.ranks, error=error)) is not None:
+            if (gone := host.ended_rank_behind(group.ranks, error=error)) is not None:
                 raise lost(gone, about="World.shared_empty", error=error) from error
             raise
         self.barrier(axes=axes)
@@ -115,7 +115,7 @@ class LocalWorld(World):
             if self._queues.of(message_group(group, source=source, target=group.index)).is_ahead(0):
                 return source
         self._queues.progress()
-        if (gone := self._queues.host.missing([group.ranks[source] for source in sources])) is not None:
+        if (gone := self._queues.host.ended_rank([group.ranks[source] for source in sources])) is not None:
             raise lost(gone, about=record, error=OSError("its process has ended"))
         return None
 
@@ -166,7 +166,7 @@ class LocalWorld(World):
 
     def _call(self, record: CallRecord, group: Group) -> QueuedCall:
         queue = self._queues.of(group)
-        queue.tidy()
+        queue.release_finished()
         return QueuedCall(self, record=record, queue=queue)
 
     def _begin(
