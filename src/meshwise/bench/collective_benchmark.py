@@ -8,7 +8,7 @@
     | result    the time of the slowest rank: median and minimum over the rounds
 
 Every size is also measured as a `copy`, which is no collective: all ranks copy a tensor within their own memory at the
-same time. This bounds the speed of an exchange between them. A group of n ranks is measured while other ranks wait.
+same time. A collective that copies cannot be faster. A group of n ranks is measured while the other ranks wait.
 
 Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Compare
 bandwidths instead, which are defined as in nccl-tests (docs/benchmarks.md)."""

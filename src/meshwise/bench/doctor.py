@@ -300,7 +300,7 @@ def examine_job(*, seconds: float = 10.0) -> DoctorReport:
         report.add(_exchange_in_time(world, 3 * seconds))
     except (RuntimeError, OSError, ValueError) as problem_of_rank:
         report.findings.append(_failure(f"rank {os.environ['RANK']}", problem_of_rank))
-    del store  # until here it stayed open, because the ranks connect through it
+    del store  # it had to stay open until here, because the ranks connect through it
     return report
 
 

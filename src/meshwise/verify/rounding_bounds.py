@@ -83,7 +83,7 @@ class OutputMeanSquares:
         return [name for name, count in self._elements.items() if count]
 
     def mean_squares(self, world: World | None = None) -> dict[str, float]:
-        """Return the mean square of each module by name. With `world`, over all its ranks; every rank then calls it."""
+        """Return the mean square of each module's output by name; with `world`, over all ranks, which all call this."""
         own = {name: (float(square), self._elements[name]) for name, square in self._squares.items()}
         squares: dict[str, float] = defaultdict(float)
         elements: dict[str, int] = defaultdict(int)
@@ -94,7 +94,7 @@ class OutputMeanSquares:
         return {name: squares[name] / count for name, count in elements.items() if count}
 
     def _add(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:  # noqa: ARG002 (a forward hook)
-        if self._left <= 0 or torch.compiler.is_compiling():  # the outputs of whole blocks are measured
+        if self._left <= 0 or torch.compiler.is_compiling():  # of a compiled block only the output is measured
             return
         for tensor in tensors(output):
             if tensor.is_floating_point():
@@ -333,7 +333,7 @@ class VerificationInputs:
 
     def try_out(self, device: torch.device) -> TrialForward:
         """Run the first batch forward twice on one process, on `device`, and return the facts. If the losses differ,
-        run again in eval mode. Raises ValueError if they differ there too. Raises any error of model and loss."""
+        run again in eval mode. Raises ValueError if they differ in eval mode. Raises any error of model and loss."""
         single = ReferenceRun(self.prepared(), device=device, **self.arguments(self.listener()))
         quietly = dataclasses.replace(self, evaluating=True)
         pooled = [name for name, norm in batch_norms(single.model).items() if norm.training]

@@ -45,7 +45,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "node-3": ("#dccdf3", "#4b3a73"),
     "node-4": ("#f5c8c3", "#733a34"),
     "node-5": ("#c3e5e7", "#255659"),
-    # lines, letters and grounds
+    # lines, text and backgrounds
     "ink": ("#1d232c", "#e6e9ee"),
     "inside": ("#10203a", "#0b1220"),
     "faint": ("#5d6673", "#a2abb8"),

@@ -18,9 +18,9 @@ collective turns a tensor of one kind into a tensor of another kind:
     | take             replicated   split        replicate
     | all_to_all       split        split        all_to_all
 
-A call starts the collective along `axes` of `world`, and `.wait()` returns the resulting tensor. Computation between
-the two overlaps with the collective. Its backward overlaps with the conjugate collective, because autograd runs the
-backward of `.wait()` first and the backward of the call last."""
+A call starts the collective along `axes` of `world`, and `.wait()` returns the result. Computation between the call and
+`.wait()` overlaps with the collective. The backward of this computation overlaps with the conjugate collective:
+autograd runs the backward of `.wait()` first and the backward of the call last."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -221,7 +221,7 @@ def _start_gather(x: Tensor, along: _Along, _: _Along) -> Finish:
 
 def _start_reduce_scatter(x: Tensor, along: _Along, _: _Along) -> Finish:
     parts = list(x.split(along.sizes, along.dim))
-    if not all(part.is_contiguous() for part in parts):  # joined parts need one native collective
+    if not all(part.is_contiguous() for part in parts):  # adjacent parts need only one native call
         parts = [to.copy_(part) for to, part in zip(_parts_in(_memory(x, along.world), along), parts, strict=True)]
     into = x.new_empty(parts[along.index].shape)
     return _after(along.world.reduce_scatter(parts, into=into, axes=along.axes), lambda: into)

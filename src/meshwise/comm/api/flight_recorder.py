@@ -95,8 +95,8 @@ def _agreed(kind: str, how: str, shape: tuple[int, ...], dtype: str) -> str:
 
 
 def bus_factor(kind: str, *, ranks: int) -> float:
-    """Return the bytes that each of `ranks` ranks sends in a collective `kind` by the best algorithm, divided by the
-    bytes of the full tensor (in nccl-tests: bus / algorithm bandwidth). 1 for messages, broadcast and reduce."""
+    """Return the bytes that each of `ranks` ranks sends by the best algorithm for `kind`, divided by the bytes of the
+    full tensor. nccl-tests give it as bus bandwidth / algorithm bandwidth. 1 for messages, broadcast and reduce."""
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if kind in _SPLIT else 1.0

@@ -3,8 +3,8 @@
 `streams_of(device)` returns the `Streams` of a device, so callers need no branch by device. `CudaStreams` wraps torch's
 CUDA streams. On every other device each operation is complete when its call returns, so waiting does nothing.
 
-`gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine and this process;
-`use_deterministic_kernels` sets which kernels torch uses in it.
+`gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine and this process.
+`use_deterministic_kernels` limits the kernels that torch uses in this process.
 `generator_states` and `restore_generators` save and restore torch's random generators."""
 
 import contextlib

@@ -4,9 +4,9 @@
     | threads of a process    `ThreadWorld`
     | one rank alone          `TraceWorld`: moves no data, and records the calls of this rank in a world of any size
 
-The public methods are implemented in this file only. They find the group of the axes, return at once for a group of
-one rank, check sizes and record the call. Then they call the implementation's `_move`, or its method of the same name
-with a leading underscore. So records, counts and hang reports mean the same in every implementation.
+The public methods are implemented in this file only. A method finds the group of the axes, returns at once for a group
+of one rank, checks sizes and records the call. Then the method calls the subclass's `_move`, or the subclass's method
+of the same name with a leading underscore. So records, counts and hang reports mean the same in every subclass.
 
 `EmulatedLink` emulates a slow network between ranks that share a host: each wait ends no earlier than on that network.
 A rank has one link with a bandwidth and a delay. The link carries the transfers of a rank one after another, and the
@@ -191,7 +191,7 @@ class Work:
         """Complete the collective."""
         if self._at_wait is None:
             raise RuntimeError("an earlier wait for this collective raised, so its result is not complete")
-        finish, self._at_wait = self._at_wait, None  # it may hold copies of tensors
+        finish, self._at_wait = self._at_wait, None  # `finish` may hold copies of tensors
         finish()
 
 
@@ -263,8 +263,8 @@ class World(abc.ABC):
         not need it. A second call does nothing. Raises RanksDisagree when the ranks called different collectives."""
 
     def group(self, axes: Axes) -> Group:
-        """Return this rank's group along `axes`, in any order of the names. The `axes` of the group are in mesh order,
-        without axes of one rank (unless all are). Raises ValueError for a name that the mesh does not have."""
+        """Return this rank's group along `axes`, for any order of the names. `Group.axes` are in mesh order; axes of
+        one rank are left out, unless all have one rank. Raises ValueError for a name that the mesh does not have."""
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         known = self._groups.get(wanted)
         if known is None:
@@ -501,9 +501,9 @@ class World(abc.ABC):
         raise NotImplementedError
 
     def _meet_to_close(self) -> None:
-        """Block until every rank has called this method. The call has a kind of its own, `close`. So a rank that closes
-        while others call a collective is reported. Raises RanksDisagree if the ranks of a group have called different
-        collectives and no error was raised for it."""
+        """Block until every rank has called this method. The record of the call has the kind `close`, so a rank that
+        closes while others call a collective is reported. Raises RanksDisagree if the ranks of a group have called
+        different collectives, and no error was raised so far."""
         group = self.group(self.mesh.names)
         record = self._new_record("close", group, ())
         with self.flight_recorder.waiting(record):

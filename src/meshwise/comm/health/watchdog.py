@@ -1,7 +1,7 @@
 """Watch over a rank with a thread, and end a job that hangs with one report.
 
 The thread of each rank reads the rank's flight recorder. The threads exchange messages through the job's store, which
-works when collectives do not. They need no help from the main thread, which may be blocked for good in C++.
+works when collectives do not. A thread needs no help from the main thread, which may be blocked in C++.
 
     | event                                 action of the watchdog
     | every beat (about 1 s)                store that this rank lives; answer a new survey; look for the declared end
@@ -63,7 +63,7 @@ class RankAnswer:
     """Answer of one rank to a survey.
 
     | process   `process PID on HOST`
-    | waiting   call in which the rank is blocked; None if it is not blocked, and on a GPU, where no wait blocks it
+    | waiting   call that blocks the rank; None if no call does, and on a GPU, where a wait blocks only the stream
     | waited    seconds in that call; on a GPU, seconds since the last call; 0 if the rank does not wait
     | recent    last calls of the rank, oldest first; on a GPU any of these calls may be the one that does not complete
     | counts    number of calls so far on each line (`CallLine`)

@@ -434,7 +434,7 @@ class TraceWorld(World):
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
         for index, x in take.items():
-            if x.is_meta and len(take) > 1:  # a rehearsal counts an operation for a message, and none for parts
+            if x.is_meta and len(take) > 1:  # a rehearsal counts one operation for a message, none for parts
                 break
             if index == group.index:
                 x.copy_(give[index])

@@ -80,7 +80,7 @@ def fork_server_from_here() -> None:
 
 @contextlib.contextmanager
 def _terminal_signals_blocked() -> Iterator[None]:
-    """Block the signals of the terminal inside the block; processes started there inherit this."""
+    """Block the signals of the terminal while the context is active; processes started meanwhile inherit the mask."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
     try:
         yield

@@ -7,8 +7,8 @@ by their default action. A rank ends by `os._exit`, because torch's threads may 
     |   start-0/  0  1  …        a pickled `RankOutcome` of each rank, for each start of the ranks
     |   logs/                    log files of torch's launcher
 
-Unlike an exit status or a pipe, a file is complete even if the process dies right afterwards. It holds the time of the
-error, from which the first of several errors is known. `results` and `first_error` read the files for `run`."""
+Unlike an exit status or a pipe, a file is complete even if the process dies right afterwards. The file has the time of
+the error, so the first of several errors is known. `results` and `first_error` read the files for `run`."""
 
 import atexit
 import functools

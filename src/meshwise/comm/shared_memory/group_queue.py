@@ -158,7 +158,7 @@ class QueuedCall(Work):
     """One collective as this rank calls it: the tensors that other ranks use, and this rank's part of the work.
 
     | gives       tensors of this rank that other ranks read, and in some collectives write
-    | in_payload  True if the board has a copy of the contents of `gives`; the tensors are then free once it is posted
+    | in_payload  True if the board has a copy of the contents of `gives`, so the tensors are free once it is posted
     | needs       group indices of the ranks that must have posted before `act` can run
     | users       group indices of the ranks that use this rank's tensors in their `act`
     | joint       name of the joint tensor that this rank has written to (`JointTensors.name`), instead of `gives`; or 0

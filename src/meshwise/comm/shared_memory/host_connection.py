@@ -70,12 +70,12 @@ class _TimeSpan(ctypes.Structure):
 
 _PROOF_WORD = 1
 
-# Number of polls of a condition, then number of polls after a yield each, because another rank may need this core.
+# Number of polls of a condition, then number of polls that each follow a yield: another rank may need this core.
 _LOOKS = 10
 _YIELDS = 30
 
-# How long to sleep before this rank looks for ended ranks. It must be short: a launcher that notices an ended rank soon
-# ends all ranks, and each should report the loss first. The second number is for ranks with calls that may become due.
+# How long to sleep before this rank looks for ended ranks. It must be short: a launcher ends all ranks soon after one
+# has ended, and each should report the loss first. The second number is for ranks with calls that may become due.
 _SLEEP_SECONDS = 0.005
 _LATER_SECONDS = 0.001
 
