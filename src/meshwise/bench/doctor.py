@@ -54,7 +54,7 @@ _RETRY_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """A finding. `problem`: ranks cannot train until it is solved. `note`: they can train, but perhaps slower."""
+    """A finding. `problem`: ranks cannot train until it is solved. `note`: some jobs may be slow, or fail."""
 
     level: Literal["note", "problem"]
     what: str

@@ -1,8 +1,8 @@
 """Describe how a launcher started the processes of a job, and find out whether a process has ended.
 
-torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; `launched_rank` reads and checks them. If one is missing,
-`launched_rank` raises: each process would otherwise run alone, as a world of one rank. `JobAttempt` says how often the
-launcher has started the ranks again after a failure.
+torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; `launched_rank` reads and checks them. If only some are
+set, `launched_rank` raises: each process would otherwise run alone, as a world of one rank. `JobAttempt` says how often
+the launcher has started the ranks again after a failure.
 
 `has_ended` looks for a PID. If another process has taken over the PID, `has_ended` returns False; the watchdog finds
 the lost rank later. `lost` makes the exception for a rank that ended."""

@@ -146,8 +146,8 @@ y, or works in place on one of them. Both tensors have the size of the gathered 
 
 def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
     """Return torch's gloo collectives among the first `size` ranks, by name: all_reduce, all_gather, reduce_scatter,
-    broadcast. The mapping is empty on the other ranks, and in a job without a store (one rank). All `size` ranks call
-    this function, on one host. Raises RuntimeError when gloo cannot connect the ranks."""
+    broadcast. The mapping is empty on the other ranks, and in a job of one rank. Every rank of the world calls this
+    function, and all ranks are on one host. Raises RuntimeError when gloo cannot connect the ranks."""
     store = job_store()
     if store is None or world.rank >= size:
         return {}
