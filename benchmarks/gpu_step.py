@@ -139,7 +139,7 @@ def measured(step: Step, *, device: torch.device, steps: int) -> dict[str, float
     """Return seconds of a step, and the peak of memory in bytes."""
     streams = streams_of(device)
     if streams.memory is not None:
-        streams.memory.forget_peak()
+        streams.memory.reset_peak()
     streams.synchronize()
     begun = time.perf_counter()
     for _ in range(steps):

@@ -77,7 +77,7 @@ def test_a_value_that_is_no_batch_is_refused(batch: Any, message: str) -> None:
 
 @pytest.mark.parametrize("start, stop", [(-1, 2), (3, 2), (0, 5)])
 def test_rows_beyond_the_batch_are_refused(start: int, stop: int) -> None:
-    with pytest.raises(ValueError, match=f"rows {start} to {stop} of a batch of 4 rows"):
+    with pytest.raises(ValueError, match=f"no rows {start} to {stop} in a batch of 4 rows"):
         take_rows(torch.ones(4), start=start, stop=stop)
 
 

@@ -248,7 +248,7 @@ def test_ranks_of_a_host_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="LOCAL_RANK is not set, and 4 GPUs are here: each rank would take the first"):
+    with pytest.raises(ValueError, match="LOCAL_RANK is not set on a host with 4 GPUs: each rank would take the first"):
         process_world.default_device()
     monkeypatch.setenv("SLURM_LOCALID", "2")
     assert process_world.default_device() == torch.device("cuda", 2)

@@ -125,7 +125,7 @@ ALL = [entry(rank) for rank in range(4)]
         ([*ALL, entry(1)], "rank 1 answered the roll call more than once"),
         (
             [*ALL[:3], entry(3, size=8)],
-            "the ranks differ about the size of the world: 4 on ranks 0,1,2 and 8 on rank 3",
+            "the ranks differ in the size of the world: 4 on ranks 0,1,2 and 8 on rank 3",
         ),
         ([*ALL[:3], entry(3, torch="2.11.0")], "the ranks differ in torch: 2.13.0 on ranks 0,1,2 and 2.11.0 on rank 3"),
         ([*ALL[:3], entry(3, meshwise="2")], "the ranks differ in meshwise: 1 on ranks 0,1,2 and 2 on rank 3"),

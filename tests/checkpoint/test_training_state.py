@@ -122,7 +122,7 @@ def test_the_random_generator_of_a_rank_comes_back_to_it(tmp_path: Path) -> None
         ({}, {"module": model(width=8)}, "0.weight has the shape (6, 6) in the checkpoint and (8, 6) in the model"),
         ({}, {"module": nn.Sequential(nn.Linear(6, 6))}, "has parameters that the model has not: 1.bias, 1.weight"),
         ({}, {"module": nn.Sequential(*model().children(), nn.Linear(6, 6))}, "lacks parameters that the model has"),
-        ({}, {"optimizer": torch.optim.Adagrad}, "saved with the optimizer AdamW, and this one is Adagrad"),
+        ({}, {"optimizer": torch.optim.Adagrad}, "saved with the optimizer AdamW, but this one is Adagrad"),
         ({"dtype": torch.float64}, {}, "cannot hold all its values"),
         ({}, {"options": Options(parameter_options=lambda *_: {})}, "share a group of the optimizer and were saved"),
     ],

@@ -10,7 +10,7 @@ import torch
 from joined_worlds import joined
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall, RanksDisagree
-from meshwise.comm.api.world import World, require_same
+from meshwise.comm.api.world import World, raise_difference
 from meshwise.testing import run
 from script_processes import ended_ranks
 from warm_processes import Processes
@@ -46,9 +46,9 @@ def test_calls_that_are_no_longer_kept_are_reported() -> None:
     line = CallLine((0, 1))
     last = PlacedCall(CallRecord(5, "barrier", ("rank",), (), "", 0, "here"), line, 5)
     with pytest.raises(RanksDisagree, match="before the calls that are still kept"):
-        require_same({rank: ([last], {line: 6}) for rank in line.ranks})
+        raise_difference({rank: ([last], {line: 6}) for rank in line.ranks})
     with pytest.raises(RanksDisagree, match="rank 0 6, rank 1 5; the last of rank 0 is long ago"):
-        require_same({0: ([], {line: 6}), 1: ([], {line: 5})})
+        raise_difference({0: ([], {line: 6}), 1: ([], {line: 5})})
 
 
 LEAVES_IT_TO_THE_EXIT = """

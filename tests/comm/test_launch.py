@@ -182,7 +182,7 @@ def test_the_error_of_the_rank_that_failed_is_raised_with_its_traceback(raised: 
 def test_a_rank_that_ends_without_a_word_is_named(raised: dict[str, list[str]]) -> None:
     words, note, advice = raised["RankKilledError"]
     assert words == "rank 1 of 2 ended without an exception, killed by SIGKILL"
-    assert "rank 0 then met: rank 1 was lost in #0 barrier[rank]" in note
+    assert "rank 0 then failed: rank 1 was lost in #0 barrier[rank]" in note
     assert "when memory runs out" in advice
 
 
@@ -349,12 +349,12 @@ def test_a_way_to_join_ranks_that_there_is_not_is_refused(monkeypatch: pytest.Mo
 
 def test_an_environment_that_says_nothing_leaves_it_to_where_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWISE_COMM", "")
-    assert connecting.asked_comm() == "auto"
+    assert connecting.comm_from_environment() == "auto"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="device='cuda:1', and torch finds no GPU here"):
+    with pytest.raises(ValueError, match="device='cuda:1', but torch finds no GPU here"):
         connect(device="cuda:1")
 
 

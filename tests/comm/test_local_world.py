@@ -226,8 +226,8 @@ def must_share(world: World, name: str) -> str:
     found = job_store()
     assert found is not None
     with (
-        mock.patch.object(store_module, "host_name", return_value=str(world.rank)),
-        pytest.raises(ValueError, match="comm=local, and the ranks cannot share memory: they are on sev") as caught,
+        mock.patch.object(store_module, "host_identity", return_value=str(world.rank)),
+        pytest.raises(ValueError, match="comm=local, but the ranks cannot share memory: they are on sev") as caught,
     ):
         process_world(world.device, store=PrefixStore(name, found), comm="local")
     return str(caught.value)

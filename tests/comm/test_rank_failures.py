@@ -23,12 +23,12 @@ from meshwise.comm.api.job_processes import JobAttempt, RankKilledError, RankLos
 from meshwise.comm.health.watchdog import Watchdog
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import cores
-from meshwise.comm.launch.rank_process import RankOutcome, asked_threads
+from meshwise.comm.launch.rank_process import RankOutcome, threads_from_environment
 from meshwise.comm.shared_memory import host_connection
 
 pytestmark = pytest.mark.processes
 
-NO_RESULT = "of 2 ended with exit status 0 and no result; code there calls os._exit, or C's exit"
+NO_RESULT = "of 2 ended with exit status 0 and no result; some code called os._exit, or C's exit"
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -187,7 +187,7 @@ def test_a_killed_rank_is_named_by_the_launcher_and_by_the_other(main: Any, who:
     with pytest.raises(RankKilledError) as caught:
         run(2, main)
     assert str(caught.value) == f"rank {who} of 2 ended without an exception, killed by SIGKILL"
-    assert caught.value.__notes__[0].startswith(f"rank {1 - who} then met: rank {who} was lost in {call}")
+    assert caught.value.__notes__[0].startswith(f"rank {1 - who} then failed: rank {who} was lost in {call}")
 
 
 def one_exits_in_a_group(world: World) -> None:
@@ -223,7 +223,7 @@ def test_such_a_rank_is_a_failure_after_which_all_are_started_again(capfd: pytes
 )
 def test_threads_are_read_as_openmp_reads_them(said: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", said)
-    assert asked_threads() == threads
+    assert threads_from_environment() == threads
 
 
 @pytest.mark.parametrize("said", ["abc", "-1", "0", "nan", ""])

@@ -213,9 +213,9 @@ def gather_and_scatter(world: World) -> None:
             view.scatter(parts, into=back, axes=axes, source=root).wait()
             equal(back, own)
             if here:
-                with pytest.raises(ValueError, match="the target of a gather passes `into`; here it is None"):
+                with pytest.raises(ValueError, match="the target of a gather must pass `into`, but passed None"):
                     view.gather(own, into=None, axes=axes, target=root)
-                with pytest.raises(ValueError, match="the source of a scatter passes `x`; here it is None"):
+                with pytest.raises(ValueError, match="the source of a scatter must pass `x`, but passed None"):
                     view.scatter(None, into=back, axes=axes, source=root)
             whole = torch.zeros(2 * group.size) if here else None
             view.gather(values(world.rank, 2), into=whole, axes=axes, target=root).wait()

@@ -239,7 +239,7 @@ def test_state_is_loaded_under_another_plan(tmp_path: Any) -> None:
     later = run(4, functools.partial(train, plan="dp=2 tp=2 zero=1", begin=2, end=3))
     agree(later[0], expected("muon", tied=False)[2:], bound=1e-9)
     other = parallelize(functools.partial(build, tied=False), "dp=1", loss=next_token_loss, **TRAININGS["sgd and lamb"])
-    with pytest.raises(ValueError, match="saved with the optimizer Muon and AdamW, and this one is LAMB and SGD; use"):
+    with pytest.raises(ValueError, match="saved with the optimizer Muon and AdamW, but this one is LAMB and SGD; use"):
         other.load(tmp_path / "saved")
 
 

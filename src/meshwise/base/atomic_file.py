@@ -27,7 +27,7 @@ def is_read_only(path: Path) -> bool:
 
 def write_whole(path: Path, *, write: Callable[[Path], object], aside: Path | None = None) -> None:
     """Replace the file at `path` by the file that `write(temporary_path)` writes. After an OSError the old file stays,
-        unless it was overwritten in place (see the table above).
+    unless it was overwritten in place (see the table of this module).
 
     aside: the temporary path, by default a new name in the same folder. Give a fixed path for a large file with one
     writer at a time: if a writer is killed, the next writer overwrites the incomplete file."""

@@ -49,7 +49,7 @@ class MeshGrid(NamedTuple):
 class Mesh:
     """Named axes with their degrees, outermost first; the last axis varies fastest over the ranks.
 
-    `joint`: names of several axes together, or of none, each with its axes.
+    `joint`: pairs of the name of a joint axis and its axes, which may be none.
 
     Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, and for a degree
     that is not a positive integer."""
@@ -92,7 +92,7 @@ class Mesh:
     def expand(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return the axes with each joint axis replaced by its axes, in the order of the mesh.
 
-        Raises ValueError for a name that the mesh lacks."""
+        Raises ValueError for a name that the mesh does not have."""
         joint, wanted = dict(self.joint), set()
         for name in axes:
             if name not in joint and name not in self.names:
@@ -134,10 +134,10 @@ class Mesh:
         return rank
 
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
-        """Return `rank` and all ranks whose coordinates differ from it only along `axes`.
+        """Return `rank` and all ranks whose coordinates differ from it only along `axes`, in ascending order.
 
-        They are in ascending order, for any order of `axes`, so every rank of the group gets the same tuple.
-        Raises ValueError for an unknown axis or rank."""
+        So every rank of the group gets the same tuple, for any order of `axes`. Raises ValueError for an unknown axis
+        or rank."""
         axes = self.expand(axes)
         index = tuple(slice(None) if name in axes else place for name, place in self.coordinate(rank).items())
         return tuple(np.arange(self.size).reshape(self._shape)[index].flatten().tolist())
@@ -166,7 +166,7 @@ class Mesh:
             yield MeshGrid(title, head, _elide(rows, _TALLEST_GRID, ["…"]))
 
     def picture(self) -> str:
-        """Return a text drawing of the first of `grids`."""
+        """Return a text drawing of the first three `grids`."""
         grids, lines = list(self.grids()), list[str]()
         for grid in grids[:_MOST_GRIDS]:
             table = [grid.head] * bool(grid.head) + grid.rows

@@ -4,7 +4,7 @@ All ranks measure at the same time, because they also share caches, memory and l
 timed over a grid of shapes, and their efficiency by shape is fitted by three constants (see `MatmulEfficiency`). Most
 other numbers are medians over all rounds of all ranks.
 
-On a CPU the processor time of the rank is measured, so other programs on the core do not change the result."""
+On a CPU operations are timed by the processor time of the calling thread, which other programs do not change."""
 
 import functools
 import itertools
@@ -47,11 +47,11 @@ class CalibrationEffort:
     sizes: tuple[int, ...] = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26)
     """Bytes that operations and collectives move."""
     rounds: int = 5
-    """Number of times that every measurement is repeated; the median counts."""
+    """Number of times that every measurement is repeated; the result is the median."""
 
 
 def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) -> Cluster:
-    """Measure this machine with all ranks; every rank calls it. On CPUs the ranks keep freed memory afterwards."""
+    """Measure this machine with all ranks, and return a `Cluster`. On CPUs the ranks keep freed memory afterwards."""
     keep_freed_memory_of_rank(world)  # as a trainer does
     seconds = _Stopwatch(world, rounds=effort.rounds)
     dtypes = [torch.float32] if world.device.type == "cpu" else [torch.float32, torch.bfloat16, torch.float16]

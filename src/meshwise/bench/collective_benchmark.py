@@ -7,12 +7,11 @@
     |           caches of the library measured before would disturb the sample
     | result    the time of the slowest rank: median and minimum over the rounds
 
-Every size is also measured as a copy within each rank's memory, the fastest that the machine can be at that moment.
-A group of n ranks is measured alone, while the other ranks wait.
+Every size is also measured as a `copy`, which is no collective: all ranks copy a tensor within their own memory at the
+same time. A collective that copies cannot be faster. A group of n ranks is measured while the other ranks wait.
 
-Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. The bandwidths
-of nccl-tests in docs/benchmarks.md can. `copy` is no collective: all ranks copy a tensor within their own memory
-at the same time, which bounds the speed of an exchange between them."""
+Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Compare
+bandwidths instead, which are defined as in nccl-tests (docs/benchmarks.md)."""
 
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,10 +47,10 @@ COPY = "copy"
 class Measurement:
     """Measured times of one collective, at one size of the full tensor, in one group of ranks.
 
-    | kind      name of the collective, a key of `CALLS`
-    | seconds   of one call on the slowest rank: the median and the minimum over all rounds
-    | on        `ordinary` tensors; `shared` tensors of `World.empty`; one `joint` tensor of `World.shared_empty` for
-    |           all ranks; or `gloo`, torch's collectives over gloo on ordinary tensors"""
+    | kind        name of the collective, a key of `CALLS`
+    | …_seconds   of one call on the slowest rank: the median and the minimum over all rounds
+    | on          `ordinary` tensors; `shared` tensors of `World.empty`; one `joint` tensor of `World.shared_empty` for
+    |             all ranks; or `gloo`, torch's collectives over gloo on ordinary tensors"""
 
     kind: str
     ranks: int
@@ -165,11 +164,11 @@ def _gather_in_place(world: World, _: Tensor, y: Tensor) -> list[Work]:
 
 
 def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
-    """Make the measurements of `sweep`, and of a copy at every size. Every rank of the world calls it.
+    """Make and return the measurements of `sweep`, and of a copy at every size. Every rank of the world calls this.
 
     A group of n ranks is the ranks 0 … n-1. A rank gets the measurements of its groups, so rank 0 gets all. Sizes are
-    rounded down to a multiple of n floats, but at least n. Memory and collectives that the world lacks are left out.
-    Raises ValueError as `SizeSweep.check` does."""
+    rounded down to a multiple of n floats, but at least n. Kinds of memory, and collectives, that this world does not
+    have are left out. Raises ValueError as `SizeSweep.check` does."""
     sweep.check(world_size=world.size)
     measurements: list[Measurement] = []
     for n in sweep.groups:

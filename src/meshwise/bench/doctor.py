@@ -30,7 +30,7 @@ from meshwise.bench.machine import Machine, machine_facts
 from meshwise.comm import World, connect, run
 from meshwise.comm.api.flight_recorder import ranks_text
 from meshwise.comm.api.job_processes import launch_error
-from meshwise.comm.launch.rank_process import asked_threads
+from meshwise.comm.launch.rank_process import threads_from_environment
 from meshwise.comm.network.job_store import RollCallEntry, is_opened_by_launcher, roll_call
 
 _SHARED_MEMORY = 1 << 30
@@ -54,7 +54,7 @@ _RETRY_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """A finding. `problem`: ranks cannot train until it is solved. `note`: they can train here, maybe not elsewhere."""
+    """A finding. `problem`: ranks cannot train until it is solved. `note`: some jobs may be slow, or fail."""
 
     level: Literal["note", "problem"]
     what: str
@@ -100,7 +100,7 @@ def examine_machine(machine: Machine, *, ranks: int) -> Iterator[MachineFinding]
         )
     if machine.open_files < _OPEN_FILES:
         yield note(f"{machine.open_files} open files allowed; many ranks need more", remedy=f"ulimit -n {_OPEN_FILES}")
-    threads = asked_threads() or 1
+    threads = threads_from_environment() or 1
     if ranks * threads > machine.cores and not machine.gpus:
         yield note(
             f"{ranks} ranks of {threads} threads share {machine.cores} cores",
@@ -139,7 +139,7 @@ def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: f
     missing = sorted(set(range(size)) - set(ranks))
     if len(sizes) > 1:
         yield problem(
-            f"the ranks differ about the size of the world: {_in_words(sizes)}",
+            f"the ranks differ in the size of the world: {_in_words(sizes)}",
             remedy="start torchrun with the same --nnodes and --nproc-per-node on every machine",
         )
     elif missing:
@@ -208,7 +208,7 @@ def check_port(port: int) -> MachineFinding | None:
 
 
 def exchange_messages(world: World) -> PairMessages:
-    """Exchange messages between all ranks, and return the times and problems of all ranks. Every rank calls it."""
+    """Exchange messages between all ranks, and return times and problems. Every rank calls this function."""
     findings: list[MachineFinding] = []
     links: list[PairLink] = []
     for distance in range(1, world.size):
@@ -283,8 +283,8 @@ def examine_local_ranks(*, ranks: int | None = None, seconds: float = 30.0) -> D
 
 
 def examine_job(*, seconds: float = 10.0) -> DoctorReport:
-    """Examine this machine as one rank of a job under torchrun. Every rank calls it. Reaching the store and the roll
-    call may take `seconds` each; connecting and exchanging messages may take three times as long each."""
+    """Examine this machine as one rank of a job under torchrun. Every rank calls this function. Reaching the store and
+    the roll call may take `seconds` each; connecting and exchanging messages may take three times as long each."""
     machine = machine_facts()
     if (error := launch_error(os.environ)) is not None:
         return DoctorReport(machine, [problem(error[0], remedy=error[1])])
@@ -300,7 +300,7 @@ def examine_job(*, seconds: float = 10.0) -> DoctorReport:
         report.add(_exchange_in_time(world, 3 * seconds))
     except (RuntimeError, OSError, ValueError) as problem_of_rank:
         report.findings.append(_failure(f"rank {os.environ['RANK']}", problem_of_rank))
-    del store  # until here it stayed open, because the ranks connect through it
+    del store  # it had to stay open until here, because the ranks connect through it
     return report
 
 

@@ -32,9 +32,11 @@ class Machine:
     | software          pairs of name and version; all ranks of a job should have equal versions
     | cores             number of CPU cores that this process may use
     | memory            main memory, or the limit of the control group (cgroup) if that is smaller
+    | shared_memory     size of /dev/shm, or 0
     | gpus              one line of text for each CUDA device that torch sees
     | gpus_of_driver    number of GPUs that nvidia-smi lists
-    | topology          output of `nvidia-smi topo --matrix`; empty without GPUs"""
+    | topology          output of `nvidia-smi topo --matrix`; empty without GPUs
+    | open_files        number of files that this process may have open at once"""
 
     software: tuple[tuple[str, str], ...]
     processor: str

@@ -235,7 +235,7 @@ class CheckpointReader:
 
 
 def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World) -> None:
-    """Fill the slices that this rank needs from a checkpoint. Every rank calls it.
+    """Fill the slices that this rank needs from a checkpoint. Every rank calls this function.
 
     Raises ValueError on every rank if one rank has a slice that cannot be loaded; then no slice is filled. Raises
     DamageError on every rank for damage or an OSError; some slices may then be filled."""
@@ -245,10 +245,10 @@ def fill(index: CheckpointIndex, *, needed: Sequence[StoredSlice], world: World)
 
 
 def on_all_ranks(act: Callable[[], _T], *, world: World) -> _T:
-    """Return the result of `act` on this rank. Every rank calls it. If `act` fails on one rank, every rank raises.
+    """Return the result of `act` on this rank. Every rank calls this function.
 
-    If `act` raises DamageError or OSError on any rank, raises DamageError with the damage of all ranks. Otherwise
-    raises the first rank's ValueError. Any other error is raised on its own rank alone."""
+    If `act` raises DamageError or OSError on any rank, every rank raises DamageError with the damage of all ranks. Else
+    every rank raises the first rank's ValueError, if there is one. A rank raises any other error alone."""
     result: list[_T] = []
     damages: tuple[Damage, ...] = ()
     problem = ""
@@ -285,7 +285,7 @@ _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
     """Return (path, index) of each checkpoint of a root, newest first; then (path, error) of each damaged index.
 
-    A root that is a checkpoint itself is the only one."""
+    If `root` is a checkpoint itself, return only this one."""
     found: list[tuple[Path, CheckpointIndex | DamageError]] = []
     inside = root.iterdir() if root.is_dir() else ()
     for path in [root] if is_checkpoint(root) else sorted(filter(is_checkpoint, inside), reverse=True):
@@ -297,7 +297,7 @@ def checkpoints(root: Path) -> list[tuple[Path, CheckpointIndex | DamageError]]:
 
 
 def newest_valid(root: Path, *, without: Collection[Path] = ()) -> tuple[Path | None, list[Damage]]:
-    """Return the newest checkpoint whose index and file sizes are right, and the damages of all damaged indices.
+    """Return the newest checkpoint whose index and file sizes are right, or None; and the damages of damaged indices.
 
     Folders in `without` are skipped. The data is not read here: loading compares it with the checksums."""
     found = [(path, index) for path, index in checkpoints(root) if path not in without]
@@ -353,9 +353,9 @@ def is_checkpoint(path: Path) -> bool:
 def prune(root: Path, *, keep_last: int) -> list[Path]:
     """Keep the `keep_last` newest valid checkpoints, remove all older ones, and return the removed paths.
 
-    Only checkpoints whose name ends with a number are counted and removed: `best` stays beside step-100. They are valid
-    if their index and the sizes of their files are right. Others count as the oldest. Partial folders older than the
-    newest valid checkpoint are removed too. Raises ValueError for `keep_last` below 1. Raises OSError."""
+    Only checkpoints whose name ends with a digit are counted and removed: `best` stays beside step-100. A checkpoint is
+    valid if its index and the sizes of its files are right; a damaged one counts as older than all valid ones. Partial
+    folders older than the newest valid checkpoint are removed too. Raises ValueError for `keep_last` < 1, OSError."""
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last}: give at least 1")
     valid: list[Path] = []

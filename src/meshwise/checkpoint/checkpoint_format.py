@@ -17,8 +17,8 @@ bytes; it does not protect against deliberate changes of both data and checksum.
 
 A safetensors file (https://huggingface.co/docs/safetensors) begins with eight bytes, the length of its header. Then
 come a JSON table of dtypes, shapes and offsets, and the bytes of the tensors. The safetensors library writes all
-tensors of a file at once, which doubles the memory of a rank's share. And it does not return the offset of a tensor in
-the file. So `header` makes headers before any tensor is there. The library only checks the headers of files to read.
+tensors of a file at once, which doubles the memory of a rank's share. The library also does not return the offset of a
+tensor in the file. So `header` makes headers before the tensors exist; the library only checks the files to read.
 `DTYPES` and `dtype_name` convert dtypes."""
 
 import json
@@ -68,7 +68,7 @@ class DamageError(RuntimeError):
 
 
 class SaveError(RuntimeError):
-    """Error for a checkpoint that was not written; the message says which ranks failed, and why. Older ones stay."""
+    """Error for a checkpoint that was not written; it names the failed ranks and reasons. Older checkpoints stay."""
 
 
 LENGTH_BYTES = 8

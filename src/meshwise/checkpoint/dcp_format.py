@@ -6,8 +6,8 @@
     | optimizer.state.NAME.step                 optimizer.state.NAME.step        scalar/step/NAME
     | optimizer.param_groups.0.lr, .params      optimizer.param_groups.NAME.lr   extra["groups"]
 
-DCP does not say which tensors of the model are buffers: an import names all of them `parameter/NAME`, and a load finds
-buffers there. Both directions hold one tensor in memory, and a buffer."""
+DCP does not say which tensors of the model are buffers. So an import names all tensors `parameter/NAME`, and a load
+looks for buffers there too. Import and export have one tensor in memory at a time, and a staging buffer."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ _Stored: TypeAlias = Mapping[tuple[str, ...], DcpEntry]
 def import_dcp(folder: str | Path, *, into: str | Path) -> CheckpointIndex:
     """Write the model and the optimizer's state of a DCP folder as the checkpoint `into`, and return its index.
 
-    `folder` may hold folders of DCP instead, one with the model and one with the optimizer, as accelerate writes them.
+    `folder` may instead contain two DCP folders, one of the model and one of the optimizer, as accelerate writes them.
     Other values are left out. The largest `step` of the optimizer becomes the number of steps: `Trainer.load` returns
     {"steps": number}.
 
@@ -51,9 +51,9 @@ def import_dcp(folder: str | Path, *, into: str | Path) -> CheckpointIndex:
     trained = {*(name for name, _ in state), *(name for group in groups for name in group["names"])}
     if unknown := sorted(trained - model.keys()):
         raise ValueError(
-            f"{folder} has optimizer state for {unknown[0]!r}, and no such tensor of the model. In place of the "
-            "numbers of optimizer.state_dict(), save get_optimizer_state_dict(model, optimizer), from "
-            "torch.distributed.checkpoint.state_dict"
+            f"{folder} has optimizer state for {unknown[0]!r}, but no such tensor of the model. Do not save "
+            "optimizer.state_dict(), which numbers the parameters: save get_optimizer_state_dict(model, optimizer), "
+            "from torch.distributed.checkpoint.state_dict"
         )
     # State of another shape than its parameter is a number, such as `step`; a parameter may be one number too.
     numbers = {key for (name, key), entry in state.items() if entry.shape != model[name].shape}
@@ -119,9 +119,9 @@ def export_dcp(
     number of processes. Parameters have the dtype of their masters.
 
     | torchtitan   write the keys of torchtitan
-    | average      write the average of the parameters that `Trainer.average` kept, in their place
+    | average      write the averages that `Trainer.average` kept, in place of the parameters
 
-    Raises FileExistsError if `into` is not empty, ValueError for `average` without one, DamageError, OSError."""
+    Raises FileExistsError if `into` is not empty, ValueError if the checkpoint has no average; DamageError, OSError."""
     checkpoint, into = Path(checkpoint), Path(into)
     if into.exists() and any(into.iterdir()):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(into))

@@ -6,8 +6,8 @@
     model.safetensors.index.json                   {"weight_map": {tensor: file}}
 
 `read_pretrained` returns an index of the full tensors in the files, so each rank can load only its rectangles, under
-any plan. The files have no checksums. Tensors keep the model's names; only tensors for single experts are read into
-fused experts. Nothing is transposed.
+any plan. The files have no checksums. Tensors keep the model's names, but the tensors of single experts also become
+parts of fused experts. No tensor is transposed.
 
     | exported model    files                                                  read back by
     | of transformers   model.safetensors (or parts), config.json              from_pretrained of its class
@@ -15,8 +15,8 @@ fused experts. Nothing is transposed.
     | of PEFT, merged   the files of its base model                            from_pretrained of the base's class
     | any other         model.safetensors (or parts)                           the function that builds the model
 
-An export writes its files to a folder beside the target. They are moved into the target only if the model that is read
-back has the logits of the saved one. So a failed export leaves nothing."""
+An export writes its files to a folder beside the target, and reads the model back. Only if that model has the logits of
+the saved model, the files are moved into the target. So a failed export leaves nothing."""
 
 import contextlib
 import errno
@@ -138,9 +138,9 @@ def _files(folder: Path) -> list[str]:
 def with_model_names(
     index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = ""
 ) -> tuple[CheckpointIndex, list[str]]:
-    """Return the index in which each tensor of the model is also listed under its first name, and sorted unused names.
+    """Return an index and the sorted unused names: names of tensors in the files that the model does not have.
 
-    An unused name is the name of a tensor in the files that the model lacks.
+    In the index each tensor of the model is also listed under its first name.
 
     | names   all names of each parameter or buffer of the model, by its first name
     | base    prefix of the base model, such as `transformer`; "" for none. A folder without the head has `h.0` for
@@ -192,11 +192,11 @@ def export(
     `build` makes the module that was trained. Both models run on the same random tokens, unsplit, on the CPU.
 
     | merge     add the adapters of a PEFT model to its base model, and write this model
-    | average   write the average of the parameters that `Trainer.average` kept, in their place
+    | average   write the averages that `Trainer.average` kept, in place of the parameters
 
     Raises ValueError if `build` makes another model, or a model that does not compute logits from tokens alone, for
     `merge` without adapters, and for `average` without an average. Raises FileExistsError if `into` holds a model
-    already. Raises ExportError if the logits differ, DamageError, OSError. In all these cases nothing is written."""
+    already, ExportError if the logits differ; also DamageError and OSError. After an error `into` is unchanged."""
     folder, into = Path(folder), Path(into)
     for name in (WHOLE, PARTS, ADAPTER):
         if (into / name).exists():
@@ -240,7 +240,7 @@ def averaged(index: CheckpointIndex) -> CheckpointIndex:
 
 @contextlib.contextmanager
 def _written_when_whole(folder: Path) -> Iterator[Path]:
-    """Yield a new folder beside `folder`; move its files there after the block, or remove them after an error."""
+    """Yield a new folder beside `folder`. After the block move its files into `folder`; after an error remove them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix = f"{folder.name}.partial-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent, ignore_cleanup_errors=True) as new:

@@ -2,9 +2,9 @@
 
 parameter, optimizer, scalar, number, whole,     first words of tensors' names (data_parallel.stored_slices)
 reduction, buffer
-replica/2/parameter, replica/2/optimizer, …      under a `sync` across steps: of replica 2; the names above: the mean
-rank/3/random                                    the random generators of rank 3; loaded only under the same plan
-                                                 on the same number of ranks
+replica/2/parameter, replica/2/optimizer, …      under a `sync` across steps: the state of replica 2; the names above
+                                                 then hold the mean of all replicas
+rank/3/random                                    random generators of rank 3; loaded under the same plan and ranks only
 extra                                            JSON: the plan, the optimizer's hyperparameters by parameter, and
                                                  the caller's own values (steps, samples, the job)"""
 
@@ -64,12 +64,12 @@ class TrainingState:
         self._hook: RemovableHandle | None = None
 
     def wait_staged(self) -> None:
-        """Wait until the save in progress, if any, has copied its tensors; then they may change."""
+        """Wait until the save in progress, if any, has copied its tensors; after that the tensors may change."""
         if self._saving is not None:
             self._saving.wait_staged()
 
     def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> PendingSave:
-        """Wait for the previous save, then begin to save in the background. Every rank calls it.
+        """Wait for the previous save, then begin to save in the background. Every rank calls this method.
 
         `extra`: JSON values to store with the state. `keep_last` is as in `PendingSave`.
         Raises SaveError if the previous save failed or this one cannot begin. Raises TierError after a failed update.
@@ -106,12 +106,12 @@ class TrainingState:
         return self._saving
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        """Load the state of a checkpoint and return its `extra`. Every rank calls it.
+        """Load the state of a checkpoint and return its `extra`. Every rank calls this method.
 
-        For a Hugging Face folder, load the parameters and reset the optimizer's state. The result then has 0 steps and
-        skips, and at `["user"]["unused"]` the names of unused tensors. Raises ValueError, before tensors change, for a
-        checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the state
-        may then be partly overwritten, until another load succeeds."""
+        For a Hugging Face folder, load the parameters and reset the optimizer's state. The result then has 0 `steps`
+        and `skips`, and the names of unused tensors at `["user"]["unused"]`. Raises ValueError, before tensors change,
+        for a checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the
+        state may then be partly overwritten, until another load succeeds."""
         self.wait_staged()
         world = self._engine.world
         pretrained = on_all_ranks(lambda: is_pretrained(folder), world=world)
@@ -132,7 +132,7 @@ class TrainingState:
     def restore(self, root: Path) -> RestoredState | None:
         """Load the newest valid checkpoint of a root. Return None, and change nothing, if the root has no checkpoint.
 
-        Every rank calls it. If a checkpoint turns out to be damaged on loading, the next older one is loaded. Raises
+        Every rank calls this method. If a checkpoint proves damaged while it is loaded, load the next older one. Raises
         DamageError if there are checkpoints but no valid one. Raises ValueError as `load` does."""
         world = self._engine.world
         passed: list[Damage] = []
@@ -169,7 +169,7 @@ class TrainingState:
         """Return the refill of the engine and the slices that it needs. Raises ValueError for another model."""
         engine, own, saved = self._engine, optimizer_name(self._optimizer), index.extra.get("optimizer")
         if saved not in (own, None):
-            raise ValueError(f"{index.folder} was saved with the optimizer {saved}, and this one is {own}; use {saved}")
+            raise ValueError(f"{index.folder} was saved with the optimizer {saved}, but this one is {own}; use {saved}")
         refill = CheckpointRefill(engine, update=self._update, slots=_slots(index, engine, others=others))
         if pretrained:  # its files may lack buffers
             return refill, [part for part in refill.needed() if part.slot != "buffer" or part.key in index.tensors]
@@ -214,8 +214,8 @@ class TrainingState:
 
 
 def _slots(index: CheckpointIndex, engine: Engine, *, others: Set[str]) -> dict[str, dict[str, RefillSlot]]:
-    """Return the slots to load, by this model's parameter names, under which the file may not have them: tied ones may
-    have another name there. Slots of parameters that the model lacks keep their names in the file."""
+    """Return the slots to load, by the names of this model's parameters. The file may have another name for a tied
+    parameter. Slots of a parameter that the model does not have keep the name in the file."""
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")

@@ -29,7 +29,7 @@ from meshwise.cli import (
 )
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_processes import RankLostError, is_rank, prints_for_job
-from meshwise.comm.launch.connect import leave_undone
+from meshwise.comm.launch.connect import skip_close_at_exit
 from meshwise.comm.launch.fork_server import fork_server_from_here
 from meshwise.comm.launch.launch import NoSemaphoresError
 from meshwise.comm.launch.rank_process import CONSEQUENCE_SECONDS
@@ -104,7 +104,7 @@ def _guarded(name: str, words: Sequence[str], *, fork: bool) -> int:
         try:
             return COMMANDS[name][1](words)
         except BaseException:
-            leave_undone()
+            skip_close_at_exit()
             raise
     except NoSemaphoresError as error:
         return _report(f"meshwise {name}: {error.strerror}", status=2)

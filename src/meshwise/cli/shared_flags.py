@@ -16,7 +16,7 @@ from typing import Literal
 from meshwise.base.atomic_file import is_read_only, write_whole
 from meshwise.comm.api.job_processes import is_rank, launched_rank
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
-from meshwise.comm.launch.connect import asked_comm
+from meshwise.comm.launch.connect import comm_from_environment
 from meshwise.comm.launch.launch import cores, torchrun_line
 from meshwise.comm.network.process_world import Comm
 from meshwise.pipeline.run.measured_step import MeasuredStep
@@ -132,7 +132,7 @@ def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
         return None
     with as_job_error():
         if comm == "auto":
-            asked_comm()
+            comm_from_environment()
         stall_seconds_from_environment()
     return None if comm == "auto" else comm
 

@@ -167,7 +167,7 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
     )
     seconds = [trainer.step(subject.batch).seconds]
     if memory:
-        memory.forget_peak()
+        memory.reset_peak()
     else:
         _RESET.write_text(_RESET_PEAK)
     seconds += [trainer.step(subject.batch).seconds for _ in range(steps - 1)]

@@ -49,7 +49,7 @@ from meshwise.testing import ReferenceRun, difference, largest_magnitude, roundi
 
 
 class OutputMeanSquares:
-    """Mean squares of the outputs of all modules, measured by hooks. Run the model with `forward` of this object."""
+    """Mean squares of the outputs of all modules, measured by hooks. Run the model by the method `forward`."""
 
     def __init__(self, forward: Forward) -> None:
         self._inner = forward
@@ -83,7 +83,7 @@ class OutputMeanSquares:
         return [name for name, count in self._elements.items() if count]
 
     def mean_squares(self, world: World | None = None) -> dict[str, float]:
-        """Return the mean square of each module by name. With `world`, over all its ranks; every rank then calls it."""
+        """Return the mean square of each module's output by name; with `world`, over all ranks, which all call this."""
         own = {name: (float(square), self._elements[name]) for name, square in self._squares.items()}
         squares: dict[str, float] = defaultdict(float)
         elements: dict[str, int] = defaultdict(int)
@@ -94,7 +94,7 @@ class OutputMeanSquares:
         return {name: squares[name] / count for name, count in elements.items() if count}
 
     def _add(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:  # noqa: ARG002 (a forward hook)
-        if self._left <= 0 or torch.compiler.is_compiling():  # the outputs of whole blocks are measured
+        if self._left <= 0 or torch.compiler.is_compiling():  # of a compiled block only the output is measured
             return
         for tensor in tensors(output):
             if tensor.is_floating_point():
@@ -106,10 +106,10 @@ class OutputMeanSquares:
 
 
 class ChoiceGap(TorchFunctionMode):
-    """Mode that finds how near to a tie the choices of routers were.
+    """Mode that measures how near to a tie the choices of routers were, in all calls of top-k.
 
-    `smallest`: smallest gap so far between the last chosen and the first other value of a top-k. It is relative to the
-    largest magnitude. None without a top-k that leaves values out."""
+    `smallest`: smallest gap so far between the last chosen score and the next score, relative to the largest magnitude
+    of the scores. None if no top-k has left a score out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,12 +228,13 @@ class BoundJudge:
         return self.precision == torch.float64
 
     @property
-    def least_gap(self) -> float:
+    def tie_gap(self) -> float:
         """Relative gap between two scores below which rounding may decide which of them is the larger one."""
         return FLOAT64_BOUND / 1000 if self.exact else _ROUNDINGS * torch.finfo(self.precision).eps
 
     def floor(self, largest: float) -> float:
-        """Return the scale below which a tensor is only rounding; 0 unless `exact`. `largest`: its family's largest."""
+        """Return the magnitude below which a tensor is only rounding error; 0 unless `exact`. `largest`: the largest
+        magnitude of all tensors of its kind, gradients or values."""
         return rounding_floor(largest, bound=FLOAT64_BOUND, dtype=self.precision) if self.exact else 0.0
 
     def measure(self, value: Tensor, *, sides: Sequence[Tensor], least: float, step: int) -> BoundedDifference:
@@ -321,7 +322,7 @@ class VerificationInputs:
             yield map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
 
     def arguments(self, outputs: OutputMeanSquares) -> dict[str, Any]:
-        """Return keywords of `parallelize` and `ReferenceRun`: loss, optimizer, options. `outputs`: runs forwards."""
+        """Return keywords of `parallelize` and `ReferenceRun`: loss, optimizer, options. `outputs` runs the model."""
         example = next(self.converted()) if self.options.example is None else self.options.example
         options = dataclasses.replace(self.options, forward=outputs.forward, example=example)
         return {**self.training, "loss": self.loss, "options": options}
@@ -331,9 +332,8 @@ class VerificationInputs:
         return OutputMeanSquares(self.options.forward or default_forward)
 
     def try_out(self, device: torch.device) -> TrialForward:
-        """Run the first batch forward twice on one process, on `device`; if the results are random, again in eval mode.
-
-        Raises ValueError if the losses differ in eval mode too. Raises any error of model and loss."""
+        """Run the first batch forward twice on one process, on `device`, and return the facts. If the losses differ,
+        run again in eval mode. Raises ValueError if they differ in eval mode. Raises any error of model and loss."""
         single = ReferenceRun(self.prepared(), device=device, **self.arguments(self.listener()))
         quietly = dataclasses.replace(self, evaluating=True)
         pooled = [name for name, norm in batch_norms(single.model).items() if norm.training]
@@ -353,7 +353,7 @@ class VerificationInputs:
             )
         return dataclasses.replace(quietly.try_out(device), random=True, unknown=unknown)
 
-    def coarsest(self, trial: TrialForward) -> torch.dtype:
+    def coarsest_dtype(self, trial: TrialForward) -> torch.dtype:
         """Return the dtype with the largest rounding error: of the forward, or of summing or accumulating gradients."""
         dtypes = (trial.precision, self.precision.reduction, self.precision.accumulation)
         return max((dtype for dtype in dtypes if dtype), key=lambda dtype: torch.finfo(dtype).eps)

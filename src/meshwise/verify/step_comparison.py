@@ -64,7 +64,7 @@ class ReferenceSide:
         self._undecided: dict[str, Tensor] = {}
 
     def backward(self, batch: Any) -> list[tuple[float, float]]:
-        """Run forward and backward in every run; return (mean loss, count) of each. Undecided elements are noted."""
+        """Run forward and backward in every run; return (mean loss, count) of each. Store the undecided elements."""
         for outputs in self.outputs:
             outputs.begin()
         losses = [run.backward(batch) for run in self.runs]
@@ -271,9 +271,9 @@ def _owner(name: str) -> str:
 class ReplayedSide(ReferenceSide):
     """One-process side of a verification of replicas: a reference run of each replica, and the rule of their scheme.
 
-    A plan with a `sync` across steps trains otherwise than one process. Its contract is to equal the published
-    algorithm. This class runs the algorithm over whole parameters of replicas, without ranks, buckets and messages.
-    It returns the loss, gradients and norm of the first replica, and the mean of all replicas' parameters."""
+    A plan with a `sync` across steps does not train as one process does, so it is compared with the published
+    algorithm. This class runs the algorithm on full parameters of all replicas, without ranks, buckets and messages.
+    Loss, gradients and norm are from the first replica; the parameters are the mean over the replicas."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class ReplayedSide(ReferenceSide):
         return losses[:1]
 
     def update(self) -> list[float]:
-        """Update every replica, let them agree if it is due, and return the gradient norm of the first."""
+        """Update every replica, let the replicas agree if it is time, and return the gradient norm of the first."""
         norms = [run.update() for run in self.runs]
         self._steps += 1
         with torch.no_grad():
@@ -360,7 +360,7 @@ class ReplayedSide(ReferenceSide):
                 self._apply(name, values)
 
     def _apply(self, name: str, values: Sequence[Tensor]) -> None:
-        """Take the outer step of a parameter, and let each replica begin there, with its state as the scheme says."""
+        """Take the outer step of a parameter. Set each replica's value, and its optimizer state, as the scheme says."""
         scheme, momentum = self._scheme, self._momentum[name]
         unit = self.runs[0].optimizer.param_groups[0]["lr"] if scheme.scaled_by_lr else 1.0
         change = self._mean[name] / unit

@@ -42,14 +42,14 @@ def verify(
     `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are as in `parallelize`. A module
     is copied first. `batches` are global batches, equal on every rank, one for each step. Model and batches are
     converted to `dtype`, unless it is None. With `precision=bf16` or `fp16` in the plan they keep their dtypes, and
-    both sides compute in this precision. Every rank of `world` calls it and gets the report. Without `world` it calls
-    `connect()`; if that world has one rank and the plan needs more, the ranks are threads of this process. Dropout and
-    other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or with random
-    numbers that depend on the plan, the model is compared in eval mode, and the report says so. Raises PlanError when
-    the plan does not fit the world. With a codec as `wire` or `gather`, the plan is compared without it. Then one step
-    checks that the codec's gradient and errors add up to the true gradient, and one gather checks the parameters.
-    `OneBitAdam` is compared without its codec. Raises ValueError without a batch, for a loss that does not return (sum,
-    count), and when one batch gives two different losses. Raises any error of model and loss."""
+    both sides compute in this precision. Every rank of `world` calls `verify` and gets the report. By default `world`
+    is `connect()`; if it has one rank and the plan needs more, the ranks are threads of this process. Dropout and other
+    draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or random numbers
+    that depend on the plan, the model is compared in eval mode, and the report says so. With a codec as `wire` or
+    `gather`, the plan is compared without the codec. Then one step checks that the codec's gradient and errors add up
+    to the true gradient, and one gather checks the parameters. `OneBitAdam` is compared without its codec. Raises
+    PlanError when the plan does not fit the world. Raises ValueError without a batch, for a loss that does not return
+    (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
     plan = Plan.of(plan)
     if needs_of(training.get("optimizer")) == "replicas":
         training["codec"] = "none"
@@ -76,10 +76,10 @@ def _reference(subject: VerificationInputs, trainer: Trainer, judge: BoundJudge)
 def _verify(world: World, subject: VerificationInputs) -> Report:
     plan = subject.plan
     trial = on_first_rank(lambda: subject.try_out(world.device), world=world)
-    replayed = bool(plan.sync_axes)  # a replica's draws are of its rows' numbers in the batch
+    replayed = bool(plan.sync_axes)  # a replica draws by the numbers of its rows in the batch
     evaluating = trial.random or bool(trial.pooled) or (replayed and bool(trial.drew))
     subject = dataclasses.replace(subject, evaluating=evaluating)
-    judge = BoundJudge(subject.coarsest(trial))
+    judge = BoundJudge(subject.coarsest_dtype(trial))
     outputs = subject.listener()
     exact = dataclasses.replace(plan, wire="auto" if plan.codec else plan.wire, gather="exact")
     exact = dataclasses.replace(exact, staleness="0", correction="none") if plan.late else exact
@@ -101,7 +101,7 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
         note, broken = codec_contract(subject, world=world)
         notes, first = (*notes, note), first or broken
     if plan.late:
-        note, broken = served_contract(subject, world=world)
+        note, broken = staleness_contract(subject, world=world)
         notes, first = (*notes, note), first or broken
     if plan.gather != "exact":
         note, broken = gather_contract(subject, world=world)
@@ -124,7 +124,7 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
         steps=tuple(comparison.steps),
         parameters=tuple(comparison.parameters()),
         first=first,
-        near_tie=gap is not None and gap <= judge.least_gap,
+        near_tie=gap is not None and gap <= judge.tie_gap,
         same_as=f"the same algorithm as {plan.dp} replicas in one process" if replayed else SAME_MODEL,
     )
     shared: Report = world.exchange(report if world.rank == 0 else None)[0]
@@ -151,8 +151,8 @@ def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, D
     return note, Divergence("the sum of the codec's gradient and errors", 1, figure) if figure.over else None
 
 
-def served_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
-    """Return a note on the servers' logs of a run with the plan's staleness, and the divergence if it is exceeded."""
+def staleness_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
+    """Train with the plan's staleness; return a note on the servers' logs, and a divergence if it was exceeded."""
     plan = subject.plan
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(subject.listener()))
     for batch in subject.converted():
@@ -171,7 +171,7 @@ def served_contract(subject: VerificationInputs, *, world: World) -> tuple[str, 
 def gather_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
     """Return a note on the gathered parameters, and the divergence if they break the contract (collectives).
 
-    Every rank must gather what the codec makes of the stored values, shard by shard, to the last bit."""
+    On every rank the gathered values must be the stored values after encoding and decoding, to the last bit."""
     trainer = parallelize(subject.prepared(), subject.plan, world=world, **subject.arguments(subject.listener()))
     wrong = lost = 0.0
     buckets = (bucket for unit in trainer.units for bucket in unit.buckets)

@@ -13,7 +13,7 @@ _LOOSE = 0.05
 
 @dataclass(frozen=True)
 class StepFigures:
-    """The reference run's mean loss and gradient norm in one step, and the relative differences under the plan."""
+    """Mean loss and gradient norm of the reference run in one step, and the plan's relative differences from them."""
 
     loss: float
     grad_norm: float

@@ -1,6 +1,6 @@
 """Represent a picture as a value: shapes in drawing order (`Picture`), and write it as SVG, PNG or in a page.
 
-So page, files and tests have equal content. A paint is the name of a colour in `COLORS`, for light and dark screens;
+So pages, files and tests have equal content. A paint is the name of a colour in `COLORS`, for light and dark screens;
 `style` writes them as CSS. Lengths are pixels; y points down. `svg` returns an element of a page, `svg_file` a whole
 file, `write_png` writes a PNG with matplotlib. `html_document` and `html_table` make pages. `stacked`, `legend`,
 `ticks` and `text_width` help to arrange shapes."""
@@ -45,7 +45,7 @@ COLORS: Mapping[str, tuple[str, str]] = {
     "node-3": ("#dccdf3", "#4b3a73"),
     "node-4": ("#f5c8c3", "#733a34"),
     "node-5": ("#c3e5e7", "#255659"),
-    # lines, letters and grounds
+    # lines, text and backgrounds
     "ink": ("#1d232c", "#e6e9ee"),
     "inside": ("#10203a", "#0b1220"),
     "faint": ("#5d6673", "#a2abb8"),
@@ -143,7 +143,7 @@ def moved(shape: Shape, *, right: float, down: float) -> Shape:
 
 @dataclass(frozen=True)
 class Plot:
-    """Part of a picture in which x is time, from 0 on. Its shapes have coordinates from its own left top corner."""
+    """Part of a picture in which x is time, from 0 on. Coordinates of its shapes count from its top left corner."""
 
     left: float
     top: float
@@ -227,7 +227,7 @@ def svg_file(picture: Picture) -> str:
 
 
 def svg(picture: Picture, *, before: str = "") -> str:
-    """Return an SVG element for an HTML page, which has the CSS of `style`. `before`: its first elements."""
+    """Return an SVG element for an HTML page that has the CSS of `style`. `before`: elements to draw first, as text."""
     width, height = _number(picture.width), _number(picture.height)
     inside = before + "".join(map(_shape, picture.shapes)) + (_plot(picture.plot) if picture.plot else "")
     return (

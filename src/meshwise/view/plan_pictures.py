@@ -2,8 +2,8 @@
 
 `timeline_picture` has a row for every rank, and time to the right; `memory_pictures` draws one area for each category
 of memory, above one another. `mesh_picture` has a cell for each rank, in grids of the two innermost axes; cells of a
-node have one colour: docs/view.md. A long axis is shown by its first indices and its last index.
-`picture_sheet` is one picture of all plans, `page` an HTML page about them."""
+node have one colour. A long axis is shown by its first indices and its last index. `picture_sheet` is one picture of
+all plans, `page` an HTML page about them. docs/view.md shows examples."""
 
 import math
 from collections import defaultdict
@@ -72,7 +72,7 @@ _TRACK, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
 def timeline_picture(
     timeline: Timeline, *, title: str, rows: Sequence[str] = (), span: float | None = None, unit: str = "s"
 ) -> Picture:
-    """Return the picture. `rows`: names of the ranks (default: numbers); `span`: time of the width (default: step)."""
+    """Return a picture. `rows`: names of the ranks (default: numbers); `span`: time of the width (default: step)."""
     names = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
     drawing = _Drawing.of(timeline, names)
     height = drawing.pitch * timeline.ranks
@@ -170,7 +170,7 @@ _STEPS = 4
 def memory_pictures(
     histories: Sequence[MemoryHistory], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
 ) -> Iterator[Picture]:
-    """Yield a picture for each history, all to one scale: `most` bytes high, or `limit` bytes if that is little more.
+    """Yield a picture for each history, all to one scale: `most` bytes high, or `limit` if at most 1.8 times as many.
 
     `names`: the ranks along pp; `span`: seconds of the whole width; `limit`: bytes that a rank may use (0: unknown)."""
     if not histories:

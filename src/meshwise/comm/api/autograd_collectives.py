@@ -1,8 +1,8 @@
 """Collectives with a backward: in the backward of a collective its conjugate collective runs on the gradient.
 
-c10d's collectives have no backward. The right gradient of a sum depends on its later use: all ranks may compute the
-same from it, or each rank something different. So a tensor here is of one of four kinds, and each collective takes
-a tensor of one kind and returns a tensor of another kind:
+c10d's collectives have no backward. The right gradient of a sum over ranks depends on the use of the sum: all ranks may
+compute the same from it, or each rank something different. So a tensor here is of one of four kinds, and each
+collective turns a tensor of one kind into a tensor of another kind:
 
     | split        every rank has its part along a dim
     | partial      every rank has one term of a sum
@@ -18,9 +18,9 @@ a tensor of one kind and returns a tensor of another kind:
     | take             replicated   split        replicate
     | all_to_all       split        split        all_to_all
 
-A call starts the collective, and `.wait()` returns the resulting tensor. Computation between the call and `.wait()`
-overlaps with the collective. The backward of this computation overlaps with the conjugate collective, because autograd
-runs the backward of `.wait()` first and the backward of the call last."""
+A call starts the collective along `axes` of `world`, and `.wait()` returns the result. Computation between the call and
+`.wait()` overlaps with the collective. The backward of this computation overlaps with the conjugate collective:
+autograd runs the backward of `.wait()` first and the backward of the call last."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -47,9 +47,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Let torch.compile run a function as it is, with all that it calls: a compiled block is cut at its collectives.
+    """Exclude `function`, and all that it calls, from torch.compile: a compiled block has graph breaks there.
 
-    `torch.compiler.disable` would import the compiler with this package, which is half of the time that takes."""
+    `torch.compiler.disable` does the same, but imports the compiler: that doubles the import time of this package."""
     return _disable_dynamo(function)  # type: ignore[return-value]
 
 
@@ -77,7 +77,7 @@ def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Size
 
 
 def replicate(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
-    """Concatenate like `all_gather`, for a result from which every rank computes the same. Backward: take."""
+    """Concatenate as `all_gather` does, for use in computations that are the same on every rank. Backward: take."""
     return _start("replicate", x, _Along.of_part(x, world, axes, dim=dim, sizes=sizes))
 
 
@@ -101,7 +101,7 @@ def all_reduce(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
 
 
 def copy(x: Tensor, *, world: World, axes: Axes) -> PendingResult:
-    """Return `x`, equal on all ranks, from which each rank computes something different. Backward: all_reduce."""
+    """Return `x`, equal on all ranks, for use in computations that differ between ranks. Backward: all_reduce."""
     return _start("copy", x, _Along(world, axes))
 
 
@@ -134,8 +134,8 @@ def all_to_all(
 
 
 def source_of_output(node: Node) -> tuple[str, tuple[str, ...]] | None:
-    """Return the kind of a node's output (see the first table of this file), and the axes of the collective that made
-    it. Return None if another code made the node. No collective has a partial output."""
+    """Return the kind of an autograd node's output (see the first table of this file), and the axes of the collective.
+    Return None for a node that no collective of this file made. No collective has a partial output."""
     passage = getattr(node, "passage", None)
     if not isinstance(passage, _Passage):
         return None
@@ -221,7 +221,7 @@ def _start_gather(x: Tensor, along: _Along, _: _Along) -> Finish:
 
 def _start_reduce_scatter(x: Tensor, along: _Along, _: _Along) -> Finish:
     parts = list(x.split(along.sizes, along.dim))
-    if not all(part.is_contiguous() for part in parts):  # joined parts need one native collective
+    if not all(part.is_contiguous() for part in parts):  # adjacent parts need only one native call
         parts = [to.copy_(part) for to, part in zip(_parts_in(_memory(x, along.world), along), parts, strict=True)]
     into = x.new_empty(parts[along.index].shape)
     return _after(along.world.reduce_scatter(parts, into=into, axes=along.axes), lambda: into)

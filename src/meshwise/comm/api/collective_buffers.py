@@ -39,7 +39,7 @@ def split(x: Parts, size: int, *, read_only: bool = False) -> list[Tensor]:
         whole = flat(x, read_only=read_only)
         return [whole[: x.numel() // size]] * size if x.is_meta else list(whole.chunk(size))
     if len(x) != size:
-        raise ValueError(f"{len(x)} parts for a group of {size} ranks")
+        raise ValueError(f"{len(x)} parts for a group of {size} ranks; pass one part for each rank")
     known: dict[Hashable, Tensor] = {}
     found: list[Tensor] = []
     for part in x:
@@ -53,7 +53,7 @@ def split(x: Parts, size: int, *, read_only: bool = False) -> list[Tensor]:
 def require_passed(x: Parts | None, *, who: str, name: str) -> Parts:
     """Return `x`. Raises ValueError if it is None. who: the rank that must pass it. name: name of the argument."""
     if x is None:
-        raise ValueError(f"{who} passes `{name}`; here it is None")
+        raise ValueError(f"{who} must pass `{name}`, but passed None")
     return x
 
 
@@ -61,7 +61,7 @@ def require_fit(x: Tensor, *, part: Tensor) -> None:
     """Raise ValueError unless `x`, this rank's tensor, has the number of elements and the dtype of its part."""
     if x.numel() != part.numel() or x.dtype != part.dtype:
         raise ValueError(
-            f"this rank's tensor has {x.numel()} elements of {x.dtype}, its part {part.numel()} of {part.dtype}"
+            f"this rank's tensor has {x.numel()} elements of {x.dtype}, but its part has {part.numel()} of {part.dtype}"
         )
 
 
@@ -72,7 +72,7 @@ def put(x: Tensor, *, into: Tensor) -> None:
 
 
 Elements: TypeAlias = Any
-"""A tensor, or a numpy array over its memory. The operands of one sum are all tensors or all arrays."""
+"""A tensor, or a numpy array over a tensor's memory. The operands of one sum are all tensors or all arrays."""
 
 _ADDED = (torch.float32, torch.float64)
 
@@ -143,4 +143,4 @@ def require_op(op: str, *, dtype: torch.dtype | None = None) -> None:
     if op not in _OPS:
         raise ValueError(f"no reduction {op!r}; there are {', '.join(_OPS)}")
     if dtype is not None and dtype not in (_SUMMED if op == "sum" else _ORDERED):
-        raise ValueError(f"torch has no {op} of {dtype}; convert the tensor to a dtype that it has one for")
+        raise ValueError(f"torch has no {op} of {dtype}; convert the tensor to another dtype")

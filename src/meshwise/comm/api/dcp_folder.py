@@ -3,8 +3,8 @@
     .metadata        shape, dtype and chunks of each tensor: a pickle, which can execute code
     __0_0.distcp …   the chunks of each rank
 
-`torch.distributed.checkpoint.save` needs all tensors in memory, and its `load` all that are asked for. Here each tensor
-is loaded by a call of its own, and saved through a planner that makes a tensor when it is written."""
+`torch.distributed.checkpoint.save` and `load` need all tensors of their argument in memory at once. Here each tensor is
+loaded by a separate `load`, and `save` gets a planner that reads each tensor just before it is written."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 METADATA = ".metadata"
-"""File that makes a folder one of DCP."""
+"""Name of the file that every DCP folder has."""
 
 
 def _dcp() -> Any:
@@ -30,7 +30,7 @@ def _dcp() -> Any:
 
 @dataclass(frozen=True)
 class DcpEntry:
-    """A stored value. `shape`, `dtype`: of a tensor; None for another value."""
+    """A stored value, not read yet: its `key` for torch's `reader`. `shape`, `dtype`: None if it is no tensor."""
 
     reader: Any
     key: str
@@ -39,20 +39,20 @@ class DcpEntry:
 
     @property
     def meta(self) -> Tensor:
-        """Meta tensor of the shape and dtype."""
+        """Meta tensor with the shape and dtype of the entry."""
         return torch.empty(self.shape or (), dtype=self.dtype, device="meta")
 
     def read(self) -> Any:
-        """Return the value."""
+        """Read the value from the folder and return it: a tensor on the CPU, or another object."""
         state = {self.key: None if self.shape is None else torch.empty(self.shape, dtype=self.dtype)}
         _dcp().load(state, storage_reader=self.reader, no_dist=True)
         return state[self.key]
 
 
 def read_dcp(folder: Path) -> dict[tuple[str, ...], DcpEntry]:
-    """Return the entries of a folder by their keys in the saved tree; indices of lists are digits.
+    """Return the entries of a folder by their paths in the saved tree, such as ("layers", "0", "weight").
 
-    It reads `.metadata` alone. Raises OSError."""
+    Reads only the file `.metadata`. Raises OSError."""
     dcp = _dcp()
 
     class Reader(dcp.FileSystemReader):  # type: ignore[name-defined, misc]
@@ -73,7 +73,7 @@ def read_dcp(folder: Path) -> dict[tuple[str, ...], DcpEntry]:
 def write_dcp(folder: Path, *, tree: Mapping[str, Any], read: Callable[[Tensor], Tensor]) -> None:
     """Write a tree of values to a new folder, as `torch.distributed.checkpoint.save(tree)` does on one process.
 
-    Tensors in the tree are meta tensors; `read` returns the elements of one, when it is written. Raises OSError."""
+    Tensors in the tree are meta tensors; `read` returns the values of one, just before its write. Raises OSError."""
     dcp = _dcp()
 
     class Planner(dcp.DefaultSavePlanner):  # type: ignore[name-defined, misc]

@@ -1,17 +1,17 @@
-"""Record the collective calls of one rank and its position.
+"""Record the collective calls of one rank and its position: the collective that it waits for, or called last.
 
 Ranks hang when their calls differ: in the kind, in the size, or in the number of calls. So every call gets a record.
 Each rank keeps its records in one flight recorder, which all views of its world share. Hang reports, tests and
 simulations read the flight recorder.
 
-A small collective takes little longer than its record. So records are named tuples, which are made in a third of the
-time of a frozen dataclass.
+A record must be cheap, because a small collective takes little longer than making its record. So records are named
+tuples, which take a third of the time of a frozen dataclass.
 
 `ActivityStopwatch` measures when a rank begins each activity of a step, and how long it waits in collectives;
 `FlightRecorder.profiled` shows both to a profiler. Each time is taken by an event on the current CUDA stream, or on the
 CPU by the clock. So on a GPU the times are GPU times, and the host does not wait for the GPU before `read`.
 
-`stack_of` returns a Python stack for reports, without frames of the folder comm and of threading."""
+`stack_of` returns a Python stack for reports, without the frames that wait in a collective or start a thread."""
 
 import contextlib
 import gc
@@ -55,8 +55,8 @@ class CallRecord(NamedTuple):
     | axes         axes of the group that have more than one rank
     | shape        shape of the tensor, or `(elements,)` of a list of parts
     | dtype        torch's name without `torch.`; "" for a call without tensors
-    | bytes        of the tensor of `shape`: of the gathered tensor, the full input of a reduce-scatter or all-to-all,
-    |              this rank's part in a gather or scatter
+    | bytes        size of the tensor with this shape: the result of an all-gather, the full input of a reduce-scatter
+    |              or all-to-all, this rank's part in a gather or scatter
     | site         file, line and function of the caller
     | how          operation and group index of the root, such as `sum`, `max to 1`, `from 0`"""
 
@@ -77,7 +77,7 @@ class CallRecord(NamedTuple):
     @property
     def agreed(self) -> str:
         """Text that must be equal on every rank of the group: kind, operation, root, number of elements, dtype. A send
-        and its recv have only number of elements and dtype. All-to-all, gather and scatter lack the elements."""
+        and its recv have only number of elements and dtype. All-to-all, gather and scatter lack the number."""
         return _agreed(self.kind, self.how, self.shape, self.dtype)
 
     def __str__(self) -> str:
@@ -95,8 +95,8 @@ def _agreed(kind: str, how: str, shape: tuple[int, ...], dtype: str) -> str:
 
 
 def bus_factor(kind: str, *, ranks: int) -> float:
-    """Return the bytes that each rank sends in a collective by the best algorithm, divided by the bytes of the full
-    tensor. nccl-tests give it as bus bandwidth / algorithm bandwidth. 1 for messages, broadcast and reduce."""
+    """Return the bytes that each of `ranks` ranks sends by the best algorithm for `kind`, divided by the bytes of the
+    full tensor. nccl-tests give it as bus bandwidth / algorithm bandwidth. 1 for messages, broadcast and reduce."""
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if kind in _SPLIT else 1.0
@@ -434,8 +434,8 @@ def stack_of(thread: int | None) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """Return `file:line function` of the innermost frame of an exception in the user's own code. If there is none: of
-    the innermost frame outside torch, or else of the innermost frame."""
+    """Return `file:line function` of the innermost frame of an exception in the user's code. Without such a frame, use
+    the innermost frame outside torch; without that, the innermost frame."""
     entries = traceback.extract_tb(error.__traceback__)
     others = [entry for entry in entries if not entry.filename.startswith(_TORCH)]
     theirs = [entry for entry in others if not _is_pythons_or_ours(entry.filename)]

@@ -1,11 +1,11 @@
 """Describe how a launcher started the processes of a job, and find out whether a process has ended.
 
-Environment: torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; `launched_rank` reads and checks them. An
-incomplete set is an error: each process would otherwise run alone, as a world of one rank. `JobAttempt` says how often
+torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; `launched_rank` reads and checks them. If only some are
+set, `launched_rank` raises: each process would otherwise run alone, as a world of one rank. `JobAttempt` says how often
 the launcher has started the ranks again after a failure.
 
-Ends: `has_ended` looks for a PID. It misses an end if another process has taken over the PID; the watchdog finds this
-later. `lost` makes the exception for a rank that ended."""
+`has_ended` looks for a PID. If another process has taken over the PID, `has_ended` returns False; the watchdog finds
+the lost rank later. `lost` makes the exception for a rank that ended."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that a rank needs. If WORLD_SIZE is 1, or if no rank is set, MASTER_ADDR and MASTER_PORT are not used."""
+"""Variables that a rank needs. If WORLD_SIZE is 1, MASTER_ADDR and MASTER_PORT are not used."""
 
 _OF_A_RANK = REQUIRED[:2]
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -67,7 +67,7 @@ def launch_error(environment: Mapping[str, str]) -> tuple[str, str] | None:
     if rank >= size:
         return (
             f"RANK={rank} in a world of WORLD_SIZE={size}",
-            f"number the ranks 0 to {size - 1}, or raise WORLD_SIZE on all of them" if size else "set it on all ranks",
+            f"number the ranks 0 to {size - 1}, or raise WORLD_SIZE on all ranks" if size else "set WORLD_SIZE above 0",
         )
     return None
 
@@ -95,7 +95,7 @@ class LauncherProcess:
         return f"process {self._starter if self._parent is None else self._parent.pid}"
 
     def is_gone(self) -> bool:
-        """Return whether the launcher has ended, or the fork server has that forked this process for the launcher."""
+        """Return whether the launcher has ended, or the fork server from which this process was forked."""
         return os.getppid() != self._starter or (self._parent is not None and not self._parent.is_alive())
 
 
@@ -108,8 +108,8 @@ class RankKilledError(RankLostError):
 
 
 def lost(peer: int, *, about: object, error: Exception) -> RankLostError:
-    """Return the exception for a call that failed because rank `peer` was lost. about: the call, printed in the
-    message. error: the cause; torch's prefix and advice are cut off its message."""
+    """Return the exception for a call that failed because rank `peer` was lost. about: the call, for the message.
+    error: the cause; the message quotes it, without torch's prefix and advice."""
     what = re.sub(r"^\[.*?\] | This is typically.*$", "", str(error), flags=re.DOTALL)
     return RankLostError(f"rank {peer} was lost in {about} ({what.rstrip('.')})")
 
@@ -139,8 +139,8 @@ class JobAttempt:
         return self.job_name != "none"
 
 
-def host_name() -> str:
-    """Return the boot ID of the machine and the host name, a text that only processes of one container share.
+def host_identity() -> str:
+    """Return the boot ID of the machine and the host name as one text, equal for all processes of one container only.
     Containers of a machine have different host names, and machines with equal host names have different boot IDs."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     return f"{boot} {socket.gethostname()}"

@@ -1,10 +1,10 @@
 """Streams, events, pinned memory, generators and memory figures of devices: the only file that uses `torch.cuda`.
 
-`streams_of(device)` returns the `Streams` of a device. `CudaStreams` wraps torch's CUDA streams. On every other device
-each operation is complete when its call returns, so waiting does nothing. So callers need no branch by device.
+`streams_of(device)` returns the `Streams` of a device, so callers need no branch by device. `CudaStreams` wraps torch's
+CUDA streams. On every other device each operation is complete when its call returns, so waiting does nothing.
 
-`gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine and this process;
-`use_deterministic_kernels` sets which kernels torch uses in it.
+`gpu_count`, `gpu_properties`, `cuda_in_use` and `nccl_version` describe the machine and this process.
+`use_deterministic_kernels` limits the kernels that torch uses in this process.
 `generator_states` and `restore_generators` save and restore torch's random generators."""
 
 import contextlib
@@ -76,7 +76,7 @@ class DeviceMemory:
 
     @property
     def peak(self) -> int:
-        """Largest `held` since the process began, or since `forget_peak`."""
+        """Largest `held` since the process began, or since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self.device)
 
     @property
@@ -84,7 +84,7 @@ class DeviceMemory:
         """Bytes of the GPU's memory."""
         return int(gpu_properties(self.device).total_memory)
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Reset `peak` to the present `held`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -172,15 +172,17 @@ class Streams:
         return event
 
     def origin(self) -> TimeOrigin:
-        """Return an origin that converts events with `timing` to times of the host's clock, after a `synchronize`."""
+        """Synchronize the device, and return an origin that gives events with `timing` a time on the host's clock."""
         seconds = time.monotonic()
         return TimeOrigin(HostEvent(seconds), seconds)
 
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
-        """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
+        """Declare that `stream` uses `tensor`. When the tensor is freed, its memory is not reused before all work that
+        is then queued on `stream` is done."""
 
     def copy_on(self, stream: Stream, *, values: Tensor, into: Tensor) -> StreamEvent:
-        """Start to copy `values` on `stream`, after the work issued so far; return the event of the copy's end."""
+        """Copy `values` into `into` on `stream`, after the work that is queued on the current stream. Return an event
+        at the end of the copy, without waiting for it."""
         stream.wait_stream(self.current())
         with self.use(stream):
             into.copy_(values, non_blocking=True)
@@ -189,8 +191,8 @@ class Streams:
         return copied
 
     def resize(self, tensor: Tensor, *, size: int) -> None:
-        """Let the storage of `tensor` have `size` bytes, with unspecified values. 0 frees its memory, which
-        is used again in the order of its stream."""
+        """Let the storage of `tensor` have `size` bytes, with unspecified values. Size 0 frees the memory: later work
+        of the stream on which it was allocated may use it."""
         tensor.untyped_storage().resize_(size)
 
     def synchronize(self) -> None:
@@ -235,13 +237,13 @@ class CudaStreams(Streams):
         return torch.cuda.Event(enable_timing=timing, blocking=blocking)
 
     def origin(self) -> TimeOrigin:
-        """Return an origin that converts events with `timing` to times of the host's clock, after a `synchronize`."""
+        """Synchronize the device, and return an origin that gives events with `timing` a time on the host's clock."""
         self.synchronize()
         seconds = time.monotonic()
         return TimeOrigin(self.mark(timing=True), seconds)
 
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
-        """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""
+        """Declare that `stream` uses `tensor`, by `torch.Tensor.record_stream`."""
         assert isinstance(stream, torch.cuda.Stream)
         tensor.record_stream(stream)
 
@@ -302,9 +304,9 @@ def cuda_in_use() -> bool:
 
 
 def use_deterministic_kernels(device: torch.device) -> None:
-    """Let torch use deterministic kernels alone from now on, in this process; an operation without one then raises.
-
-    Sets CUBLAS_WORKSPACE_CONFIG for CUDA, unless it is set. It counts for products of matrices after this call only."""
+    """Make torch use only deterministic kernels in this process; an operation without such a kernel then raises. Do
+    nothing for the meta device. For CUDA, also set CUBLAS_WORKSPACE_CONFIG unless it is set: matrix products before
+    this call may already have used another value."""
     if device.type != "meta":
         torch.use_deterministic_algorithms(mode=True)
     if device.type == "cuda":

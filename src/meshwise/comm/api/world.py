@@ -4,18 +4,18 @@
     | threads of a process    `ThreadWorld`
     | one rank alone          `TraceWorld`: moves no data, and records the calls of this rank in a world of any size
 
-The public methods are implemented in this file only. They find the group of the axes, return at once for a group of
-one rank, check sizes and record the call. Then they call the implementation's `_move`, or its method of the same name
-with a leading underscore. So records, counts and hang reports mean the same in every implementation.
+The public methods are implemented in this file only. A method finds the group of the axes, returns at once for a group
+of one rank, checks sizes and records the call. Then the method calls the subclass's `_move`, or the subclass's method
+of the same name with a leading underscore. So records, counts and hang reports mean the same in every subclass.
 
-`EmulatedLink` is a slow network between ranks that share a host: each wait ends no earlier than on that network. A rank
-has one link with a bandwidth and a delay. Transfers of a rank take the link one after another, and a rank may compute
-meanwhile. Ring algorithms give the bytes (`bus_factor`). A binary tree gives the delays: log2(n) on n ranks, twice as
-many for an all-reduce, and one for a message.
+`EmulatedLink` emulates a slow network between ranks that share a host: each wait ends no earlier than on that network.
+A rank has one link with a bandwidth and a delay. The link carries the transfers of a rank one after another, and the
+rank may compute meanwhile. A call sends the bytes of a ring algorithm (`bus_factor`). A call has the delays of a binary
+tree: log2(n) on n ranks, twice as many for an all-reduce, and one for a message.
 
-A transfer begins when this rank posts it. If the wait for other ranks takes longer than a tenth of the transfer and
-2 ms, the transfer begins at the end of this wait. The data itself moves as always, so a network that is slower than the
-emulated one stays slower."""
+A transfer begins when this rank makes the call. It begins at the end of the wait for other ranks, if that wait takes
+more than 2 ms and more than a tenth of the emulated time. The data itself moves as always, so a network that is slower
+than the emulated one stays slower."""
 
 import abc
 import copy
@@ -69,7 +69,7 @@ class EmulatedLink:
 
     @classmethod
     def parse(cls, text: str) -> "EmulatedLink":
-        """Return the link of `1Gbit 2ms`, or `1Gbit 2ms dp` for calls along dp alone. Raises ValueError."""
+        """Return the link that `text` describes: `1Gbit 2ms`, or `1Gbit 2ms dp` for dp alone. Raises ValueError."""
         found = _LINK.fullmatch(text.strip())
         if found is None or not float(found[1]):
             raise ValueError(
@@ -80,7 +80,8 @@ class EmulatedLink:
         return cls(text, bandwidth, delay, frozenset(found[5].split()))
 
     def seconds(self, record: CallRecord, *, ranks: int) -> tuple[float, float]:
-        """Return the seconds that a call on so many ranks takes the link, and the seconds of its delays."""
+        """Return the seconds for which a call on `ranks` ranks occupies the link, and the seconds of its delays. Return
+        0 and 0 for a call along other axes than `axes`."""
         if self.axes and not self.axes.intersection(record.axes):
             return 0.0, 0.0
         whole = record.bytes * (ranks if record.kind in ("gather", "scatter") else 1)
@@ -190,7 +191,7 @@ class Work:
         """Complete the collective."""
         if self._at_wait is None:
             raise RuntimeError("an earlier wait for this collective raised, so its result is not complete")
-        finish, self._at_wait = self._at_wait, None  # it may hold copies of tensors
+        finish, self._at_wait = self._at_wait, None  # `finish` may hold copies of tensors
         finish()
 
 
@@ -243,27 +244,27 @@ class World(abc.ABC):
         return self.empty(math.prod(shape), dtype=dtype).view(tuple(shape))
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:  # noqa: ARG002 - most have none
-        """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None if they share none.
+        """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None if this world cannot.
         Every rank of the group calls this method. An all-gather of the tensor's equal parts into the tensor copies
         nothing: each rank only waits until every rank has written its part."""
         return None
 
     def prepare(self, *, groups: Iterable[Group] = (), lines: Iterable[tuple[int, int]] = ()) -> None:  # noqa: B027
         """Open the connections of `groups`, and of the messages of each line (source rank, target rank). All members
-        of a group, and both ranks of a line, call this method at the same time. Without it, some worlds connect ranks
-        at their first call, which then blocks until all of them call."""
+        of a group, and both ranks of a line, call this method at the same time. Otherwise some worlds connect a group
+        at its first collective, which then blocks until all ranks of the group call it."""
 
     def progress(self) -> None:  # noqa: B027 — most worlds need no progress calls
         """Do this rank's part of collectives for which other ranks wait now, without blocking. Call it now and then
         if a long computation lies between a collective and its `wait`."""
 
     def close(self) -> None:  # noqa: B027 — most worlds hold nothing to release
-        """Release the connections between the ranks. Every rank calls `close`; a second call does nothing. Only a world
-        of processes needs it. Raises RanksDisagree when the ranks called different collectives."""
+        """Release the connections between the ranks. Every rank of a world of processes calls `close`; other worlds do
+        not need it. A second call does nothing. Raises RanksDisagree when the ranks called different collectives."""
 
     def group(self, axes: Axes) -> Group:
-        """Return this rank's group along `axes`, in any order of the names. The `axes` of the group are in mesh order,
-        without axes of one rank (unless all are). Raises ValueError for a name that the mesh does not have."""
+        """Return this rank's group along `axes`, for any order of the names. `Group.axes` are in mesh order; axes of
+        one rank are left out, unless all have one rank. Raises ValueError for a name that the mesh does not have."""
         wanted = (axes,) if isinstance(axes, str) else tuple(axes)
         known = self._groups.get(wanted)
         if known is None:
@@ -282,8 +283,8 @@ class World(abc.ABC):
         return self.flight_recorder.timed(self.streams)
 
     def rank_mismatch(self, among: Group) -> int:
-        """Return a number whose sum over the ranks of `among` is 0 if they have called the same collectives in every
-        group of these ranks alone."""
+        """Return this rank's number, whose sum over the ranks of `among` is 0 if they called the same collectives. Only
+        groups whose ranks are all in `among` count."""
         return sum(
             digest * (len(ranks) - 1 if ranks[0] == self.rank else -1)
             for ranks, digest in self.flight_recorder.digests.items()
@@ -301,8 +302,8 @@ class World(abc.ABC):
         return self._broadcast(self._new_record("broadcast", group, x, how=f"from {source}"), group, data, source)
 
     def reduce(self, x: Tensor, *, axes: Axes, target: int = 0, op: str = "sum") -> Work:
-        """Reduce into the `x` of group index `target`; the `x` of other ranks is undefined then. op: sum, max, min.
-        It takes as long as an all-reduce."""
+        """Reduce into the `x` of group index `target`; afterwards the `x` of other ranks is undefined. op: sum, max,
+        min. A reduce may take as long as an all-reduce."""
         require_op(op, dtype=x.dtype)
         group = require_root(self.group(axes), root=target)
         if group.size == 1:
@@ -412,7 +413,8 @@ class World(abc.ABC):
             self.link.call(finish, record=record, ranks=ranks, posted=posted)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Block, and return the small `value` of every rank along `axes` (None: of all ranks), in group order."""
+        """Send this rank's small Python `value` (pickled) to every rank along `axes`, or to all ranks for None. Block,
+        and return the values of these ranks in group order, this rank's included."""
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size == 1:
             return [value]
@@ -427,9 +429,10 @@ class World(abc.ABC):
     def totals(
         self, x: Tensor, *, digest: int = 0, equal: Axes | None = None, axes: Axes | None = None, common: int = 0
     ) -> tuple[list[float], float]:
-        """Return the sums of `x` (an fp64 vector) and of `rank_mismatch` over the ranks along `axes` (None: all ranks),
-        by one blocking all-reduce. digest: 32 bits that must be equal on the ranks along the axes `equal`, or on all
-        ranks for None. common: 32 bits that must be equal along `axes`. If one differs, the second result is not 0."""
+        """Sum `x`, an fp64 vector, over the ranks along `axes` (None: all ranks) by one blocking all-reduce. Return the
+        sums, and a number that is not 0 if the ranks called different collectives or if their digests differ. digest:
+        32 bits that must be equal on the ranks along the axes `equal`, or on all ranks for None. common: 32 bits that
+        must be equal along `axes`."""
         group = self.group(self.mesh.names if equal is None else equal)
         among = self.group(self.mesh.names if axes is None else axes)
         whole = self.rank_mismatch(among) + digest * (group.size - 1 if group.index == 0 else -1)
@@ -478,8 +481,8 @@ class World(abc.ABC):
 
     @abc.abstractmethod
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
-        """Give tensors to other ranks and take tensors from them; both are by group index, also of this rank. The
-        group of a message is its source and its target (`message_group`)."""
+        """Send tensors to ranks and receive tensors from them. `give` and `take` have group indices as keys, this
+        rank's index included. The group of a message is its source and its target (`message_group`)."""
 
     def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         if group.index == source:
@@ -500,15 +503,15 @@ class World(abc.ABC):
         raise NotImplementedError
 
     def _meet_to_close(self) -> None:
-        """Block until every rank has called this method. The call has a kind of its own, `close`. So a rank that closes
-        while others call a collective is reported. Raises RanksDisagree if the ranks of a group have called different
-        collectives and no error was raised for it."""
+        """Block until every rank has called this method. The record of the call has the kind `close`, so a rank that
+        closes while others call a collective is reported. Raises RanksDisagree if the ranks of a group have called
+        different collectives, and no error was raised so far."""
         group = self.group(self.mesh.names)
         record = self._new_record("close", group, ())
         with self.flight_recorder.waiting(record):
             self._barrier(record, group)
         if group.size > 1 and self.totals(torch.zeros(0, dtype=torch.float64, device=self.device))[1]:
-            require_same(
+            raise_difference(
                 dict(enumerate(self.exchange((list(self.flight_recorder.recent), self.flight_recorder.counts))))
             )
 
@@ -518,7 +521,7 @@ class World(abc.ABC):
         """Return the record of a call, after writing it into the flight recorder. `x`: tensor or parts of the call."""
         first = x if isinstance(x, Tensor) else x[0] if x else None
         if first is not None and first.is_meta and self.device.type != "meta":
-            raise ValueError(f"{kind} of a tensor without values; these ranks exchange what is on {self.device}")
+            raise ValueError(f"{kind} of a meta tensor, which has no values; pass a tensor on {self.device}")
         shape = tuple(x.shape) if isinstance(x, Tensor) else (sum(part.numel() for part in x),)
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
         size = 0 if first is None else math.prod(shape) * first.element_size()
@@ -540,9 +543,9 @@ def _copy(x: Parts, into: Parts) -> Work:
     return Work()
 
 
-def require_same(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLine, int]]]) -> NoReturn:
-    """Raise RanksDisagree with the first difference between the calls of the ranks. `found`: for each rank, its last
-    calls and its number of calls on each line. Call this when the ranks have been found to differ: it always raises."""
+def raise_difference(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[CallLine, int]]]) -> NoReturn:
+    """Raise RanksDisagree, always, with the first difference between the calls of the ranks. Call this function when
+    the ranks are known to differ. `found`: for each rank, its last calls and its number of calls on each line."""
     if difference := first_difference({rank: recent for rank, (recent, _) in found.items()}):
         raise RanksDisagree(difference[0])
     for line in {line: None for _, counts in found.values() for line in counts if not line.point_to_point}:

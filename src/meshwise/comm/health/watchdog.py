@@ -1,7 +1,7 @@
 """Watch over a rank with a thread, and end a job that hangs with one report.
 
 The thread of each rank reads the rank's flight recorder. The threads exchange messages through the job's store, which
-works when collectives do not. They need no help from the main thread, which may be blocked for good in C++.
+works when collectives do not. A thread needs no help from the main thread, which may be blocked in C++.
 
     | event                                 action of the watchdog
     | every beat (about 1 s)                store that this rank lives; answer a new survey; look for the declared end
@@ -22,9 +22,7 @@ One waiting rank does not show the cause: another rank may just compile, load da
     | lost rank         a rank does not answer: it was stopped or killed, or its machine failed
     | finished rank     a rank has finished, and other ranks wait for it
     | circle            ranks wait for each other in a circle
-    | slow rank         a rank answers, and computes: waiting may help
-
-In the last case waiting may help. In every other case the cause is certain, and waiting longer cannot help."""
+    | slow rank         a rank answers, and computes: waiting may help. In the other cases waiting cannot help"""
 
 import contextlib
 import os
@@ -65,7 +63,7 @@ class RankAnswer:
     """Answer of one rank to a survey.
 
     | process   `process PID on HOST`
-    | waiting   call in which the rank is blocked; None if it is not blocked, and on a GPU, where no wait blocks it
+    | waiting   call that blocks the rank; None if no call does, and on a GPU, where a wait blocks only the stream
     | waited    seconds in that call; on a GPU, seconds since the last call; 0 if the rank does not wait
     | recent    last calls of the rank, oldest first; on a GPU any of these calls may be the one that does not complete
     | counts    number of calls so far on each line (`CallLine`)
@@ -312,8 +310,8 @@ class Watchdog:
             sys.excepthook = self._previous_hook
 
     def failed(self, error: BaseException) -> NoReturn:
-        """Report `error`, and end all ranks. Call it in the main thread; it does not return. The report is the
-        traceback. After a RankLostError it first waits for a survey, because other ranks may know the cause."""
+        """Report `error` with its traceback, and end all ranks. Call this method in the main thread; it never returns.
+        After a RankLostError, first wait for a survey, because other ranks may know the cause."""
         if isinstance(error, RankLostError):
             self._lost = str(error)
             self._wake.set()

@@ -10,18 +10,18 @@ With processes a test starts slowly, is hard to debug and may hang. Here ranks a
 Sums are computed in group order, and all ranks get the same bits. The state of every rank is known. So three errors are
 reported at once, without a timeout: calls that disagree, a wait for a finished rank, and ranks that wait in a circle.
 
-This world is stricter than others where c10d leaves the behaviour undefined. An output tensor is filled with 0xFF bytes
-(NaN) until `wait`. Writing to a tensor of a collective before `wait` is an error. After a `reduce` the tensor is NaN on
-all ranks but the target. `send` waits for its `recv`.
+`ThreadWorld` is stricter than other worlds where c10d leaves the behaviour undefined. An output tensor is filled with
+0xFF bytes (NaN) until `wait`. Writing to a tensor of a collective before `wait` is an error. After a `reduce` the
+tensor is NaN on all ranks but the target. `send` waits for its `recv`.
 
 All tensors are on the CPU. On a GPU the backward of all ranks would share one autograd thread, and the first collective
 in the backward would block all ranks. Grad mode, autocast and default device belong to a thread: each rank starts with
 torch's defaults, and its changes do not affect other ranks. Default dtype and number of threads are global; they are
 left unchanged. Within a rank, one thread at a time may call collectives.
 
-In a `TraceWorld` one rank of any number runs alone: its collectives are recorded and move no data. A plan's
-communication cost follows from the collectives of its ranks. To record the collectives of one rank, run its step in
-this world. Kinds, axes, bytes and order equal the real job's, of 8 or 65,536 ranks. Meta tensors are free.
+In a `TraceWorld` one rank of a job of any size runs alone: its collectives are recorded and move no data. To compute
+the communication cost of a plan, run a step of one rank in this world, and read the records. Their kinds, axes, bytes
+and order are the same as in the real job. Meta tensors take no memory and no time.
 
     with world.record() as records:
         trainer.step(batch)
@@ -77,7 +77,7 @@ class TurnTaking:
         self._members.discard(threading.get_ident())
 
     def take(self) -> None:
-        """Wait at most a second for this thread's turn; after that, continue without the turn."""
+        """Wait at most a second for this thread's turn, then continue without it. Do nothing outside a `with` block."""
         if threading.get_ident() in self._members and self._lock.acquire(timeout=_PATIENCE_SECONDS):
             self._holder = threading.get_ident()
 
@@ -105,7 +105,7 @@ class PendingCollective:
         self._reducing = threading.Lock()
 
     def arrive(self, rank: int, *, record: CallRecord, deposit: Mapping[int, Tensor]) -> None:
-        """Add the call of `rank`. deposit: copies of its tensors, by the index of the rank that takes each."""
+        """Add the call of `rank`. deposit: copies of its tensors, by the group index of the taker; 0 if all take it."""
         self.records[rank] = record
         self._deposits[rank] = deposit
 
@@ -321,8 +321,8 @@ def run_threads(
 
 
 def _guarded(record: CallRecord, *, inputs: Mapping[Tensor, Tensor], outputs: Sequence[Tensor]) -> Callable[[], None]:
-    """Fill the outputs of a call with 0xFF bytes. Return a function that raises RuntimeError if the caller has written
-    to a tensor of the call since. inputs: copy of each input; an input that is also an output is an output."""
+    """Fill the outputs of a call with 0xFF bytes (bool outputs: with True). Return a function that raises RuntimeError
+    if the caller has written to a tensor of the call since. inputs: copy of each input; not used for an output."""
     filled = [(x.view(torch.uint8), 1 if x.dtype == torch.bool else 0xFF) for x in outputs if x.numel()]
     for x, filling in filled:
         x.fill_(filling)
@@ -339,7 +339,7 @@ def _guarded(record: CallRecord, *, inputs: Mapping[Tensor, Tensor], outputs: Se
 
 
 class ThreadWorld(World):
-    """World of one rank that is a thread; `run_threads` makes it."""
+    """World of one rank that runs as a thread; `run_threads` makes it."""
 
     medium = "threads"
 
@@ -386,7 +386,8 @@ class ThreadWorld(World):
         give: Mapping[int, Tensor] = MappingProxyType({}),
         fill: Sequence[Tensor] = (),
     ) -> Work:
-        """Call with copies of `give`, and return the work. At `wait`, `take` copies the results into `fill`."""
+        """Join the collective with copies of `give`, and return its work. fill: output tensors, which are filled with
+        0xFF bytes now. take: called by `wait` when all ranks have called, to copy the results into `fill`."""
         copies = {x: x.clone() for x in dict.fromkeys(give.values())}  # one tensor may be for several ranks
         check = _guarded(record, inputs=copies, outputs=fill)
         deposit = {part: copies[x] for part, x in give.items()}
@@ -433,7 +434,7 @@ class TraceWorld(World):
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
         for index, x in take.items():
-            if x.is_meta and len(take) > 1:  # a rehearsal counts an operation for a message, and none for parts
+            if x.is_meta and len(take) > 1:  # a rehearsal counts one operation for a message, none for parts
                 break
             if index == group.index:
                 x.copy_(give[index])

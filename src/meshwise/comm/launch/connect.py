@@ -28,7 +28,7 @@ _LEAVING_TIME = timedelta(seconds=5)
 def connect(
     *, device: torch.device | str | None = None, stall_seconds: float | None = None, comm: Comm | None = None
 ) -> World:
-    """Return the world of this process, over the mesh `rank=N` of all ranks of the job. Every rank calls it.
+    """Return the world of this process, over the mesh `rank=N` of all N ranks of the job. Every rank calls `connect`.
 
     | device          device of this rank's tensors; None for GPU number LOCAL_RANK, or the CPU without GPUs. A second
     |                 call for the same device returns the same world, even if it was closed
@@ -49,7 +49,7 @@ def connected_world(
     wanted = default_device() if device is None else torch.device(device)
     if wanted.type == "cuda":
         if not gpu_count():
-            raise ValueError(f"device={str(device)!r}, and torch finds no GPU here: leave the device out for CPUs")
+            raise ValueError(f"device={str(device)!r}, but torch finds no GPU here: leave `device` out to use CPUs")
         wanted = torch.device("cuda", default_device().index if wanted.index is None else wanted.index)
         streams_of(wanted).select()
     worlds = _worlds(os.getpid())
@@ -60,9 +60,7 @@ def connected_world(
 
 @functools.cache
 def _worlds(pid: int) -> dict[torch.device, World]:  # noqa: ARG001 - the key of the cache
-    """Return the worlds of process `pid`, this one, by device: one dict, which lives as long as the process.
-
-    A fork of this process is another process: it begins without worlds."""
+    """Return the worlds of this process by device. pid: its PID, so that a fork of it begins without worlds."""
     return {}
 
 
@@ -73,7 +71,7 @@ def has_world() -> bool:
 
 def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -> World:
     store = job_store()
-    world = process_world(device, store=store, comm=asked_comm())
+    world = process_world(device, store=store, comm=comm_from_environment())
     watch = None
     if store is not None:
         launcher = LauncherProcess() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -88,8 +86,8 @@ def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -
     return world
 
 
-def leave_undone() -> None:
-    """Do not close the worlds at exit, where this rank would wait for others. The launcher ends the other ranks."""
+def skip_close_at_exit() -> None:
+    """Do not close the worlds at exit, because `close` waits for the other ranks. The launcher ends those ranks."""
     atexit.unregister(_close)
 
 
@@ -105,7 +103,7 @@ def _close(world: World, watch: Watchdog | None) -> None:
         watch.end_if_declared()
 
 
-def asked_comm() -> Comm:
+def comm_from_environment() -> Comm:
     """Return the value of MESHWISE_COMM, or `auto` without it. Raises ValueError for an unknown value."""
     named = os.environ.get(COMM_VARIABLE) or "auto"
     return _known(named, source=f"{COMM_VARIABLE}={named}")
@@ -119,7 +117,7 @@ def _known(named: str, *, source: str) -> Comm:
 
 def comm_setting(comm: Comm | None) -> AbstractContextManager[None]:
     """Set MESHWISE_COMM to `comm` inside the block (None: unchanged). Raises ValueError for an unknown value."""
-    asked = asked_comm() if comm is None else _known(comm, source=f"comm={comm!r}")
+    asked = comm_from_environment() if comm is None else _known(comm, source=f"comm={comm!r}")
     return environment({COMM_VARIABLE: asked})
 
 

@@ -1,7 +1,7 @@
-"""Fork the ranks of a machine from a server process that has imported torch, because to import torch takes seconds.
+"""Fork the ranks of a machine from a server process that has imported torch, because importing torch takes seconds.
 
-The server is multiprocessing's fork server. It imports torch once and does nothing else. So no thread of it holds a
-lock when it forks, and restarted ranks start at once. On a machine with a GPU every rank is a new process (spawn),
+The server is multiprocessing's fork server. It imports torch once, so restarted ranks start at once. It runs nothing
+else, so none of its threads holds a lock at a fork. On a machine with a GPU every rank is a new process (spawn),
 because a fork of a process that has counted the GPUs cannot use them. macOS uses spawn too: its libraries run threads.
 
     launcher ──asks── server ──forks── rank 0, rank 1, …        the parent of a rank is the server, not the launcher
@@ -10,8 +10,8 @@ A forked rank inherits the environment that the server had at its start. So the 
 to each rank (`LauncherEnvironment`). The launcher is not the parent of a rank, so `job_processes.LauncherProcess` asks
 multiprocessing whether the launcher runs.
 
-The server is a new process. If the launcher has only imported modules so far, the server can instead be a fork of the
-launcher (`fork_server_from_here`), which saves the import of torch."""
+By default (`start_context`) the server is a new process. If the launcher has only imported modules so far, the server
+can be a fork of the launcher (`fork_server_from_here`): then the server need not import torch."""
 
 import atexit
 import contextlib
@@ -39,9 +39,9 @@ _SET_BY_TORCH = ("RANK", "WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"
 
 
 def start_context() -> ForkServerContext | SpawnContext:
-    """Return the multiprocessing context for ranks: forkserver, or spawn on macOS and on machines with a GPU. Starts
-    the fork server, which runs until this process ends. The server ignores Ctrl-C and the end of the terminal, so that
-    an interrupted import prints no traceback."""
+    """Return the multiprocessing context for ranks: spawn on macOS and on machines with a GPU, else forkserver. For
+    forkserver, also start the fork server, which runs until this process ends. The server blocks the signals of the
+    terminal, such as Ctrl-C: otherwise an interrupted import would print a traceback."""
     forks = sys.platform != "darwin" and "forkserver" in multiprocessing.get_all_start_methods()
     if gpu_count() or not forks:
         return multiprocessing.get_context("spawn")
@@ -57,8 +57,8 @@ def start_context() -> ForkServerContext | SpawnContext:
 
 
 def fork_server_from_here() -> None:
-    """Start the server of `start_context` as a fork of this process, which has imported the modules already. Call it
-    when this process has done nothing but import modules: each rank inherits all of its state."""
+    """Start the server of `start_context` as a fork of this process, which has imported the modules already. Call this
+    function before this process does anything but import modules: each rank inherits all of its state."""
     with _terminal_signals_blocked():
         resource_tracker.ensure_running()
     ordinary = util.spawnv_passfds
@@ -80,7 +80,7 @@ def fork_server_from_here() -> None:
 
 @contextlib.contextmanager
 def _terminal_signals_blocked() -> Iterator[None]:
-    """Block the signals of the terminal inside the block; processes started there inherit this."""
+    """Block the signals of the terminal while the context is active; processes started meanwhile inherit the mask."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TERMINAL)
     try:
         yield

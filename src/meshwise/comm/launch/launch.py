@@ -45,18 +45,18 @@ from torch.distributed.launcher.api import LaunchConfig
 from meshwise.comm.api.job_processes import has_ended, launched_rank
 from meshwise.comm.api.streams import cuda_in_use
 from meshwise.comm.health.watchdog import report_to_stderr, stall_seconds_from_environment
-from meshwise.comm.launch.connect import comm_setting, connect, environment, has_world, leave_undone
+from meshwise.comm.launch.connect import comm_setting, connect, environment, has_world, skip_close_at_exit
 from meshwise.comm.launch.fork_server import LauncherEnvironment, start_context
 from meshwise.comm.launch.rank_process import (
     POLL_SECONDS,
     SIGNALS,
     RankOutcome,
-    asked_threads,
     first_error,
     last_start,
     rank_main,
     results,
     start_folder,
+    threads_from_environment,
 )
 from meshwise.comm.network.job_store import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.network.process_world import Comm
@@ -85,7 +85,7 @@ def run(
 ) -> list[Any]:
     """Call `main(world, *args)` on `size` ranks and return the results of `main`, by rank.
 
-    Starts `size` processes on this machine, and ends them again. Under torchrun it only connects this process, and
+    Starts `size` processes on this machine, and ends them. Under torchrun, `run` only connects this process, and
     returns the results of all ranks. `main`, `args` and results are pickled: define `main` at the top of a file, and
     call `run` under `if __name__ == "__main__":`. In a notebook any function works until CUDA is in use. Each rank gets
     an equal share of the cores as threads, unless OMP_NUM_THREADS is set; in a notebook with a world, one thread.
@@ -107,11 +107,11 @@ def run(
             result = main(world, *args)
         except SystemExit as left:
             if left.code:
-                leave_undone()
+                skip_close_at_exit()
             raise
         return world.exchange(result)
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"cannot run on {size!r} ranks")
+        raise ValueError(f"cannot run on {size!r} ranks; pass a whole number above 0")
     stall_seconds_from_environment()
     method = _start_method(main)
     ended: BaseException | signal.Signals
@@ -160,7 +160,7 @@ def _say_stopped(otherwise: Callable[..., object], kind: type[BaseException], er
 
 
 def _start_method(main: Callable[..., Any]) -> str:
-    """Return the start method of multiprocessing: `fork` if a notebook defines `main`, else the one of `start_context`.
+    """Return the start method of multiprocessing: `fork` if a notebook defines `main`, else as `start_context` chooses.
     Exits in a rank that imports a script with an unguarded `run`. Raises ValueError for a function that cannot be
     pickled, RuntimeError for a notebook's function where a fork is impossible."""
     script = sys.modules["__main__"]
@@ -208,7 +208,7 @@ def _as_launcher(size: int, *, method: str) -> Iterator[None]:
     if method == "fork" and has_world():
         # A fork has none of the threads with which torch computes in this process, and would wait for them for ever.
         variables["OMP_NUM_THREADS"] = "1"
-    elif size > 1 and asked_threads() is None:
+    elif size > 1 and threads_from_environment() is None:
         variables["OMP_NUM_THREADS"] = str(max(1, cores() // size))
     for logger in silenced:
         logger.disabled = True
@@ -321,7 +321,7 @@ class _Agent(LocalElasticAgent):
         report_to_stderr(f"meshwise: restart {restart} of {spec.max_restarts}, because {why}")
 
     def _left_nothing(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """Return a failure for each rank that has certainly ended with status 0 and has saved no outcome."""
+        """Return a failure for each rank that ended without an outcome, and certainly with status 0."""
         if time.monotonic() - self._since < _CERTAIN_SECONDS:
             return {}
         outcomes = last_start(self._folder)

@@ -7,8 +7,8 @@ by their default action. A rank ends by `os._exit`, because torch's threads may 
     |   start-0/  0  1  …        a pickled `RankOutcome` of each rank, for each start of the ranks
     |   logs/                    log files of torch's launcher
 
-Unlike an exit status or a pipe, a file is complete even if the process dies right afterwards. It holds the time of the
-error, from which the first of several errors is known. `results` and `first_error` read the files for `run`."""
+Unlike an exit status or a pipe, a file is complete even if the process dies right afterwards. The file has the time of
+the error, so the first of several errors is known. `results` and `first_error` read the files for `run`."""
 
 import atexit
 import functools
@@ -40,9 +40,8 @@ SIGNALS = (signal.SIGINT, *END_SIGNALS)
 """Signals on which a launcher ends its ranks, and which end a rank."""
 
 CONSEQUENCE_SECONDS = 30 * POLL_SECONDS
-"""Seconds that a rank stays alive after it failed because another rank was lost.
-
-In this time, even an overloaded machine's launcher notices the rank that ended first, and ends this rank."""
+"""Seconds that a rank stays alive after it failed because another rank was lost. In this time the launcher notices the
+rank that ended first, even on an overloaded machine, and ends this rank."""
 
 
 def start_folder(folder: Path, *, number: int) -> Path:
@@ -113,7 +112,8 @@ class RankOutcome:
 
 
 def results(folder: Path, *, size: int) -> list[Any]:
-    """Return the results of `main`, by rank. Raises `first_error` when a rank has called `sys.exit` with status 0."""
+    """Return the results of `main`, by rank, after all processes ended with status 0. Raises `first_error` when a rank
+    has called `sys.exit` with status 0."""
     outcomes = [RankOutcome.load(folder, rank=rank) for rank in range(size)]
     if any(outcome is not None and outcome.error is not None for outcome in outcomes):
         raise first_error(folder, size=size, statuses={})
@@ -148,7 +148,7 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
     error = _with_notes(kind(_ended(silent, size=size, status=status)), raised)
     if kind is RankKilledError:
         error.add_note(
-            "the system does that when memory runs out; what a plan needs, and a change that fits: "
+            "the system kills a process when memory runs out. To see what a plan needs, and a change that fits: "
             "print(mw.needs(model, plan, loss=loss, batch=batch))"
         )
     return error
@@ -158,14 +158,14 @@ def _ended(ranks: Sequence[int], *, size: int, status: int) -> str:
     if not status:
         *first, last = map(str, ranks)
         who = f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
-        return f"{who} of {size} ended with exit status 0 and no result; code there calls os._exit, or C's exit"
+        return f"{who} of {size} ended with exit status 0 and no result; some code called os._exit, or C's exit"
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
     return f"rank {ranks[0]} of {size} ended without an exception, {how}"
 
 
 def _with_notes(error: BaseException, others: Mapping[int, RankOutcome]) -> BaseException:
     for rank, outcome in others.items():
-        error.add_note(f"rank {rank} then met: {outcome.error}")
+        error.add_note(f"rank {rank} then failed: {outcome.error}")
     return error
 
 
@@ -205,7 +205,7 @@ def rank_main(
 
     try:
         folder.mkdir(exist_ok=True)
-        torch.set_num_threads(asked_threads() or torch.get_num_threads())
+        torch.set_num_threads(threads_from_environment() or torch.get_num_threads())
         world = connected_world(device, sink=take_report)
         outcome = _outcome(functools.partial(main, world, *args))
         world.close()
@@ -249,7 +249,7 @@ def _outcome(main: Callable[[], Any]) -> RankOutcome:
         raise
 
 
-def asked_threads() -> int | None:
+def threads_from_environment() -> int | None:
     """Return the number of threads in OMP_NUM_THREADS; of a list such as `4,2`, the first number. Return None without
     the variable, and for a value that is no number above 0, which OpenMP ignores too."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

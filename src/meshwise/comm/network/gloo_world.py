@@ -93,20 +93,20 @@ def _gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
 
 
 Steps: TypeAlias = Iterator[PendingMessages]
-"""A collective that was started, as an iterator over its phases: each item is to be waited for before the next."""
+"""Phases of a collective that was started. Wait for the messages of one phase before you ask for the next phase."""
 
 Program: TypeAlias = Callable[[list[Tensor], list[Tensor]], Steps]
 """Function (input tensors, output tensors) that starts a collective on CPU tensors."""
 
-# All-reduces of up to so many bytes use one phase: sending all data to all ranks costs less than a second phase.
+# All-reduces of at most this many bytes use one phase: sending all data to all ranks costs less than a second phase.
 _ONE_PHASE_BYTES = 256 << 10
 
 
 class WorkerThread:
     """Thread that runs jobs one after the other; it starts when the object is made.
 
-    `close` joins the thread before the interpreter exits. A daemon thread that is still inside torch then would end the
-    process with "terminate called without an active exception" and a wrong exit status."""
+    `close` joins the thread before the interpreter exits. If a daemon thread is inside torch at that moment, the
+    process ends with "terminate called without an active exception" and a wrong exit status."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
@@ -189,7 +189,7 @@ class _Call:
 
     @property
     def peers(self) -> list[tuple[int, int]]:
-        """(group index, rank) of the other ranks, from the next index around: so ranks begin with different ones."""
+        """(group index, rank) of the other ranks, from the next index around, so ranks begin with different peers."""
         group = self.group
         around = [(group.index + step) % group.size for step in range(1, group.size)]
         return [(index, group.ranks[index]) for index in around]
@@ -275,8 +275,8 @@ class GlooWorld(World):
     # ---- two phases --------------------------------------------------------------------------------------------
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        """Start a reduction in which each rank reduces its slice of `x`, and sends it to the others; a small one has
-        one phase."""
+        """Start a reduction in which each rank reduces its slice of `x` and sends it to the others. If `x` is small,
+        each rank reduces all of `x`, in one phase."""
         call, small = self._call(record, group), record.bytes <= _ONE_PHASE_BYTES
 
         def program(reads: list[Tensor], writes: list[Tensor]) -> Steps:

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from meshwise.comm.api.job_processes import host_name, launched_rank
+from meshwise.comm.api.job_processes import host_identity, launched_rank
 
 LOOPBACK = "127.0.0.1"
 """Address of the loopback interface, which only processes of this machine can reach."""
@@ -244,6 +244,6 @@ def _gather(desk: Store, name: str, *, size: int, until: float) -> None:
 
 
 def on_one_host(store: Store, *, rank: int, size: int) -> bool:
-    """Return whether `host_name` is equal on all ranks. Every rank calls this function, over the same `store`."""
-    store.set(f"host/{rank}", host_name())
+    """Return whether `host_identity` is equal on all ranks. Every rank calls this function, over the same `store`."""
+    store.set(f"host/{rank}", host_identity())
     return len(set(store.multi_get([f"host/{other}" for other in range(size)]))) == 1

@@ -8,7 +8,7 @@
     | a world of one rank               GlooWorld     none
 
 torch's default process group is not used: a job may call `init_process_group` as well.
-`gloo_calls` are torch's own gloo collectives, with which benchmarks compare the collectives of this package."""
+`gloo_calls` returns torch's own gloo collectives, with which benchmarks compare the collectives of this package."""
 
 import errno
 import os
@@ -41,12 +41,12 @@ COMM_VARIABLE = "MESHWISE_COMM"
 """Environment variable with a value of `Comm`; `auto` without the variable."""
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Environment variables in which launchers number the ranks of a host; the first that is set counts."""
+"""Environment variables in which launchers number the ranks of a host; the first one that is set is used."""
 
 
 def process_world(device: torch.device, *, store: c10d.Store | None = None, comm: Comm = "auto") -> World:
-    """Return the world of all ranks of this job, over the mesh `rank=N`. Every rank calls it once per device type.
-    device: of this rank's tensors. store: store of the job; None for `job_store()`. comm: as described at `Comm`.
+    """Return the world of all N ranks of the job, over the mesh `rank=N`. Every rank calls this function, once for each
+    device type. device: where this rank's tensors are. store: None for `job_store()`. comm: see `Comm`.
     Raises ValueError when some ranks are on CPU and others on CUDA, when `comm` differs between ranks, or when `local`
     is impossible. Raises torch's DistError when ranks are missing for ten minutes."""
     rank, size = launched_rank() or (0, 1)
@@ -86,7 +86,7 @@ def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostCo
                 f"times slower; {mend}\n"
             )
     if reason and comm == "local":
-        raise ValueError(f"comm=local, and the ranks cannot share memory: {reason}; comm=gloo works everywhere")
+        raise ValueError(f"comm=local, but the ranks cannot share memory: {reason}; comm=gloo works everywhere")
     return None if reason else host
 
 
@@ -100,16 +100,15 @@ def _remedy(reason: str) -> str:
 
 
 def default_device() -> torch.device:
-    """Return the GPU of this rank's number on its host (modulo the number of GPUs), or the CPU without GPUs.
-
-    The number is LOCAL_RANK, or the variable of Slurm, Open MPI or MPICH. Raises ValueError if there are several GPUs
-    and several ranks, and none of these variables is set."""
+    """Return GPU n of this host, where n is the rank's number on the host, modulo the number of GPUs. Without GPUs,
+    return the CPU. The number comes from LOCAL_RANK, or from the variable of Slurm, Open MPI or MPICH. Raises
+    ValueError if there are several GPUs and several ranks, and none of these variables is set."""
     if (gpus := gpu_count()) == 0:
         return torch.device("cpu")
     number = next((os.environ[name] for name in LOCAL_RANKS if os.environ.get(name)), None)
     if number is None and gpus > 1 and (launched_rank() or (0, 1))[1] > 1:
         raise ValueError(
-            f"LOCAL_RANK is not set, and {gpus} GPUs are here: each rank would take the first one. Start the ranks "
+            f"LOCAL_RANK is not set on a host with {gpus} GPUs: each rank would take the first one. Start the ranks "
             'with torchrun, set LOCAL_RANK to 0, 1, … on each host, or pass connect(device="cuda:N")'
         )
     return torch.device("cuda", int(number or "0") % gpus)
@@ -141,15 +140,14 @@ def backends() -> dict[str, str]:
 
 
 Call: TypeAlias = Callable[[World, Tensor, Tensor], Sequence[Work | c10d.Work]]
-"""Collective of (world, x, y), as the works to wait for: reads x and writes y, or works in place on one of them.
-
-Both tensors have the full size: the size of the gathered tensor. A rank's part is its slice of x or y."""
+"""Function (world, x, y) that starts a collective and returns the works to wait for. The collective reads x and writes
+y, or works in place on one of them. Both tensors have the size of the gathered tensor; a rank's part is a slice."""
 
 
 def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
-    """Return torch's gloo collectives among the first `size` ranks, by name; an empty mapping on other ranks. Names:
-    all_reduce, all_gather, reduce_scatter, broadcast. Every rank of the world calls this function, and all are on one
-    host. Raises RuntimeError when gloo cannot connect the ranks."""
+    """Return torch's gloo collectives among the first `size` ranks, by name: all_reduce, all_gather, reduce_scatter,
+    broadcast. The mapping is empty on the other ranks, and in a job of one rank. Every rank of the world calls this
+    function, and all ranks are on one host. Raises RuntimeError when gloo cannot connect the ranks."""
     store = job_store()
     if store is None or world.rank >= size:
         return {}

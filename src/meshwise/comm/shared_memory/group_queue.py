@@ -8,8 +8,8 @@ the call, makes another call, or calls `World.progress`:
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
 
-A rank does its parts of a queue's calls in the order of the calls; different queues do not wait for each other. If
-a rank called another collective, this rank may find out only at its next call that needs a tensor of that rank.
+Within a queue, a rank does its parts in the order of the calls; different queues do not wait for each other. If another
+rank made a different call, this rank may notice only at its next call that needs a tensor of that rank.
 
 A board has records for 32 calls of a queue. The next call is posted when every rank has done its part of the oldest
 call. Until then the call stays in this process. The rank does not block: other ranks may wait for its next call.
@@ -98,7 +98,7 @@ class QueueState:
         return self.board.read(self._posted)
 
     def has_posted(self, number: int, *, tag: int) -> bool:
-        """Return whether the rank has posted call `number`, after the same calls as this rank, which has this tag."""
+        """Return whether the rank has posted call `number` with this `tag`, a hash of the call and all calls before."""
         return self.board.read(self._posted) > number and self.board.words[self._record(number)] == tag
 
     def location(self, number: int, *, which: int) -> TensorLocation:
@@ -158,7 +158,7 @@ class QueuedCall(Work):
     """One collective as this rank calls it: the tensors that other ranks use, and this rank's part of the work.
 
     | gives       tensors of this rank that other ranks read, and in some collectives write
-    | in_payload  True if the board has a copy of the contents of `gives`; the tensors are then free once it is posted
+    | in_payload  True if the board has a copy of the contents of `gives`, so the tensors are free once it is posted
     | needs       group indices of the ranks that must have posted before `act` can run
     | users       group indices of the ranks that use this rank's tensors in their `act`
     | joint       name of the joint tensor that this rank has written to (`JointTensors.name`), instead of `gives`; or 0
@@ -192,7 +192,7 @@ class QueuedCall(Work):
         return self._done or self.queue.is_over(self)
 
     def tensors(self, own: Tensor, *, which: int = 0) -> list[Tensor]:
-        """Return tensor `which` of every rank, in group order. `own` is this rank's; the others must be as large."""
+        """Return tensor `which` of every rank, in group order; for this rank `own`. All have the size of `own`."""
         queue = self.queue
         return [
             own if index == queue.index else queue.tensor(self, index=index, like=own, which=which)
@@ -219,9 +219,9 @@ class GroupQueue:
         self.ranks = ranks
         self.index = ranks.index(host.rank)
         self.others = [(self.index + step) % len(ranks) for step in range(1, len(ranks))]
-        """Group indices of the other ranks, starting after this rank's, so that ranks begin with different ones."""
-        self.lacks: int | None = None
-        """First rank that `advance` found without this rank's next call at the last time; None if there was none."""
+        """Group indices of the other ranks, from the next index around, so ranks begin with different peers."""
+        self.waits_for: int | None = None
+        """Rank that had not posted the call at which the last `advance` stopped; None if `advance` did all calls."""
         self._host = host
         self._meanwhile = meanwhile
         self._key = key
@@ -277,14 +277,14 @@ class GroupQueue:
 
     def advance(self) -> bool:
         """Do this rank's part of every call that all needed ranks have posted; return whether a call was posted or
-        done. Stops at the first call that a rank has not posted, and stores that rank in `lacks`."""
-        self.lacks = None
+        done. Stops at the first call that a rank has not posted, and stores that rank in `waits_for`."""
+        self.waits_for = None
         acted = self._publish()
         while self._due:
             call = self._due[0]
             for index in call.needs:
                 if not self._is_there(index, call):
-                    self.lacks = self.ranks[index]
+                    self.waits_for = self.ranks[index]
                     return acted
             self._act(call)
             acted = True
@@ -304,8 +304,8 @@ class GroupQueue:
                 self._await_done(call, index, call.number)
             call.end()
 
-    def tidy(self) -> None:
-        """End the calls whose tensors no rank uses any more, and release the tensors."""
+    def release_finished(self) -> None:
+        """End the calls whose tensors no other rank uses any more, and release these tensors."""
         while self._lent and self.is_over(self._lent[0]):
             self._lent.popleft().end()
 
@@ -362,7 +362,7 @@ class GroupQueue:
             if call.act is not None:
                 call.act()
         except OSError as error:
-            if (gone := self._host.lost_by(self.ranks, error=error)) is not None:
+            if (gone := self._host.ended_rank_behind(self.ranks, error=error)) is not None:
                 raise lost(gone, about=call.record, error=error) from error
             error.add_note(f"while rank {self._host.rank} did its part of {call.record}")
             raise
@@ -456,8 +456,8 @@ class GroupQueues:
 
     def progress(self, bell: int | None = None) -> Progress:
         """Do this rank's part of the calls of all queues, as far as the other ranks have posted. Return `DID` if
-        anything was done, `LATER` if a call still lacks another rank, else `NOTHING`. bell: the rank whose bell wakes
-        the caller; a call that lacks only that rank does not count as `LATER`. In a fork of the process, do nothing."""
+        anything was done, `LATER` if a queue waits for another rank, else `NOTHING`. bell: the rank whose bell wakes
+        the caller; a queue that waits for this rank does not count as `LATER`. In a fork of the process, do nothing."""
         outlook = Progress.NOTHING
         if os.getpid() != self._process:
             return outlook
@@ -465,7 +465,7 @@ class GroupQueues:
             if queue.busy:
                 if queue.advance():
                     outlook = Progress.DID
-                elif queue.lacks != bell:
+                elif queue.waits_for != bell:
                     outlook = max(outlook, Progress.LATER)
         return outlook
 

@@ -70,12 +70,12 @@ class _TimeSpan(ctypes.Structure):
 
 _PROOF_WORD = 1
 
-# Number of polls of a condition, then number of polls after a yield each, because another rank may need this core.
+# Number of polls of a condition, then number of polls that each follow a yield: another rank may need this core.
 _LOOKS = 10
 _YIELDS = 30
 
-# How long to sleep before this rank looks for ended ranks. It must be short: a launcher that notices an ended rank soon
-# ends all ranks, and each should report the loss first. The second number is for ranks with calls that may become due.
+# How long to sleep before this rank looks for ended ranks. It must be short: a launcher ends all ranks soon after one
+# has ended, and each should report the loss first. The second number is for ranks with calls that may become due.
 _SLEEP_SECONDS = 0.005
 _LATER_SECONDS = 0.001
 
@@ -229,8 +229,8 @@ class HostConnection:
 
     @classmethod
     def enter(cls, store: c10d.Store, *, rank: int, ranks: Sequence[int]) -> "HostConnection":
-        """Return this rank's connection with `ranks`, the ranks of one host; each of them calls this over one store.
-        Makes this rank's board and maps the other boards. Raises OSError when a rank has no board or cannot map one."""
+        """Make this rank's board, map the boards of `ranks`, all on one host, and return the connection. Each of these
+        ranks calls this method with the same store. Raises OSError when a rank has no board or cannot map a board."""
         board, own = None, ""
         try:
             board = Board.make()
@@ -283,7 +283,7 @@ class HostConnection:
                     time.sleep(_BACK_OFF_SECONDS)
             wakes = 0 if board.bell == seen else wakes + 1
             if board.bell == seen:
-                gone = self.missing(among)
+                gone = self.ended_rank(among)
                 if gone is not None and not condition():
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
@@ -293,16 +293,16 @@ class HostConnection:
         self.board.hide()
         self.slabs.keep_none()
 
-    def missing(self, ranks: Sequence[int]) -> int | None:
+    def ended_rank(self, ranks: Sequence[int]) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. This rank itself may be among them."""
         return next((rank for rank in ranks if rank != self.rank and has_ended(self.peers[rank].process)), None)
 
-    def lost_by(self, ranks: Sequence[int], *, error: OSError) -> int | None:
+    def ended_rank_behind(self, ranks: Sequence[int], *, error: OSError) -> int | None:
         """Return the first of `ranks` whose process has ended, or None. error: raised by an access to their memory. The
         system frees the memory of an ending process first; for large memory the end is visible only seconds later. So
-        if `error` may be due to an end, the method waits for it up to 10 s."""
+        if the end of a process may be the cause of `error`, wait up to 10 s until the end is visible."""
         deadline = time.monotonic() + (_ENDING_SECONDS if error.errno in _OF_AN_END else 0)
-        while (gone := self.missing(ranks)) is None and time.monotonic() < deadline:
+        while (gone := self.ended_rank(ranks)) is None and time.monotonic() < deadline:
             time.sleep(_SLEEP_SECONDS)
         return gone
 

@@ -12,7 +12,7 @@ Every rank posts the locations of its tensors (see `group_queue`), and reads the
     | from `World.empty`     shared memory, mapped once, read and written in place
     | all other tensors      a copy in shared memory that is lent for the call
 
-Ranks are added up in group order. So sums have the same bits wherever the tensors are, and on whichever rank."""
+The terms of a sum are added in group order. So a sum has the same bits on every rank, wherever the tensors are."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -60,7 +60,7 @@ class LocalWorld(World):
         try:
             memory = segment.memory if segment else host.peers[group.ranks[0]].slabs.map(int(place))
         except OSError as error:
-            if (gone := host.lost_by(group.ranks, error=error)) is not None:
+            if (gone := host.ended_rank_behind(group.ranks, error=error)) is not None:
                 raise lost(gone, about="World.shared_empty", error=error) from error
             raise
         self.barrier(axes=axes)
@@ -115,7 +115,7 @@ class LocalWorld(World):
             if self._queues.of(message_group(group, source=source, target=group.index)).is_ahead(0):
                 return source
         self._queues.progress()
-        if (gone := self._queues.host.missing([group.ranks[source] for source in sources])) is not None:
+        if (gone := self._queues.host.ended_rank([group.ranks[source] for source in sources])) is not None:
             raise lost(gone, about=record, error=OSError("its process has ended"))
         return None
 
@@ -132,8 +132,8 @@ class LocalWorld(World):
         return self._begin(call, gives=gives, needs=call.others, users=call.others, act=act)
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        """Start a reduction. If `x` travels in the payload, each rank reduces all of `x`; else each rank reduces its
-        slice of `x`, and writes it to the others."""
+        """Start a reduction. If `x` fits into the payload, each rank reduces all of `x`. Else each rank reduces its
+        slice of `x`, and writes the result into the `x` of the other ranks."""
         call = self._call(record, group)
         if travels_in_payload([x]):
             return self._begin(call, gives=[x], needs=call.others, act=lambda: self._sum(call, call.tensors(x), x, op))
@@ -166,7 +166,7 @@ class LocalWorld(World):
 
     def _call(self, record: CallRecord, group: Group) -> QueuedCall:
         queue = self._queues.of(group)
-        queue.tidy()
+        queue.release_finished()
         return QueuedCall(self, record=record, queue=queue)
 
     def _begin(
@@ -191,7 +191,7 @@ class LocalWorld(World):
         return call
 
     def _for_others(self, parts: Sequence[Tensor], group: Group) -> list[Tensor]:
-        """Return the parts with an empty one in place of this rank's own, which no other rank reads."""
+        """Return the parts, with an empty tensor in place of this rank's part, which no other rank reads."""
         return [part[:0] if index == group.index else part for index, part in enumerate(parts)]
 
     def _reachable(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
