@@ -87,7 +87,7 @@ class Projection(BoundToRank):
         )
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product: (…, local in) to (…, local out). The scheme may change the rank's rows and tokens."""
+        """Map (…, local in) to (…, local out). The scheme decides which rows and tokens the result has."""
         context, product = self.context, self.product
         if self.part.role != "rowwise" and not self.part.gathered:
             x = context.take_features(x, sizes=self._stream)
@@ -288,7 +288,7 @@ class ShardedMagnitude(nn.Module):
     fan_in_fan_out: bool
 
     def get_lora_weight(self, *, lora_A: nn.Module, lora_B: nn.Module, **_: Any) -> Tensor:
-        """Return this rank's part of B A, (outputs, inputs): without `forward`, which sums over the ranks."""
+        """Return this rank's part of B A, (outputs, inputs), without a call of `forward`, which sums over the ranks."""
         return lora_B.get_parameter("weight").detach() @ lora_A.get_parameter("weight").detach()
 
     @gradient.uncompiled
