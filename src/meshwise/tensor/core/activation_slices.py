@@ -105,12 +105,12 @@ def _inner(projection: Projection) -> ActivationRegion:
     """Return the region after a colwise linear: this rank's slice of its first section, in features or in heads."""
     context = projection.context
     world, data, inner = context.world, context.scheme.rows, context.scheme.inner_rows
-    shares = world.group(inner).index - world.group(data).index if data != inner else 0
+    offset = world.group(inner).index - world.group(data).index if data != inner else 0
     if context.degree(projection.product.features) == 1:
-        return ActivationRegion(shares=shares)
+        return ActivationRegion(rank_offset=offset)
     part = projection.bias_layout.pieces((sum(projection.out_sizes),), mesh=world.mesh, rank=world.rank)[0]
     start, size = part.offsets[0], part.sizes[0]
-    return ActivationRegion(hidden=(DimSlice(-1, start, size),), scores=(DimSlice(-3, start, size),), shares=shares)
+    return ActivationRegion((DimSlice(-1, start, size),), scores=(DimSlice(-3, start, size),), rank_offset=offset)
 
 
 def _inner_features(context: SplitContext, features: int, cut: DimSplit) -> ActivationRegion:
