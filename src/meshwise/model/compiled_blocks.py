@@ -46,7 +46,9 @@ class CompiledBlocks:
         )
 
     def wrap(self, module: nn.Module, *, name: str, draws: RandomDraws) -> Callable[..., Any]:
-        """Return the compiled forward of the class of `module`, bound to the module; `name`: its name in the model."""
+        """Return a forward for `module` that runs compiled code, or the module's own forward if the module may draw.
+
+        `name`: the module's name in the model. `draws`: knows which modules may draw."""
         backend, own = self._backend, type(module).forward
         assert backend is not None
         compiled = torch.compile(own, backend=backend)

@@ -89,7 +89,7 @@ def storage(t: Tensor) -> int:
 
 
 class ConstructionRecord:
-    """Record of all tensor operations of one model's construction, in order."""
+    """Record of all tensor operations of one model's construction, in order; `seed`: the model's, for all draws."""
 
     def __init__(self, *, seed: int) -> None:
         self.seed = seed
@@ -227,7 +227,7 @@ _OVERWRITING = frozenset(
 
 @contextlib.contextmanager
 def recording(*, seed: int) -> Iterator[ConstructionRecord]:
-    """Record the tensor operations of this thread inside the block, where it makes meta tensors."""
+    """Record this thread's tensor operations inside the block, on meta tensors; `seed`: the model's, for all draws."""
     record = ConstructionRecord(seed=seed)
     with _Recorder(record), _CpuPretence(record):
         yield record

@@ -98,8 +98,8 @@ class ParameterSource:
 def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
     """Return the source of the values of a module, or of the module that a function builds on the meta device.
 
-    The function is called once, on meta tensors, and its tensor operations are recorded. Raises ValueError for a
-    module on the meta device, a function that returns no module, and random draws that cannot be repeated."""
+    The function is called once, on meta tensors, and its tensor operations are recorded; `seed`: for its draws. Raises
+    ValueError for a module on the meta device, a result that is no module, and draws that cannot be repeated."""
     if isinstance(model, nn.Module):
         check_readable(model)
         return ParameterSource(model, record=None)

@@ -156,12 +156,12 @@ def uniform(dtype: torch.dtype) -> Distribution:
 
 
 def normal(dtype: torch.dtype) -> Distribution:
-    """Return the standard normal distribution: its inverse at the middle of each of 2^32 intervals."""
+    """Return the standard normal distribution: its inverse CDF at the middle of each of 2^32 intervals."""
     return Distribution(dtype, lambda word, out: out.copy_(_middle(word).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2))))
 
 
 def exponential(dtype: torch.dtype) -> Distribution:
-    """Return the exponential distribution with mean 1: its inverse at the middle of each of 2^32 intervals."""
+    """Return the exponential distribution with mean 1: its inverse CDF at the middle of each of 2^32 intervals."""
     return Distribution(dtype, lambda word, out: out.copy_(_middle(word).log_().neg_()))
 
 
@@ -213,10 +213,10 @@ class DrawContext(Protocol):
         """Return the key of the next draw, a signed 64-bit integer."""
 
     def mask(self, shape: Sequence[int], *, kind: Distribution, device: torch.device, scores: bool) -> Tensor:
-        """Return the next draw for a tensor of `shape`, read-only."""
+        """Return the next draw for a tensor of `shape`, read-only. `scores`: the tensor has attention scores."""
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
-        """Return the slice of the full draw for a tensor, and whether its first two dims are swapped."""
+        """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped."""
 
     def reseed(self, device: torch.device) -> None:
         """Seed torch's generator of a device for the next draw."""

@@ -70,7 +70,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, *, values: Sequence[Mapping
 
 
 def plain_value(value: Any, *, key: str) -> Any:
-    """Return a hyperparameter as JSON: a tensor as a number or a list. Raises ValueError for other types."""
+    """Return the value of hyperparameter `key` for JSON, tensors as numbers or lists. Raises ValueError for others."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, tuple | list):

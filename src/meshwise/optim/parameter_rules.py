@@ -121,6 +121,6 @@ class Several(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
-        """Let each optimizer update its parameters. Every rank calls it."""
+        """Let each optimizer update its parameters. Every rank calls this method."""
         for optimizer in self._optimizers:
             optimizer.step()

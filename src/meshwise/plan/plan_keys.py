@@ -300,7 +300,7 @@ def _near(word: str, words: tuple[str, ...]) -> str:
 
 
 def matching(text: str, *, key: str, pattern: str, examples: tuple[str, ...]) -> str:
-    """Return `text` if it matches a regular expression. Raises PlanError, with the nearest of `examples`, if not."""
+    """Return `text` if it matches the regular expression `pattern`; else raise PlanError with the nearest example."""
     if re.fullmatch(pattern, text):
         return text
     raise PlanError(

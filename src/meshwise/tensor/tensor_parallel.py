@@ -229,13 +229,13 @@ class _Split:
         for attribute, grain in part.counts:
             count = operator.attrgetter(attribute)(module)
             cut, sizes = DimSplit(grain=grain), count if isinstance(count, tuple) else (count,)
-            counts = [context.own(size, axes=inner, cut=cut) for size in sizes]
+            counts = [context.own_size(size, axes=inner, cut=cut) for size in sizes]
             set_count(module, attribute=attribute, count=tuple(counts) if isinstance(count, tuple) else counts[0])
         keys = tuple(axis for axis in inner if axis not in context.scheme.kv_replicas)
         for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.kv_replicas)):
             for attribute in attributes:
                 size = operator.attrgetter(attribute)(module)
-                set_count(module, attribute=attribute, count=context.own(size, axes=axes))
+                set_count(module, attribute=attribute, count=context.own_size(size, axes=axes))
         if part.sharded_class is None:
             # before the arguments are cut to this rank's heads
             reshard.align_arguments(module, context=context, widths=self._read_by_first(name))
@@ -254,7 +254,7 @@ class _Split:
         if part.even_rows:
             reshard.require_even_rows(module, name=name, context=context)
         if part.narrow_grain:
-            own = context.own(self._width(), axes=inner, cut=DimSplit(grain=part.narrow_grain))
+            own = context.own_size(self._width(), axes=inner, cut=DimSplit(grain=part.narrow_grain))
             reshard.narrow_input(module, readers=readers, features=own)
         if part.sharded_class is None:
             return
@@ -273,7 +273,7 @@ class _Split:
             if (part.role == "colwise" or part.summed_from is not None) and (key.startswith(f"{name}.") or not name):
                 shape = (self._parameters[key] if key in self._parameters else _matrix(self._modules[key], key)).shape
                 features = shape[0 if part.transposed else 1]
-                widths |= {features, self._inside.own(features, axes=self._inside.scheme.stream)}
+                widths |= {features, self._inside.own_size(features, axes=self._inside.scheme.stream)}
         return widths
 
     # ---- hooks of the whole model --------------------------------------------------------------------------------

@@ -50,12 +50,12 @@ def exchange_row_counts(module: nn.Module, *, context: SplitContext) -> None:
 
 
 def gather_input_once(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
-    """Register a hook that gathers the hidden states once, at the entry of `module`, for `readers` colwise linears."""
+    """Register a hook that gathers hidden states of `features` features once, at the entry, for `readers` linears."""
     move = context.scheme.colwise.x
     sizes = context.sizes(features, axes=move.axes)
 
     def gather(x: Tensor) -> Tensor:
-        return context.gather_shared(x, moved=context.moved(move, features=sizes), readers=readers).value
+        return context.gather_shared(x, moved=context.operand_move(move, features=sizes), readers=readers).value
 
     if context.degree(move.axes) > 1:
         change_input(module, change=gather)

@@ -76,7 +76,7 @@ class Projection(BoundToRank):
     @property
     def input_move(self) -> OperandMove:
         """Gather of the input."""
-        return self.context.moved(self.product.x, features=self._x)
+        return self.context.operand_move(self.product.x, features=self._x)
 
     @property
     def weight_placement(self) -> Placement:
@@ -98,7 +98,7 @@ class Projection(BoundToRank):
             world=context.world,
             x=OperandMove() if self._shares else self.input_move,
             w=self.weight_move,
-            y=context.moved(product.y),
+            y=context.operand_move(product.y),
             within=self._within,
             keeps=context.keeps,
             recall=context.recall,
@@ -170,8 +170,8 @@ def _product(scheme: Scheme, part: Part) -> SchemeProduct:
 class SplitTable(BoundToRank):
     """Sharded lookup of one embedding on this rank; call it with token numbers and this rank's part of the table.
 
-    `shape`: shape of the full table, (vocabulary, features). `head`: product of hidden states and the table. `running`
-    is True while the model runs; in this time `ShardedEmbedding.weight` is a `TableWeight`."""
+    `shape`: (vocabulary, features) of the full table. `padding_idx`: as in nn.Embedding. `head`: product of hidden
+    states and the table. `running`: True while the model runs; then `ShardedEmbedding.weight` is a `TableWeight`."""
 
     def __init__(self, context: SplitContext, *, shape: tuple[int, int], padding_idx: int | None) -> None:
         self.context = context

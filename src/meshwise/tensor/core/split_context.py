@@ -45,7 +45,7 @@ class TensorOrigins:
         self._summed: dict[Tensor, Axes] = {}
 
     def follow(self, model: nn.Module, *, placed: Mapping[str, Placement]) -> None:
-        """Set the model and its parameters' placements, by every name of a parameter, and register a hook."""
+        """Set the model and the placements `placed`, by every name of a parameter, and register a hook."""
         self._model, self._placed = model, placed
         # an engine may have replaced the parameters since the last forward
         model.register_forward_pre_hook(lambda *_: self._summed.clear(), prepend=True)
@@ -172,11 +172,11 @@ class SplitContext:
         layout, ranks = Layout((axes,), cuts=(cut,)), self.world.group(axes).ranks if axes else (self.world.rank,)
         return tuple(layout.local_shape((size,), mesh=self.world.mesh, rank=rank)[0] for rank in ranks)
 
-    def own(self, size: int, *, axes: Axes, cut: DimSplit = ANYWHERE) -> int:
+    def own_size(self, size: int, *, axes: Axes, cut: DimSplit = ANYWHERE) -> int:
         """Return how many entries of a dim of `size` this rank has if `axes` split it under the constraint `cut`."""
         return self.sizes(size, axes=axes, cut=cut)[self.world.group(axes).index if axes else 0]
 
-    def moved(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
+    def operand_move(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
         """Return a scheme's move of an activation with the ranks' sizes; `features`: sizes for a move of features."""
         if self.degree(move.axes) == 1:
             return OperandMove()
