@@ -6,7 +6,7 @@ than a whole model, and the two could not be compared. Here a draw is a function
     seed · step · number of the sample in the global batch · place in the model · index of the element
 
 alone. So it is the same under every plan, in every repeated forward and after a resume; the step number is the only
-state. A rank computes the slice of the full draw that its tensor needs. The slice follows from three facts:
+state. A rank computes the slice of the full draw that its tensor needs. Key and slice follow from three facts:
 
     samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of the drawn
                tensor; the size of dim 0 is samples, samples · heads or samples · tokens. They lie along dim 1 if a
