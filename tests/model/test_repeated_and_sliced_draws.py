@@ -140,7 +140,7 @@ def test_parts_of_a_sequence_are_drawn_by_their_number(part: int) -> None:
 
 def test_samples_of_another_share_are_drawn_by_their_number() -> None:
     model, x = nn.Sequential(Calling(functional.dropout)), torch.ones(2, 8)
-    draws = RandomDraws(model, seed=0, before={"0": lambda: ActivationRegion(shares=2)})
+    draws = RandomDraws(model, seed=0, before={"0": lambda: ActivationRegion(rank_offset=2)})
     draws.begin(0)
     with draws.running(SampleRows(5, 2, further=lambda shares: SampleRows(5 + 3 * shares, 2))):
         ours = model(x)

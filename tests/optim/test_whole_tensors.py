@@ -267,7 +267,7 @@ class _Together(torch.optim.SGD):
         (lambda: (whole(torch.optim.SparseAdam), {}), "needs sparse gradients, and buckets are dense; use AdamW"),
         (lambda: (whole("Adafactor"), {}), r"whole\('Adafactor'\) needs an optimizer class: whole\(torch.optim"),  # type: ignore[arg-type]
         (lambda: (whole(torch.optim.Muon), {}), r"Muon refuses '.*' of shape \(\d+,\): Muon only supports 2D"),
-        (lambda: (whole(_Together), {"lr": 0.1}), r"_Together lets parameters depend on each other.*off by up to"),
+        (lambda: (whole(_Together), {"lr": 0.1}), r"_Together updates a parameter by values of others.*off by up to"),
     ],
 )
 def test_what_cannot_run_is_refused(make: Any, message: str) -> None:

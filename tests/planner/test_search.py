@@ -223,12 +223,12 @@ def test_a_reason_is_listed_once_for_all_plans_that_it_refuses() -> None:
     for ranks, zero in ((4, 0), (4, 1), (8, 0)):
         plan = Plan.parse(f"dp=2 tp={ranks} zero={zero}")
         cut = f"{plan} partition=params"
-        message = f"blocks.0 has 2 heads, and '{cut}' shares them out over {ranks} ranks: they are fewer. Nearest: tp=2"
+        message = f"blocks.0 has 2 heads, and '{cut}' splits them over {ranks} ranks: they are fewer. Nearest: tp=2"
         result.note(Candidate(plan, EstimateLevel.REHEARSED, PlanFigures(seconds=float(ranks + zero)), refused=message))
     parts = "found no role for these parameters:\n  up.weight  (4, 4)  (why)\n  up.bias  (4)\nState them in the rules"
     result.note(Candidate(Plan.parse("dp=3 tp=2"), EstimateLevel.REHEARSED, refused=parts))
     heads, unplaced = lost_table(result, top=1)[1:]
-    reason = "refused: blocks.0 has 2 heads, and the plan shares them out over 4 ranks: they are fewer"
+    reason = "refused: blocks.0 has 2 heads, and the plan splits them over 4 ranks: they are fewer"
     assert heads == ("3", reason, "", "", "dp=2 tp=4")
     assert unplaced[:2] == ("1", "refused: found no role for these parameters: up.weight (4, 4) (why)")
 

@@ -278,7 +278,7 @@ def test_a_matrix_that_is_made_of_parameters_under_other_names_is_named() -> Non
 
 def test_a_model_without_a_pair_is_refused_with_the_place_of_rules() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
-    with pytest.raises(ValueError, match=r"no matrix opens a pair.*Options\(tensor_rules=…\), model\.tensor_rules"):
+    with pytest.raises(ValueError, match=r"no matrix is the first .*Options\(tensor_rules=…\), model\.tensor_rules"):
         run(2, lambda world: parallelize(model, "tp=2", loss=lambda y, _: (y.sum(), 1), world=world))
 
 

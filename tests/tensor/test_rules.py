@@ -252,9 +252,9 @@ class Fused(nn.Module):
 
 def test_an_order_that_does_not_show_is_asked_for() -> None:
     model = nn.ModuleList(Block(Fused(16, 4), width=16, hidden=48) for _ in range(2))
-    with pytest.raises(ValueError, match=r"looks fused of 3.*rule: 'colwise sections=3'") as caught:
+    with pytest.raises(ValueError, match=r"looks like 3 fused matrices.*rule: 'colwise sections=3'") as caught:
         assign_roles(model, plan=Plan())
-    assert "one after the other, 'colwise grain=12' when those of a head do" in str(caught.value)
+    assert "follow each other, 'colwise grain=12' if they do so in each head" in str(caught.value)
     assert 'as in {"*.attention.qkv": "colwise sections=3"}' in str(caught.value)
     parts = assign_roles(model, plan=Plan(), rules={"*.attention.qkv": "colwise sections=3"})
     assert str(parts["0.attention.qkv"].cut) == "[16|16|16:4]"
@@ -333,7 +333,7 @@ def test_what_a_derived_class_computes_is_not_replaced() -> None:
     assert assign_roles(model, plan=Plan())["0"].role == "embedding"  # part by part what it gives is scaled as well
     model[0] = Normed(24, 16)
     assert assign_roles(model, plan=Plan())["0"].role == "positions"  # which keeps the forward of the module
-    with pytest.raises(ValueError, match="'0' is to be 'embedding', but Normed computes something else"):
+    with pytest.raises(ValueError, match="'0' the role 'embedding', which would replace the forward of Normed"):
         assign_roles(model, plan=Plan(), rules={"0": "embedding"})
 
 
@@ -354,10 +354,10 @@ def test_what_a_derived_class_computes_is_not_replaced() -> None:
         ({"blocks.*.attention": "attention heads=3"}, "heads has to divide them"),
         ({"blocks.*.attention.qkv": "colwise sections=5"}, "does not divide it"),
         ({"blocks.*.attention": "attention heads=4 kv_heads=8"}, "heads has to divide them, and kv_heads the heads"),
-        ({"norm": "attention"}, "'norm' is to be attention, but no pair"),
+        ({"norm": "attention"}, "'norm' the role 'attention', but no pair"),
         ({"blocks.*.mlp": "norm"}, "computes neither LayerNorm nor RMSNorm"),
-        ({"embedding": "head"}, "'embedding' is to be 'head', but Embedding computes something else"),
-        ({"head": "colwise"}, "'head' is to be 'colwise', but no pair of matrices was found with it in that role"),
+        ({"embedding": "head"}, "'embedding' the role 'head', which would replace the forward of Embedding"),
+        ({"head": "colwise"}, "'head' the role 'colwise', but no pair of matrices was found with it in that role"),
     ],
 )
 def test_a_rule_that_cannot_be_meant_says_so(rules: Any, message: str) -> None:

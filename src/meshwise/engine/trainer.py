@@ -42,7 +42,7 @@ from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode
-from meshwise.model.module_copy import PartialCopies
+from meshwise.model.module_copy import PartialCopyGuard
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
@@ -79,7 +79,7 @@ class Trainer:
         self._runner = runner
         split = any(row.layout.axes or row.held_at for row in engine.table.rows)
         split = split or any(unit.is_sharded for unit in engine.units)
-        self._copies = PartialCopies(engine.modules if split else (), plan=str(plan))
+        self._copies = PartialCopyGuard(engine.modules if split else (), plan=str(plan))
         self._recipe = recipe
         self._policy = policy
         chunks = (chunk for bucket in engine.buckets for chunk in bucket.chunks)

@@ -1,9 +1,9 @@
 """Compile the forward of each block with torch.compile; hooks, gathers and collectives stay outside of it.
 
 torch.compile of a whole split model meets hooks, modes and collectives that it cannot trace. A block's own forward has
-none of them. Blocks of one class and equal shapes share their compiled code. A block that draws random numbers runs as
-it is, because its draws depend on places that torch.compile would take for constants. Under random=local, where torch
-draws, it is compiled too. Layers that tp or ep split run as they are, and the rest of their block is compiled."""
+none of them. Blocks of one class and equal shapes share their compiled code. A block that draws random numbers runs
+uncompiled, because its draws depend on places that torch.compile would take for constants. Under random=local, where
+torch draws, it is compiled too. Layers that tp or ep split run uncompiled, and the rest of their block is compiled."""
 
 import threading
 import warnings
@@ -16,21 +16,20 @@ import torch
 from torch import nn
 
 from meshwise.model.random_draws import RandomDraws
-from meshwise.model.torch_private import compiler_backend, dispatch_modes, without_function_modes
+from meshwise.model.torch_private import compiler_backend, dispatch_mode_count, without_function_modes
 
 _MANY = 4
-"""Compilations of one forward, for shapes, modes and gradients that differ, after which a warning says so."""
+"""Number of compilations of one forward (for other shapes, modes or gradients) at which a warning is given."""
 
 
 class CompiledBlocks:
-    """Blocks of one rank that are compiled, with counts of `graphs`, `graph_breaks` and `recompilations` so far.
+    """Compiler of the blocks of one rank, with counts of `graphs`, `graph_breaks` and `recompilations` so far.
 
-    `blocks`: number of all blocks; `drawing`: names of those that run as they are, because they draw."""
+    `blocks`: number of all blocks; `drawing`: names of the blocks that run uncompiled, because they draw."""
 
     def __init__(self, *, backend: str | None, splits: bool = False) -> None:
-        """`backend` of torch.compile; None: nothing is compiled. `splits`: ranks split layers, at which blocks are cut.
-
-        Raises ValueError if torch has no such backend."""
+        """`backend` of torch.compile; None: nothing is compiled. `splits`: ranks split layers, so blocks have graph
+        breaks there. Raises ValueError if torch has no such backend."""
         self.blocks = self.graphs = self.graph_breaks = self.recompilations = 0
         self.drawing: list[str] = []
         self._splits = splits
@@ -47,14 +46,16 @@ class CompiledBlocks:
         )
 
     def wrap(self, module: nn.Module, *, name: str, draws: RandomDraws) -> Callable[..., Any]:
-        """Return the compiled forward of the class of `module`, bound to the module; `name`: its name in the model."""
+        """Return a forward for `module` that runs compiled code, or the module's own forward if the module may draw.
+
+        `name`: the module's name in the model. `draws`: knows which modules may draw."""
         backend, own = self._backend, type(module).forward
         assert backend is not None
         compiled = torch.compile(own, backend=backend)
         self.blocks += 1
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if draws.everywhere or dispatch_modes() or self._draws(name, draws):
+            if draws.everywhere or dispatch_mode_count() or self._draws(name, draws):
                 return own(module, *args, **kwargs)
             before = backend.graphs
             with without_function_modes():
@@ -66,7 +67,7 @@ class CompiledBlocks:
         return forward
 
     def _draws(self, name: str, draws: RandomDraws) -> bool:
-        if not draws.within(name):
+        if not draws.may_draw(name):
             return False
         if not self.drawing:
             warnings.warn(
@@ -85,7 +86,7 @@ class CompiledBlocks:
         self._compiled[own] += 1
         if self._compiled[own] == _MANY:
             warnings.warn(
-                f"torch.compile has compiled the forward of {name} and its like {_MANY} times, and gives up after 8; "
+                f"torch.compile has compiled the forward of the class of {name} {_MANY} times, and stops after 8; "
                 "TORCH_LOGS=recompiles shows why. A cache of transformers differs in each layer: set use_cache=False",
                 stacklevel=2,
             )

@@ -89,7 +89,7 @@ def storage(t: Tensor) -> int:
 
 
 class ConstructionRecord:
-    """Record of all tensor operations of one model's construction, in order."""
+    """Record of all tensor operations of one model's construction, in order; `seed`: the model's, for all draws."""
 
     def __init__(self, *, seed: int) -> None:
         self.seed = seed
@@ -120,7 +120,7 @@ class ConstructionRecord:
         self._operations.append(operation)
 
     def name_draws(self, wanted: Sequence[Tensor], *, name: str) -> None:
-        """Give the random operations behind `wanted` seeds from the tensor's `name`, if they have none yet."""
+        """Give seeds made from `name` to the random operations on which `wanted` depend, if they have none yet."""
         for index in self._needed(wanted):
             if self._operations[index].random and index not in self._streams:
                 self._streams[index] = f"{name}\0{self._counts[name]}"
@@ -227,7 +227,7 @@ _OVERWRITING = frozenset(
 
 @contextlib.contextmanager
 def recording(*, seed: int) -> Iterator[ConstructionRecord]:
-    """Inside, this thread makes meta tensors, and the operations on them are recorded."""
+    """Record this thread's tensor operations inside the block, on meta tensors; `seed`: the model's, for all draws."""
     record = ConstructionRecord(seed=seed)
     with _Recorder(record), _CpuPretence(record):
         yield record
@@ -340,7 +340,7 @@ class _Recorder(LightDispatchMode):
         return result
 
     def _shells(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operation on values to learn its result's shapes, and return meta tensors of these shapes."""
+        """Run the operation on values to find its result's shapes, and return meta tensors of these shapes."""
         traits = _traits_of(func)
         kwargs = _values(self._record, kwargs) | ({"generator": torch.Generator()} if traits.random else {})
         result = traits.run(*_values(self._record, args), **kwargs)
@@ -402,9 +402,9 @@ class _CpuPretence(TorchFunctionMode):
     def _skips_to_record(self, asker: FrameType) -> bool:
         """If the caller is torch's truncated normal, record it as one operation and return True.
 
-        It reads its own random numbers, to redraw elements outside of the bounds. Recording them would compute the
-        parameter now, before its name, and so its seed, is known. torch has no hook at
-        this point, but first asks whether the tensor is a meta tensor, and skips its work if the answer is True."""
+        The truncated normal reads the numbers that it drew, to redraw those outside of the bounds. To answer, the mode
+        would compute the parameter now, before its name, and so its seed, is known. torch has no hook at this point,
+        but first asks whether the tensor is a meta tensor, and skips its work if the answer is True."""
         if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:
             return False
         names = ("tensor", "mean", "std", "a", "b")

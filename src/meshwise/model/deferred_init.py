@@ -5,8 +5,8 @@ the meta device. Its parameters are computed one by one (`ParameterSource.full`)
 
 The same seed gives the same values, bit for bit, under every plan, on every rank and in every order. They differ from
 the values that the function would draw from torch's global generator, which is neither read nor changed. A generator
-that the function passes to torch is not used either. Random numbers of numpy and Python are not replaced. If
-the constructor leaves elements of a tensor uninitialized, they are NaN, or 0 where they are integers."""
+that the function passes to torch is not used either. Random numbers of numpy and Python are not replaced. Elements that
+the constructor leaves uninitialized are NaN, or 0 in tensors of integers."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ class ParameterSource:
         return part
 
     def fill_buffers(self) -> None:
-        """Compute the buffers, and the tensors in plain attributes, that are on meta; set them on the CPU."""
+        """Compute buffers and tensors in plain attributes that are on meta, and replace them by the CPU tensors."""
         made: dict[int, Tensor] = {}
         for path, owner in self.module.named_modules():
             trees = {**_plain_attributes(owner), **dict(owner.named_buffers(recurse=False, remove_duplicate=False))}
@@ -98,8 +98,8 @@ class ParameterSource:
 def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
     """Return the source of the values of a module, or of the module that a function builds on the meta device.
 
-    The function is called once, on meta tensors, and its tensor operations are recorded. Raises ValueError for a
-    module on the meta device, a function that returns no module, and random draws that cannot be repeated."""
+    The function is called once, on meta tensors, and its tensor operations are recorded; `seed`: for its draws. Raises
+    ValueError for a module on the meta device, a result that is no module, and draws that cannot be repeated."""
     if isinstance(model, nn.Module):
         check_readable(model)
         return ParameterSource(model, record=None)
@@ -120,8 +120,8 @@ def is_quantized(parameter: nn.Parameter) -> bool:
 def set_quantized_aside(module: nn.Module, *, plan: Plan) -> Callable[[], None]:
     """Make the quantized parameters of bitsandbytes and torchao plain attributes; return a function that undoes this.
 
-    Every rank keeps them whole and as they are: their bytes can be neither cut nor summed, and they are not trained.
-    Raises PlanError if there are some and the plan splits the model."""
+    Every rank keeps them whole, because their bytes can be neither split nor summed, and they are not trained. Raises
+    PlanError if the model has quantized parameters and the plan splits the model by tp, ep or pp."""
     found = [
         (path, part, key, parameter)
         for path, part in module.named_modules()

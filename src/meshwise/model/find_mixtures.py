@@ -5,7 +5,7 @@
     | rows      as above, without biases               rows (experts · n, features): all tokens for each
     | called    a child module for each expert         any: it, or the module around it, calls each expert with rows
 
-A list without a forward of its own is found by a rule alone: {"blocks.*.moe": "experts"}. In transformers 5, Llama 4
+A list without its own forward is found only by a rule: {"blocks.*.moe": "experts"}. In transformers 5, Llama 4
 has the form `rows`, Switch Transformers and NLLB have `called`, all others `stacked`."""
 
 import copy
@@ -45,7 +45,7 @@ def find_mixtures(module: nn.Module) -> Mapping[str, Mixture]:
 def ruled_mixtures(module: nn.Module, *, rules: Mapping[str, str] | None) -> Mapping[str, Mixture]:
     """Return the lists of experts that rules name, by name of the ModuleList.
 
-    A rule names the list, or the module around it if that has no other list. Raises ValueError for another module."""
+    A rule names a list, or a module around one list. Raises ValueError for a module around no list or several."""
     found = {}
     modules = dict(module.named_modules())
     for pattern in (pattern for pattern, role in (rules or {}).items() if role == "experts"):
@@ -86,9 +86,9 @@ def planned_mixtures(module: nn.Module, *, plan: Plan, rules: Mapping[str, str] 
 
 
 def compute_experts_by_loops(module: nn.Module) -> None:
-    """Let experts of transformers compute one expert after the other: their grouped products refuse float64.
+    """Make the experts of transformers compute one after the other: their grouped matrix products refuse float64.
 
-    Their modules get a configuration of their own, because a configuration may belong to several models."""
+    Each module with experts gets its own copy of its configuration, because several models may share one."""
     for name in find_mixtures(module):
         experts = module.get_submodule(name)
         if "has_gate" in vars(experts):  # an attribute of all experts that choose an implementation

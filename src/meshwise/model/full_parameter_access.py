@@ -65,8 +65,8 @@ def key_of(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) ->
 
 
 NEEDS = ("norms", "matrices", "replicas")
-"""Allowed values of `needs` in an optimizer class. All give the same access. With `replicas`, ranks keep errors for
-`exchange_momenta`, and in a step that begins with `keeps_gradients` True their own gradients."""
+"""Allowed values of `needs` in an optimizer class; all give the same access. With `replicas`, a rank keeps the codec's
+errors for `exchange_momenta`. If `keeps_gradients` is True when a step begins, gradients of replicas are not summed."""
 
 
 class LogicalTensors:
@@ -95,7 +95,7 @@ class LogicalTensors:
 
         | momenta   by slice; equal on all replicas, and they stay equal
         | betas     by name of the parameter
-        | codec     a value of `wire` through which the sum travels; what it loses travels with the next exchange"""
+        | codec     a value of `wire` that encodes what is sent; its errors are added to the next exchange"""
         for parameter, momentum in momenta.items():
             assert parameter.grad is not None
             momentum.lerp_(parameter.grad, 1 - betas[self._name_of[parameter]])

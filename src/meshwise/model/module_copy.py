@@ -1,6 +1,6 @@
-"""Copy a model: its modules with chosen tensors, and the hooks of its parameters; or refuse copies of a rank's part.
+"""Copy models with their hooks, refuse copies of a rank's part of a model, and give modules classes that use shards.
 
-A module gets a class of its own that computes on shards: names, hooks, `isinstance` and `state_dict` stay."""
+A module whose class is replaced (`set_sharded_class`) keeps its names, hooks, `isinstance` and `state_dict`."""
 
 import contextlib
 import copy
@@ -39,8 +39,8 @@ def copy_with_hooks(model: nn.Module) -> nn.Module:
 def carry_hooks(old: nn.Parameter, *, to: nn.Parameter) -> None:
     """Let the new parameter `to`, which replaces `old`, call the hooks of `old`.
 
-    `to` gets one hook that calls the hooks that `old` has at that time, so a hook that was removed is not called. The
-    engine can add its own hooks to `to`, and two stages can share `old`."""
+    For each kind of hook on `old`, `to` gets one hook, which calls the hooks that `old` has at that time. So a removed
+    hook is not called, the engine can add its own hooks to `to`, and two stages can share `old`."""
 
     def call_gradient_hooks(gradient: Tensor) -> Tensor:
         for hook in list((old._backward_hooks or {}).values()):
@@ -71,14 +71,14 @@ _COPY = (
 )
 
 
-class PartialCopies:
-    """Make `state_dict`, `load_state_dict`, `deepcopy` and pickling of modules raise RuntimeError.
+class PartialCopyGuard:
+    """Guard that makes `state_dict`, `load_state_dict`, `deepcopy` and pickling of modules raise RuntimeError.
 
-    torch would write or copy this rank's part without a word: NaN under zero=3, halves of matrices under tp, one stage
+    torch would write or copy this rank's part without an error: NaN under zero=3, parts of matrices under tp, one stage
     under pp. `save_pretrained` and `torch.optim.swa_utils.AveragedModel` use these methods."""
 
     def __init__(self, modules: Iterable[nn.Module], *, plan: str) -> None:
-        """`plan`: for the messages."""
+        """`modules`: their submodules are guarded too. `plan`: for the messages."""
         self._refuses = True
         save, load, copy = (_raising(plan, what) for what in (_SAVE, _LOAD, _COPY))
         unless_names: Callable[..., None] = lambda *given: save(*given) if self._refuses else None  # noqa: E731
@@ -89,7 +89,7 @@ class PartialCopies:
 
     @contextlib.contextmanager
     def reading_names(self) -> Iterator[None]:
-        """Let `state_dict` pass in the block, for a library that reads its names and no values."""
+        """Allow `state_dict` inside the block, for a library that reads the names in it and no values."""
         self._refuses = False
         try:
             yield
@@ -107,14 +107,14 @@ def _raising(plan: str, what: str) -> Callable[..., NoReturn]:
 def set_sharded_class(module: nn.Module, *, front: type[nn.Module], sharding: Any, inside: bool = False) -> None:
     """Replace a module's class by one with the bases `front` and its own class, and set the attribute `sharding`.
 
-    `inside`: the module's own class comes first, and its forward calls `front`'s."""
+    `inside`: the module's own class becomes the first base, and its forward calls the forward of `front`."""
     module.__class__ = _sharded_class(type(module), front, inside)  # type: ignore[arg-type]  # a class is hashable
     module.sharding = sharding
 
 
 @functools.cache
 def _sharded_class(own: type, front: type, inside: bool) -> type[nn.Module]:  # noqa: FBT001
-    """Return a class with the bases `front` and `own`. `inside`: `own` comes first, and its forward calls `front`'s.
+    """Return a class with the bases `front` and `own`, or with `inside` in the opposite order.
 
     The result is cached, so that modules of one class with the same role share one class, as compilers prefer."""
     body = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}

@@ -3,7 +3,7 @@
 The parameters of a unit are gathered just before one of its modules runs, and freed afterwards. torch's FSDP asks the
 user to wrap modules; here the units follow from the structure of the model, by the rules in docs/memory.md ("Units").
 Modules are taken in the order of registration, which is the running order of nearly all models. If a model runs its
-modules in another order, only prefetching is slower.
+modules in another order, the result is the same, and only prefetching is slower.
 
 A unit is gathered when one of its modules is called. But a forward can also read the weight of a child directly:
 
@@ -116,7 +116,7 @@ MERGE_LIMIT = 1.25
 class GatheredModule:
     """A module's name, and the `parameters` that its forward needs, each by its first name in the model.
 
-    | block   True for a block (rule 2), and for a module that the user named
+    | block   True for a block (rule 2 in docs/memory.md), and for a module that the user named in `units`
     | spans   True for an opened module: its whole forward uses the parameters, and its children are other pieces"""
 
     module: str
@@ -136,7 +136,7 @@ def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredM
 
 
 def select(module: nn.Module, *, units: Patterns) -> list[str]:
-    """Return the names of the modules that `units` match.
+    """Return the names of the modules that the patterns `units` match.
 
     Raises ValueError for a pattern that matches no module with parameters, and for a match inside another match."""
     names = [n for n, m in module.named_modules(remove_duplicate=False) if any(True for _ in m.parameters())]

@@ -6,7 +6,7 @@ than a whole model, and the two could not be compared. Here a draw is a function
     seed · step · number of the sample in the global batch · place in the model · index of the element
 
 alone. So it is the same under every plan, in every repeated forward and after a resume; the step number is the only
-state. A rank computes the slice of the full draw that its tensor needs. The slice follows from three facts:
+state. A rank computes the slice of the full draw that its tensor needs. Key and slice follow from three facts:
 
     samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of the drawn
                tensor; the size of dim 0 is samples, samples · heads or samples · tokens. They lie along dim 1 if a
@@ -21,8 +21,8 @@ on the stack. Its first module gets the place of its call in the first forward. 
 called in two places, or if the repeated function is no module: then the place is ambiguous.
 
 A mask takes about forty operations, whatever its size, so for a small tensor nearly all time goes into starting them.
-Its bits depend on a key and on indices alone, and a step mostly draws where the last one did. So small masks of equal
-slices are drawn together when a step begins. A mask that was not foreseen is drawn when needed."""
+Its bits depend on a key and on indices alone, and a step mostly repeats the draws of the step before. So when a step
+begins, small masks of equal slices are drawn together. A mask that the last step did not draw is drawn when needed."""
 
 import contextlib
 import functools
@@ -43,7 +43,7 @@ DrawPlace: TypeAlias = tuple[str, tuple[tuple[str, int], ...], int]
 """Place of a draw: name of the module, path of the calls around it, number of the draw in the call."""
 
 _SMALL, _MOST = 2**16, 2**22
-"""Most elements of a mask that is drawn ahead, and of all of them; larger masks take long to compute, not to start."""
+"""Most elements of one mask that is drawn ahead, and of all such masks together."""
 
 
 class MaskRequest(NamedTuple):
@@ -57,14 +57,14 @@ class MaskRequest(NamedTuple):
 
 
 class MasksAhead:
-    """Masks of one step, each with its part, by request (`masks`, read-only, empty when a step begins)."""
+    """Store of small masks that are drawn together when a step begins: `masks` has mask and slice by request."""
 
     def __init__(self) -> None:
         self.masks: dict[MaskRequest, tuple[Tensor, IndexBlock]] = {}
         self._seen: dict[MaskRequest, IndexBlock] = {}
 
     def draw(self, key: Callable[[DrawPlace], int]) -> None:
-        """Draw the masks of the present step; `key` returns the key of a draw in it."""
+        """Draw the masks that the last step used; `key` returns the key that a draw has in the new step."""
         parts, self._seen, left = self._seen, {}, _MOST
         groups: dict[Any, list[MaskRequest]] = {}
         for request, part in parts.items():
@@ -77,14 +77,14 @@ class MasksAhead:
                 self.masks |= {each: (mask.view(each.shape), part) for each, mask in masks}
 
     def take(self, request: MaskRequest) -> Tensor | None:
-        """Return the mask of a draw, or None if the draw was not foreseen."""
+        """Return the mask of a draw, or None if it was not drawn ahead."""
         if (found := self.masks.get(request)) is None:
             return None
         mask, self._seen[request] = found
         return mask
 
     def remember(self, request: MaskRequest, *, part: IndexBlock) -> None:
-        """Foresee a draw in the next step, if its mask is small and of neighbouring tokens."""
+        """Add a draw to the draws of the next step, if its mask is small and of neighbouring tokens."""
         if part.numel <= _SMALL and not part.places:
             self._seen[request] = part
 
@@ -110,7 +110,7 @@ class SampleRows:
     def shifted(self, by: int) -> "SampleRows":
         """Return samples whose numbers are larger by `by`."""
         there = self.further
-        further = None if there is None else lambda shares: there(shares).shifted(by)
+        further = None if there is None else lambda offset: there(offset).shifted(by)
         return SampleRows(self.first + by, self.count, further)
 
 
@@ -130,9 +130,9 @@ class DimSlice:
 class ActivationRegion:
     """Slices of the whole model's activations that this rank has in a part of the forward.
 
-    | hidden   slices of tensors (samples, tokens, features)
-    | scores   slices of attention scores (samples, heads, queries, keys), and of other tensors with 4 dims or more
-    | shares   0: the rank works on its own samples; n: on those of the rank n places after it (`SampleRows.further`)
+    | hidden        slices of tensors (samples, tokens, features)
+    | scores        slices of attention scores (samples, heads, queries, keys), and of others with 4 dims or more
+    | rank_offset   0: this rank's own samples; n: samples of the rank n places after it (`SampleRows.further`)
 
         | 1d, between the linear layers of a pair     hidden=(DimSlice(-1, f, n),), scores=(DimSlice(-3, f, n),)
         | sequence parallel, outside of pairs         hidden=(DimSlice(-2, t, n),)
@@ -140,7 +140,7 @@ class ActivationRegion:
 
     hidden: tuple[DimSlice, ...] = ()
     scores: tuple[DimSlice, ...] = ()
-    shares: int = 0
+    rank_offset: int = 0
 
 
 class TokenPositions(Protocol):
@@ -150,7 +150,7 @@ class TokenPositions(Protocol):
         """Return the global positions of this rank's tokens in the present forward; None if it has all tokens."""
 
     def running(self, rows: SampleRows, *, again: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a forward of the samples `rows` runs, or with `again` its backward."""
+        """Return a context for a forward of the samples `rows`, or with `again` for the backward of this forward."""
 
 
 DrawState: TypeAlias = tuple["_Frame", ActivationRegion, SampleRows]
@@ -194,8 +194,8 @@ class RandomDraws:
 
     A region begins when a module named in `before` begins, or a module named in `after` has run. It lasts until the
     next one. `local` leaves the draws to torch's kernels and generator. Such kernels are fused on a GPU, but the masks
-    then depend on the plan. The generator is seeded once for each forward. Where there are regions, split tokens or
-    other threads that draw, it is seeded for each draw, by the place and the region.
+    then depend on the plan. The generator is seeded once for each forward. With regions, split tokens or other threads
+    that draw, it is seeded for each draw, by the place and the region.
 
         draws.begin(step)
         with draws.running(rows): forward                 # once for each micro-batch
@@ -251,8 +251,8 @@ class RandomDraws:
         if not self._seeds_forwards:
             self._watch(None)
 
-    def within(self, name: str) -> bool:
-        """Return whether module `name` or a module inside it draws, or may draw."""
+    def may_draw(self, name: str) -> bool:
+        """Return whether module `name` or a module inside it drew in the first step, or did not run in it."""
         return any(one == name or one.startswith(f"{name}.") for one in self._kept)
 
     # ---- called by the trainer ---------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class RandomDraws:
 
     @contextlib.contextmanager
     def _intercepting(self, *, wanted: bool) -> Iterator[None]:
-        """Inside, the modes are active if `wanted`; they may be active already."""
+        """Make the modes active inside the block if `wanted`; they may be active already."""
         frame = self._stack[-1]
         if wanted:
             self._start(frame)
@@ -368,7 +368,7 @@ class RandomDraws:
         self._handles = []
 
     def snapshot(self) -> DrawState:
-        """Return the point that the forward has reached, for `restored`."""
+        """Return the point of the forward where the next draw is, for `restored`."""
         return self._stack[-1].copied(), self._region, self._rows
 
     @contextlib.contextmanager
@@ -400,7 +400,7 @@ class RandomDraws:
             part, turned = self.part(shape, scores=scores)
             mask = draw(part, key=_hash(self._seed, self._step, *place), kind=kind, device=device)
             mask = shaped(mask, shape=shape, turned=turned)
-            if not (turned or self._region.shares):  # other ranks' rows do not follow from this rank's
+            if not (turned or self._region.rank_offset):  # other ranks' rows do not follow from this rank's
                 self._masks.remember(request, part=part)
         return mask
 
@@ -427,7 +427,7 @@ class RandomDraws:
         has at least two dims: first samples (start -1: the tensor has none), then the dims that are split or above 1.
         """
         region, visit = self._region, self._stack[-1].visit or _OUTSIDE
-        rows = self._rows.further(region.shares) if self._rows.further and region.shares else self._rows
+        rows = self._rows.further(region.rank_offset) if self._rows.further and region.rank_offset else self._rows
         cuts, first, count = region.hidden, rows.first, rows.count
         if not visit.samples_first and len(shape) == 3 and (across := [cut for cut in cuts if cut.dim == -2]):
             cuts = tuple(cut for cut in cuts if cut.dim != -2)  # (tokens, samples, features): dim -2 is samples
@@ -545,7 +545,7 @@ def _never_draws(module: nn.Module) -> bool:
 
 
 def _samples_first(module: nn.Module) -> bool | None:
-    """Return `batch_first` of a module or of one directly inside it, or None when neither has it."""
+    """Return `batch_first` of a module and its children: False if one of them is False, None if no module has it."""
     if isinstance(module, nn.RNNBase):
         return False  # between its layers samples lie along dim 1, whatever `batch_first` is
     flags = [getattr(part, "batch_first", None) for part in (module, *module.children())]

@@ -55,7 +55,7 @@ _BLOCK = 2**16
 class IndexBlock:
     """A slice of a full tensor: along dim d, the `shape[d]` elements from `starts[d]` on.
 
-    `places`: for each dim, the indices in the full tensor if they are not neighbours, else None. Empty: all are."""
+    `places`: for each dim, the indices in the full tensor, or None if they are neighbours; () for None in all dims."""
 
     shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -93,14 +93,14 @@ def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device
 
 
 def draw_many(part: IndexBlock, *, keys: Sequence[int], kind: Distribution, device: torch.device) -> Tensor:
-    """Return the values that `draw` returns for each key, (keys, *shape of the part), by as few operations as one."""
+    """Return the values of `draw` for each key, (keys, *shape of the part), with the operations of a single draw."""
     filled = torch.empty((len(keys), *part.shape), dtype=kind.dtype, device=device)
     _fill(filled.flatten(1, -2), part=part, keys=keys, kind=kind)
     return filled
 
 
 def shaped(drawn: Tensor, *, shape: Sequence[int], turned: bool) -> Tensor:
-    """Return a drawn slice in the shape of its tensor; `turned`: its first two dims are swapped there."""
+    """Return a drawn slice in the `shape` of its tensor; `turned`: the first two dims are swapped in the slice."""
     return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
 
@@ -138,7 +138,7 @@ def _hashed(part: IndexBlock, keys: Sequence[int], device: torch.device) -> tupl
 
 @lru_cache(maxsize=256)
 def keep_mask(probability: float, *, dtype: torch.dtype = torch.bool, scaled: bool = False) -> Distribution:
-    """Return the distribution of a dropout mask: True (`scaled`: 1 / probability) with about this probability."""
+    """Return the distribution of a dropout mask: True with about this probability; with `scaled`, 1 / probability."""
     most = round(probability * 2**32) - 2**31 - 1
     if most < -(2**31):
         return Distribution(dtype, lambda _word, out: out.zero_())
@@ -156,12 +156,12 @@ def uniform(dtype: torch.dtype) -> Distribution:
 
 
 def normal(dtype: torch.dtype) -> Distribution:
-    """Return the standard normal distribution: its inverse at the middle of each of 2^32 intervals."""
+    """Return the standard normal distribution: its inverse CDF at the middle of each of 2^32 intervals."""
     return Distribution(dtype, lambda word, out: out.copy_(_middle(word).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2))))
 
 
 def exponential(dtype: torch.dtype) -> Distribution:
-    """Return the exponential distribution with mean 1: its inverse at the middle of each of 2^32 intervals."""
+    """Return the exponential distribution with mean 1: its inverse CDF at the middle of each of 2^32 intervals."""
     return Distribution(dtype, lambda word, out: out.copy_(_middle(word).log_().neg_()))
 
 
@@ -213,10 +213,10 @@ class DrawContext(Protocol):
         """Return the key of the next draw, a signed 64-bit integer."""
 
     def mask(self, shape: Sequence[int], *, kind: Distribution, device: torch.device, scores: bool) -> Tensor:
-        """Return the next draw for a tensor of `shape`, read-only."""
+        """Return the next draw for a tensor of `shape`, read-only. `scores`: the tensor has attention scores."""
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
-        """Return the slice of the full draw for a tensor, and whether its first two dims are swapped."""
+        """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped."""
 
     def reseed(self, device: torch.device) -> None:
         """Seed torch's generator of a device for the next draw."""
@@ -311,7 +311,7 @@ class RandomInterception(ForwardAndBackwardMode):
     def _masked_attention(self, given: Mapping[str, Any], seen: Tensor | None, dropping: float) -> Tensor:
         """Return what torch's plain implementation computes, without a mode that sees each of its operations.
 
-        For a value without features it returns the probabilities, which are then dropped and multiplied as there."""
+        It returns the probabilities for a value without features; dropout and the product with the value follow."""
         value, causal, scale = given["value"], bool(given.get("is_causal")), given.get("scale")
         with torch._C.DisableTorchFunction():
             _, weights = torch.ops.aten._scaled_dot_product_attention_math(
@@ -331,8 +331,7 @@ class RandomInterception(ForwardAndBackwardMode):
     def _unfused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], query: Tensor) -> Any:
         """Run torch's attention by its plain implementation, with its draws replaced.
 
-        On the CPU torch has no fused kernel with dropout, so no kernel is chosen; rank threads would share the choice.
-        """
+        On the CPU torch has no fused kernel with dropout, so no kernel is chosen: all threads share such a choice."""
         self._replacement.scores = True
         plain = sdpa_kernel(SDPBackend.MATH) if query.is_cuda else contextlib.nullcontext()
         with plain, self._replacement:

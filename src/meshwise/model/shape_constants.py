@@ -51,8 +51,8 @@ _LIKE = _NEW | {aten.zeros_like, aten.ones_like, aten.full_like}
 class ShapeConstants(LightDispatchMode):
     """Mode that gives the model the known values of meta tensors, in all steps of one rank's rehearsal.
 
-    Known are the values of the batch's integers, and of tensors made from known tensors. In a `forward` and in a
-    backward, the values of tensors made without other tensors are known too."""
+    The values of the batch's integers are known, and the values of tensors made from known tensors. Inside `forward`
+    and in a backward, values of tensors made without other tensors are known too."""
 
     def __init__(self, given: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         """`given`: meta tensors of a batch, and their values."""
@@ -67,7 +67,7 @@ class ShapeConstants(LightDispatchMode):
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a model or a loss inside the block."""
+        """Know the values of tensors that a model or a loss inside the block makes from sizes alone."""
         self._forwards += 1
         try:
             yield
@@ -75,7 +75,7 @@ class ShapeConstants(LightDispatchMode):
             self._forwards -= 1
 
     def forget(self, bare: Iterable[Tensor]) -> None:
-        """Forget the values of these tensors."""
+        """Forget the values of the meta tensors `bare`."""
         for one in bare:
             self._values.pop(one, None)
 

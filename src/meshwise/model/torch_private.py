@@ -15,7 +15,7 @@ from meshwise.base.tensor_tree import tensors
 
 
 class LightDispatchMode(TorchDispatchMode):
-    """Base of dispatch modes for hot paths: torch does not wrap their handler against torch.compile.
+    """Base of dispatch modes for hot paths: torch does not hide their handler from torch.compile by a wrapper.
 
     The wrapper takes ten microseconds for each operation. Compiled blocks never run inside these modes."""
 
@@ -53,14 +53,14 @@ def written_arguments(func: Any, *, args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from tensors(named.get(argument.name))
 
 
-def dispatch_modes() -> int:
+def dispatch_mode_count() -> int:
     """Return the number of active dispatch modes."""
     return int(torch._C._len_torch_dispatch_stack())
 
 
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Hide functions inside the block from all function modes."""
+    """Hide calls of torch functions inside the block from all function modes (`TorchFunctionMode`)."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield
@@ -78,6 +78,6 @@ def compiler_backend(name: str) -> Callable[..., Any]:
 
 
 def without_modes() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, hide operations from all dispatch modes, because they do not belong to the model's step."""
+    """Hide operations inside the block from all dispatch modes, because they do not belong to the model's step."""
     hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
     return hidden

@@ -1,9 +1,9 @@
-"""Build a torch optimizer over the flat slices that a rank owns, or refuse a class that slices would make wrong.
+"""Build a torch optimizer over the flat slices that a rank owns, or refuse a class whose updates of slices are wrong.
 
 An elementwise optimizer such as AdamW computes the same numbers on slices as on whole tensors. An optimizer that uses
 rows, columns or the norm of a tensor does not. Such a class declares `needs` and receives access to whole tensors
-(`model.full_parameter_access`). Classes of torch that need whole tensors are refused, and other classes that treat
-slices differently in a trial (`slice_difference`).
+(`model.full_parameter_access`). Refused are torch's classes that need whole tensors, and other classes whose updates of
+slices differ in a trial (`slice_difference`).
 
 Hyperparameters of groups are saved and restored by parameter name. torch's `state_dict` numbers parameters and groups,
 so it fits only one plan. Names fit every plan."""
@@ -22,9 +22,9 @@ from meshwise.model.parameter_table import ParameterOptions
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Return each group of an optimizer as JSON: `names` of its parameters (as given) and `values` of hyperparameters.
+    """Return each group of an optimizer for JSON: {"names": its item of `names`, "values": hyperparameters by key}.
 
-    Raises ValueError for a hyperparameter that is no number, string, None, or list of these."""
+    Raises ValueError for a hyperparameter other than numbers, strings, None, tensors, and lists of these."""
     described = []
     for group, members in zip(optimizer.param_groups, names, strict=True):
         values = {key: plain_value(value, key=key) for key, value in group.items() if key not in ("params", "names")}
@@ -33,7 +33,7 @@ def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequenc
 
 
 def saved_groups(*, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the saved hyperparameters of each group; {} for a group whose parameters were not trained.
+    """Return the saved hyperparameters of each group; {} for a group whose parameters are not in the checkpoint.
 
     names: parameter names of each group now. saved: the groups of the checkpoint, from `describe_groups`.
 
@@ -70,7 +70,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, *, values: Sequence[Mapping
 
 
 def plain_value(value: Any, *, key: str) -> Any:
-    """Return a hyperparameter as JSON: a tensor as a number or a list. Raises ValueError for other types."""
+    """Return the value of hyperparameter `key` for JSON, tensors as numbers or lists. Raises ValueError for others."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, tuple | list):
@@ -97,7 +97,7 @@ NEED_WHOLE_TENSORS: Mapping[str, str] = {
 }
 """Why torch's optimizers of these names cannot update slices; classes derived from them are refused too."""
 NEED_MORE = ("LBFGS", "SparseAdam")
-"""Those of `NEED_WHOLE_TENSORS` that `whole` refuses too."""
+"""Keys of `NEED_WHOLE_TENSORS` that `whole` refuses too."""
 
 
 def build_optimizer(
@@ -112,11 +112,11 @@ def build_optimizer(
     logical: access to whole parameters; passed only to a class that declares `needs`. The groups of such a class have
     the key `names`: the names of their parameters on all ranks.
 
-    Uses torch's fused implementation, which reads and writes every buffer once. The class must have one for the
-    device, no parameter may be complex, and `arguments` may not name an implementation.
+    Uses torch's fused implementation, which reads and writes every buffer once, if the class has one for the device, no
+    parameter is complex, and `arguments` name no implementation.
 
-    Raises ValueError if `optimizer` is no optimizer class, is in `NEED_WHOLE_TENSORS`, treats slices differently
-    without `needs`, or does not take an argument."""
+    Raises ValueError if `optimizer` is no optimizer class or does not take an argument. Without `needs`, also if it is
+    in `NEED_WHOLE_TENSORS` or updates slices differently (`slice_difference`)."""
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(  # noqa: TRY004
             f"optimizer={optimizer!r} is not an optimizer class; pass a class and its arguments: "
@@ -166,9 +166,9 @@ def default_options(optimizer: object, *, module: nn.Module) -> ParameterOptions
 
 
 def needs_of(optimizer: object) -> str:
-    """Return what an optimizer class declares in `needs`: access to whole parameters, norms or replicas; "" for none.
+    """Return the attribute `needs` of an optimizer class, one of `model.full_parameter_access.NEEDS`; "" for none.
 
-    Raises ValueError if `needs` is not one of `model.full_parameter_access.NEEDS`."""
+    Raises ValueError for another value."""
     needs = str(getattr(optimizer, "needs", None) or "")
     if needs not in ("", *NEEDS):
         raise ValueError(f"{optimizer!r} declares needs={needs!r}; write one of {', '.join(map(repr, NEEDS))}, or none")
@@ -195,8 +195,7 @@ def slice_difference(optimizer: OptimizerClass, *, arguments: Mapping[str, Any],
         slices    | slice of 7       | slice of 10             |
 
     single: try an optimizer for each parameter in place of slices, as `whole` does. Return "" too for a class of
-    `torch.optim`, and for a class whose steps on whole parameters raise an error. Torch's CPU generator is left as it
-    was."""
+    `torch.optim`, and for a class whose steps on whole parameters raise an error. Torch's CPU generator is restored."""
     if optimizer.__module__.partition(".")[0] == "torch":
         return ""
     start = torch.linspace(-1.0, 1.5, sum(_CUTS))

@@ -14,7 +14,7 @@ LARS and LAMB have a rate for each parameter, from the norms of the whole parame
 
 Under a plan a rank updates slices, and the norm of a slice is another number. So the squared norms of all parameters
 are summed in an all-reduce, one fp64 number each. r is 1 where a norm is 0, and for parameters with fewer than two
-dims, as in the authors' own code; `vectors=True` adapts these too."""
+dims, as in the authors' own code. With `vectors=True`, r is computed for these parameters too."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -40,7 +40,7 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
             raise ValueError(f"Invalid learning rate: {self.defaults['lr']}; give a rate of 0 or above")
         self.logical = logical
 
-    def kept(self, parameter: nn.Parameter, *, key: str) -> Tensor:
+    def state_tensor(self, parameter: nn.Parameter, *, key: str) -> Tensor:
         """Return the state `key` of a parameter, of the parameter's shape; zeros the first time."""
         state = self.state[parameter]
         if key not in state:
@@ -53,13 +53,14 @@ RATE_FACTORS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-"""Factor of the rate by `adjust_lr_fn`. With `match_rms_adamw` the rate and weight decay of AdamW fit."""
+"""Factor of the rate by `adjust_lr_fn`. With `match_rms_adamw`, use the rate and weight decay of AdamW."""
 
 
 def orthogonalize(matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
     """Return U S Vᵀ for a matrix U D Vᵀ, (rows, columns), with the diagonal of S between about 0.7 and 1.2.
 
-    A step is X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, with the coefficients (a, b, c)."""
+    A step is X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, with the coefficients (a, b, c). The matrix is first divided by its
+    norm, or by `eps` if larger."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if tall else matrix
@@ -108,7 +109,7 @@ class Muon(WholeParameterOptimizer):
         for group in self.param_groups:
             updates = {}
             for p in [p for p in group["params"] if p.grad is not None]:
-                momentum = self.kept(p, key="momentum_buffer").lerp_(p.grad, 1 - group["momentum"])
+                momentum = self.state_tensor(p, key="momentum_buffer").lerp_(p.grad, 1 - group["momentum"])
                 updates[p] = p.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
             dtype = None if group["dtype"] is None else getattr(torch, group["dtype"])
             how = {"steps": group["ns_steps"], "coefficients": group["ns_coefficients"], "eps": group["eps"]}
@@ -131,9 +132,9 @@ class LayerwiseRates(WholeParameterOptimizer):
     needs = "norms"
 
     def ratios(self, measured: SliceTensors) -> dict[str, Tensor]:
-        """Return `factor` of the norms of each parameter and of `measured`, by name, fp64 (two all-reduces).
+        """Return the ratio (`factor`) of each parameter by name, fp64 scalars (two all-reduces); 1 where a norm is 0.
 
-        It is 1 where a norm is 0."""
+        `measured`: by slice, the tensor whose norm is compared with the parameter's, such as the update."""
         lengths = self.logical.squared_norms({p: p.detach() for p in measured})
         squares = self.logical.squared_norms(measured)
         found: dict[str, Tensor] = {}
@@ -146,10 +147,10 @@ class LayerwiseRates(WholeParameterOptimizer):
         return found
 
     def factor(self, length: Tensor, *, norm: Tensor, group: Mapping[str, Any]) -> Tensor:  # noqa: ARG002 - see LARS
-        """Return the ratios for norms of parameters and of what is measured, (parameters,)."""
+        """Return the ratios, (parameters,), from norms of parameters (`length`) and of measured tensors (`norm`)."""
         return length / norm
 
-    def adapt(self, updates: SliceTensors, *, ratios: Mapping[str, Tensor]) -> None:
+    def multiply_by_ratios(self, updates: SliceTensors, *, ratios: Mapping[str, Tensor]) -> None:
         """Multiply the update of each matrix, and with `vectors` of each parameter, by its ratio."""
         for group, p in self.pairs():
             for part in self.logical.parts(p):
@@ -175,13 +176,13 @@ class LARS(LayerwiseRates):
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
         """Update all parameters."""
         updates = {p: p.grad.add(p, alpha=group["weight_decay"]) for group, p in self.pairs()}
-        self.adapt(updates, ratios=self.ratios({p: p.grad for p in updates}))
+        self.multiply_by_ratios(updates, ratios=self.ratios({p: p.grad for p in updates}))
         for group, p in self.pairs():
-            buffer = self.kept(p, key="momentum_buffer").mul_(group["momentum"])
+            buffer = self.state_tensor(p, key="momentum_buffer").mul_(group["momentum"])
             p.sub_(buffer.add_(updates[p], alpha=group["lr"]))
 
     def factor(self, length: Tensor, *, norm: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return the ratios for norms of parameters and of gradients, (parameters,)."""
+        """Return the ratios, (parameters,), from norms of parameters (`length`) and of gradients (`norm`)."""
         return length.mul(group["trust"]).div(norm + group["weight_decay"] * length)
 
 
@@ -192,11 +193,11 @@ class MomentOptimizer(LayerwiseRates):
 
     @property
     def steps(self) -> int:
-        """Number of steps since the state was made; a load without state begins anew."""
+        """Number of steps since the state was made; 0 after a load without state."""
         slices = any(group["params"] for group in self.param_groups)
         return int(self.param_groups[0].get("step", 0)) if self.state or not slices else 0
 
-    def refreshes(self, step: int) -> int:
+    def variance_updates(self, step: int) -> int:
         """Return how many of the first `step` steps change the variance."""
         return step
 
@@ -204,38 +205,40 @@ class MomentOptimizer(LayerwiseRates):
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
         """Update all parameters."""
         step = self.steps + 1
-        refreshed = self.refreshes(step)
-        self.move(step)
+        refreshed = self.variance_updates(step)
+        self.update_moments(step)
         updates = {}
         for group, p in self.pairs():
             mean, square = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
-            update = (mean / (1 - group["betas"][0] ** step)).div_(root(square, refreshed=refreshed, group=group))
+            update = (mean / (1 - group["betas"][0] ** step)).div_(
+                corrected_root(square, refreshed=refreshed, group=group)
+            )
             if refreshed < step:
                 update.clamp_(-group["limit"], group["limit"]).masked_fill_(square == 0, 0)
             updates[p] = update.add_(p, alpha=group["weight_decay"])
-        self.rate(updates, step=step)
+        self.scale_updates(updates, step=step)
         for group, p in self.pairs():
             p.sub_(updates[p], alpha=group["lr"])
         for group in self.param_groups:
             group["step"] = step
 
-    def move(self, step: int) -> None:
-        """Move the momentum by the gradient, and the variance if it changes in step number `step`."""
+    def update_moments(self, step: int) -> None:
+        """Update the momentum by the gradient, and the variance if step number `step` changes it."""
         for group, p in [(own, p) for own in self.param_groups for p in own["params"]]:
             first, second = group["betas"]
-            mean, square = self.kept(p, key="exp_avg"), self.kept(p, key="exp_avg_sq")
+            mean, square = (self.state_tensor(p, key=key) for key in ("exp_avg", "exp_avg_sq"))
             if p.grad is None:
                 continue
             mean.lerp_(p.grad, 1 - first)
-            if self.refreshes(step) > self.refreshes(step - 1):
+            if self.variance_updates(step) > self.variance_updates(step - 1):
                 square.mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
 
-    def rate(self, updates: SliceTensors, *, step: int) -> None:
-        """Multiply the updates by the ratios of their parameters, if the algorithm has some."""
+    def scale_updates(self, updates: SliceTensors, *, step: int) -> None:
+        """Multiply the updates by ratios, in subclasses; this class does nothing."""
 
 
-def root(square: Tensor, *, refreshed: int, group: Mapping[str, Any]) -> Tensor:
-    """Return the root of a variance that `refreshed` steps have changed, corrected for its first zeros, plus eps."""
+def corrected_root(square: Tensor, *, refreshed: int, group: Mapping[str, Any]) -> Tensor:
+    """Return sqrt(v̂) + eps for a variance that `refreshed` steps have changed; v̂ has Adam's bias correction."""
     return square.div(1 - group["betas"][1] ** refreshed).sqrt_().add_(group["eps"])
 
 
@@ -244,6 +247,6 @@ class LAMB(MomentOptimizer):
 
     DEFAULTS: Mapping[str, Any] = {**MomentOptimizer.DEFAULTS, "eps": 1e-6, "vectors": False}
 
-    def rate(self, updates: SliceTensors, *, step: int) -> None:  # noqa: ARG002 - all steps are alike
+    def scale_updates(self, updates: SliceTensors, *, step: int) -> None:  # noqa: ARG002 - all steps are alike
         """Multiply the updates by |w| / |u|."""
-        self.adapt(updates, ratios=self.ratios(updates))
+        self.multiply_by_ratios(updates, ratios=self.ratios(updates))

@@ -6,7 +6,7 @@
     parallelize(model, plan, loss=loss, optimizer=Several, optimizers=optimizers)
 
 `hidden` are the matrices of the model except its embeddings and its head, as `hidden_matrices` finds them. For another
-division `Options(parameter_options=…)` returns {"optimizer": "hidden"} for a parameter."""
+division, pass `Options(parameter_options=…)`, a function that returns {"optimizer": "hidden"} for a parameter."""
 
 import difflib
 import fnmatch
@@ -35,7 +35,7 @@ def parameter_rule(
     | groups        options by pattern: {"blocks.*.bias": {"lr": 1e-4}}. `*` matches any text, and later patterns win
     | several       True: for `Several`. Each parameter has an `optimizer`: `hidden` for `hidden_matrices`, else `rest`
     | lr            rate by optimizer ("" without `several`); used with `layer_decay`
-    | layer_decay   factor of the rate per block between a parameter and the output (Clark et al., arXiv 2003.10555)
+    | layer_decay   factor of the rate for each block from a parameter to the output (Clark et al., arXiv 2003.10555)
 
     Raises ValueError for a pattern that matches no parameter."""
     names = all_names(module)
@@ -44,7 +44,7 @@ def parameter_rule(
         if not fnmatch.filter(known, pattern):
             near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
             raise ValueError(f"no parameter matches the pattern {pattern!r}; near names: {', '.join(near)}")
-    hidden, powers = hidden_matrices(module), blocks_above(module)
+    hidden, powers = hidden_matrices(module), layer_decay_exponents(module)
     found: dict[str, Mapping[str, Any]] = {}
     for parameter, own in names.items():
         options = dict(matrices_decay(own[0], parameter))
@@ -61,17 +61,17 @@ def parameter_rule(
 
 
 def hidden_matrices(module: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters with two or more dims, without embeddings and the head: the last `Linear`."""
+    """Return the names of parameters of two or more dims, except embeddings and the last `nn.Linear` (the head)."""
     linear = [part for part in module.modules() if isinstance(part, nn.Linear)]
     others = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     without = {part.weight for part in [*others, *linear[-1:]]}
     return frozenset(name for name, p in module.named_parameters() if p.ndim > 1 and p not in without)
 
 
-def blocks_above(module: nn.Module) -> Mapping[str, int]:
+def layer_decay_exponents(module: nn.Module) -> Mapping[str, int]:
     """Return the exponent of `layer_decay` for each parameter, by name.
 
-    0 after the last block, 1 in the last block, one more in each block below; before the first block one more again."""
+    It is 0 after the last block, 1 in the last block, 2 in the block before, …, and largest before the first block."""
     depths: dict[str, tuple[int, bool]] = {}
     depth = 0
     places = {name: place for place, (name, _) in enumerate(module.named_modules())}
@@ -87,9 +87,9 @@ Optimizers = Mapping[str, tuple[OptimizerClass, Mapping[str, Any]]]
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers that share one list of groups and one state; the key `optimizer` of a group names its own.
+    """Optimizers that share one list of groups and one state; each group names its optimizer by the key `optimizer`.
 
-    Raises ValueError for a group with another name."""
+    Raises ValueError for a group with an unknown name, and for an optimizer with `needs = "replicas"`."""
 
     needs = "matrices"
 
@@ -121,6 +121,6 @@ class Several(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
-        """Let each optimizer update its parameters. Every rank calls it."""
+        """Let each optimizer update its parameters. Every rank calls this method."""
         for optimizer in self._optimizers:
             optimizer.step()

@@ -5,8 +5,8 @@ each parameter on the rank that owns it, with one instance of the class for each
 
     slices of values and gradients ── gathered on the owner ── step of the class ── new values ── slices
 
-`data_parallel/logical_slices.py` has the division among the ranks, and the bytes. The state of a parameter exists on
-its owner alone, whatever tensors it has; a checkpoint holds them whole."""
+`data_parallel/logical_slices.py` describes the owners of parameters, and the bytes that are sent. The state of a
+parameter, of any tensors, exists only on its owner; a checkpoint holds these tensors whole."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ class WholeTensors(torch.optim.Optimizer):
         kind = self.kind
         if how := slice_difference(kind, arguments=arguments, single=True):
             raise ValueError(
-                f"{kind.__name__} lets parameters depend on each other, and whole() cannot: {how}; use AdamW"
+                f"{kind.__name__} updates a parameter by values of others, and whole() cannot: {how}; use AdamW"
             )
         super().__init__(params, kind([nn.Parameter(torch.zeros(1, 1))], **arguments).defaults)
         self.logical = logical
@@ -49,7 +49,7 @@ class WholeTensors(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 - no closure under a plan
-        """Update all parameters. Every rank calls it."""
+        """Update all parameters. Every rank calls this method."""
         gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
         values = {p: p.detach() for p in gradients}
         self.logical.map_whole(values, gradients, groups=self.param_groups, function=self._stepped)
@@ -76,7 +76,7 @@ def _values(group: Mapping[str, Any]) -> dict[str, Any]:
 def whole(kind: OptimizerClass) -> OptimizerClass:
     """Return an optimizer class that steps `kind` on whole tensors: `optimizer=whole(torch.optim.Adafactor), lr=1e-2`.
 
-    It takes the arguments of `kind`. Raises ValueError for LBFGS and SparseAdam, and for what is no optimizer class."""
+    The class takes the arguments of `kind`. Raises ValueError for LBFGS, SparseAdam, and any non-optimizer."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ValueError(f"whole({kind!r}) needs an optimizer class: whole(torch.optim.Adafactor)")  # noqa: TRY004
     refuse_bases(kind, names=NEED_MORE)

@@ -12,7 +12,7 @@ from meshwise.plan.plan_keys import keys_of
 
 @dataclass(frozen=True)
 class Refusal:
-    """A row of the compatibility table, in the notation of plans.
+    """Row of the compatibility table, in the notation of plans.
 
     | when      conditions: a plan that meets all of them is refused, as in `pp>1 zero>=2` or `offload.params!=device`
     | instead   the change that leads to the nearest plan that works, such as `tp_mode=1d`
@@ -34,7 +34,7 @@ class Refusal:
         return True
 
     def changes(self, plan: Any) -> dict[str, int | str]:
-        """Return the key that `instead` changes, with its new value."""
+        """Return a dict of the one key that `instead` changes, and its new value. `plan`: gives the key's type."""
         key, value = self.instead.split("=")
         return {key: value if keys_of(plan.__class__)[key].words else int(value)}
 
@@ -66,7 +66,7 @@ COMPATIBILITY = (
     Refusal("zero!=3 prefetch!=1", "prefetch=1", "only zero=3 gathers parameters for each use"),
     Refusal("zero=3 pp>1 prefetch!=1", "prefetch=1", "the schedule of a pipeline gathers whole stages"),
     Refusal("hpz>1 offload.params!=device", "hpz=1", "the second copy would take the memory that offload saves"),
-    Refusal("precision=fp16 wire.codec!=none", "precision=bf16", "the error of a codec has an earlier loss scale"),
+    Refusal("precision=fp16 wire.codec!=none", "precision=bf16", "a codec's error would get another loss scale"),
     Refusal("cp=1 context!=auto", "context=auto", "only cp splits tokens"),
     Refusal("context!=usp cp_heads>1", "cp_heads=1", "only usp has two kinds of cp ranks"),
     Refusal("cp>1 tp_mode!=1d", "tp_mode=1d", "2d, 2.5d and 3d split rows, and cp has 1d matrices only"),

@@ -9,13 +9,13 @@ from meshwise.base.mesh import Mesh
 AXES = ("pp", "dp", "cp", "tp")
 """The axes of a plan's mesh, outermost first. tp communicates most, so its ranks are neighbours."""
 FOLDED = ("ep", "etp")
-"""Axes for the experts of a mixture alone, outermost first: they divide the ranks of `dp cp tp` anew."""
+"""Axes for the experts of a mixture alone, outermost first; their ranks are ranks of `dp cp tp`."""
 REPLICAS = ("dp",)
 """Axes whose ranks hold replicas of a model, for different rows of the batch."""
 OUTER_REPLICAS = ("dp_outer",)
-"""With `shards`, axes whose ranks hold replicas of the shards."""
+"""Axes whose ranks hold replicas of the shards; only with the key `shards`."""
 NODES = ("dp_node",)
-"""With `hpz`, axes whose ranks hold copies of one second shard."""
+"""Axes whose ranks hold copies of one second shard; only with the key `hpz`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ GRIDS: Mapping[str, TensorGrid] = {
 
 
 def folded(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None:
-    """Return the mesh with `axes` and the joint axes `ep` and `etp`; None if their ranks do not divide the axes.
+    """Return the mesh with `axes`, as (name, degree), and joint axes `ep` and `etp`; None if they do not divide `axes`.
 
     `etp` takes the innermost ranks of tp. `ep` takes the next ranks, innermost first: of tp, of cp, of dp. An axis that
     is taken in part becomes up to three axes, outermost first, which its own name joins:
@@ -81,8 +81,8 @@ def folded(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None
 def hybrid(mesh: Mesh, *, shards: int, near: int) -> Mesh:
     """Return `mesh` with `dp` as a joint axis of `dp_outer`, `dp_node` and `dp_shard`; the first two only if above 1.
 
-    `shards` neighbours along `dp_node dp_shard` share one copy of the state, `near` neighbours along `dp_shard` the
-    second shards. `dp_outer` has the replicas."""
+    `shards` neighbours along `dp_node dp_shard` divide one copy of the state among them. `near` neighbours along
+    `dp_shard` divide one second copy of the parameters. Ranks along `dp_outer` are replicas."""
     axes: list[tuple[str, int]] = []
     for name, degree in mesh.axes:
         parts = ((OUTER_REPLICAS[0], degree // shards), (NODES[0], shards // near))

@@ -1,8 +1,8 @@
 """The plan: all choices of how to split a model over ranks, as one frozen value (`Plan`).
 
-Choices in a config file, environment variables and constructor arguments may contradict each other, and the conflict
-may show only at step 40. A plan is written as one line of text (`dp=2 zero=1`), a TOML table or keywords. All three
-give the same value, which is checked when it is made."""
+If choices are spread over a config file, environment variables and constructor arguments, they may contradict each
+other, which may show only at step 40. A plan is written as one line of text (`dp=2 zero=1`), a TOML table or keywords.
+All three give the same value, and its creation checks all keys together."""
 
 import contextlib
 import dataclasses
@@ -62,8 +62,7 @@ class Plan:
     )
     chunk: int = whole_number(
         0,
-        means="with ep, tokens of a rank that are in the experts of a mixture at once, and again in the backward; 0: "
-        "all tokens",
+        means="with ep, tokens that a rank sends to experts at once; the backward sends them again. 0: all tokens",
         least=0,
     )
     zero: int = whole_number(
@@ -85,11 +84,11 @@ class Plan:
     )
     prefetch: int = whole_number(
         1,
-        means="with zero=3, units whose parameters are gathered ahead of the one that runs; 0: none is",
+        means="with zero=3, units whose parameters are gathered ahead of the unit that runs; 0: none",
         least=0,
     )
     bucket: int = Key(
-        "bytes up to which neighbouring units are gathered and reduced as one; 0: each unit for itself", size=True
+        "bytes up to which neighbouring units are gathered and reduced as one; 0: each unit separately", size=True
     ).field(0)
     microbatches: int = whole_number(
         1, means="parts of a rank's rows of a batch, which are computed one after the other"
@@ -134,11 +133,11 @@ class Plan:
         form=WIRE_FORM,
     ).field("auto")
     feedback: int = whole_number(
-        1, means="with a codec as `wire`, 1: what it loses is added to the next gradient; 0: lost", least=0, most=1
+        1, means="with a codec as `wire`, 1: its error is added to the next gradient; 0: not added", least=0, most=1
     )
     gather: str = one_of(
         "exact int8 int4 fp8",
-        means="with zero=3, codec of the parameters that a forward or backward gathers; what is updated stays exact",
+        means="with zero=3, codec of the parameters that a forward or backward gathers; updates are exact",
     )
     sync: str = one_of(
         "step local slowmo diloco gossip easgd",
@@ -180,7 +179,7 @@ class Plan:
 
     @classmethod
     def of(cls, plan: "Plan | str") -> "Plan":
-        """Return `plan` itself, or parsed if it is a text. Raises PlanError for an invalid text or another type."""
+        """Return a `Plan` unchanged, and a text parsed. Raises PlanError for an invalid text or another type."""
         if isinstance(plan, Plan):
             return plan
         if isinstance(plan, str):
@@ -212,7 +211,7 @@ class Plan:
     def check(self, more: Sequence[Refusal] = (), *, by: str = "") -> None:
         """Raise PlanError when a value is out of range, or the compatibility table or `more` refuse the combination.
 
-        by: what the rows of `more` are about, such as the name of an optimizer."""
+        by: text for the message that says whose rows `more` are, such as the name of an optimizer."""
         keys = keys_of(Plan)
         for key, value in self._items():
             keys[key].check(value, name=key)
@@ -272,9 +271,8 @@ class Plan:
 
         With `server`, the last ranks of dp are the servers.
 
-        `ep` and `etp` name ranks of these axes; where they take a part of an axis, the axis becomes several. With
-        `shards`, dp becomes `dp_outer` (the replicas) and `dp_shard`; with `hpz`, the latter has `hpz` ranks, in
-        several `dp_node`."""
+        `ep` and `etp` are joint axes of these; if they take a part of an axis, it becomes several axes. With `shards`,
+        dp becomes `dp_outer` (the replicas) and `dp_shard`; with `hpz`, `dp_shard` becomes `dp_node` and `dp_shard`."""
         if self.dp is None:
             raise ValueError(f"the plan '{self}' has no mesh yet: resolve(world_size) fills in dp=auto")
         mesh = self._folded()
@@ -328,12 +326,12 @@ class Plan:
 
     @property
     def late(self) -> bool:
-        """True if workers push gradients to servers by themselves, as with `server=1 staleness=2`."""
+        """True if workers push gradients to servers at their own pace, as with `server=1 staleness=2`."""
         return self.server > 0 and self.staleness != "0"
 
     @property
     def apart_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks decide about their own updates: replicas that agree across steps, and workers of servers."""
+        """Axes whose ranks step independently: replicas that agree across steps, or workers if `late`."""
         return REPLICAS if self.late else self.sync_axes
 
     @property

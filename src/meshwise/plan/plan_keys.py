@@ -20,7 +20,7 @@ from typing import Any
 
 
 class PlanError(ValueError):
-    """Error for a plan that cannot work; the message has the conflict and the nearest plan that works."""
+    """Error for a plan that cannot work; the message names the conflict and the nearest plan that works."""
 
 
 LARGEST_COUNT = 2**20
@@ -64,7 +64,7 @@ class Key:
         return dataclasses.field(default=default, metadata={"key": self})
 
     def read(self, value: Any) -> Any:
-        """Return the Python value of a TOML value. A value that cannot be read is unchanged, and `check` refuses it."""
+        """Return the Python value of a TOML value. An invalid value is returned unchanged, and `check` refuses it."""
         if self.auto and value == "auto":
             return None
         if self.parse is not None and isinstance(value, str | int):
@@ -163,7 +163,7 @@ NO_OFFLOAD = "none"
 
 @dataclass(frozen=True)
 class Offload:
-    """Tier of each part of a training's state: `device`, `cpu` or `disk`. Prints as a short text that parses back."""
+    """Tier of each part of a training's state, one of `TIERS`. Prints as the shortest text that `parse` reads back."""
 
     optimizer: str = "device"
     masters: str = "device"
@@ -173,7 +173,7 @@ class Offload:
 
     @classmethod
     def parse(cls, text: str) -> "Offload":
-        """Return the tiers of `none`, or of `state:tier` joined by commas. Raises PlanError.
+        """Return the tiers of the text `none`, or of words `state:tier` joined by commas. Raises PlanError.
 
         Other tiers follow from the given tiers: with `optimizer:cpu`, masters and gradients are on the CPU too."""
         given: dict[str, str] = {}
@@ -300,7 +300,7 @@ def _near(word: str, words: tuple[str, ...]) -> str:
 
 
 def matching(text: str, *, key: str, pattern: str, examples: tuple[str, ...]) -> str:
-    """Return `text` if it matches a regular expression. Raises PlanError, with the nearest of `examples`, if not."""
+    """Return `text` if it matches the regular expression `pattern`; else raise PlanError with the nearest example."""
     if re.fullmatch(pattern, text):
         return text
     raise PlanError(

@@ -126,9 +126,9 @@ class LossScale:
     count: float = 0.0
 
     LEAST = 2.0**-14
-    """Smallest scale; a gradient that is still not finite is taken as infinite or NaN at every scale."""
+    """Smallest scale. If a gradient is not finite at this scale, no scale helps."""
     MOST = 2.0**24
-    """Scale that is not doubled any more."""
+    """Largest scale that is reached by doubling."""
 
     def __post_init__(self) -> None:
         if not 0 < self.value < math.inf or math.frexp(self.value)[0] != 0.5:
@@ -149,7 +149,7 @@ class LossScale:
         return self.overflowed().value < self.LEAST
 
     def overflowed(self) -> "LossScale":
-        """Return the lowered scale, after a step whose gradient was not finite."""
+        """Return the scale after a step whose gradient was not finite: divided by 2, or more after several in a row."""
         return replace(self, value=self.value / 2 ** (self.overflows + 1), updates=0, overflows=self.overflows + 1)
 
     def updated(self) -> "LossScale":
@@ -236,7 +236,7 @@ def active_product_casts() -> contextlib.AbstractContextManager[Any]:
 
 
 def product_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype in which this thread computes products on a type of device: of `ProductCasts`, or autocast."""
+    """Return the dtype of products on a type of device in this thread, by `ProductCasts` or autocast; None if unset."""
     if device == "cuda" and (found := _product_casts()) is not None:
         return found.dtype
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

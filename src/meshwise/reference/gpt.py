@@ -15,7 +15,7 @@ The initialization is GPT-2's (Radford et al., 2019): normal with a standard dev
 write to the residual stream are scaled by 1/sqrt(2 · layers), so that the stream's variance does not grow with depth.
 Rotary positions follow Su et al., 2021; grouped-query attention (fewer key-value heads) follows Ainslie et al., 2023.
 
-`next_token_loss` is the cross-entropy as a sum and a count, which the engine divides once over the global batch."""
+`next_token_loss` returns the cross-entropy as a sum and a count, which the engine divides over the global batch."""
 
 import math
 from dataclasses import dataclass
@@ -191,7 +191,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer, as in the picture above."""
+    """Decoder-only transformer, as in the picture of the module docstring."""
 
     block_class: type[Block] = Block
 
@@ -218,7 +218,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits (B, T, vocabulary) of integer tokens (B, T); T is at most the context."""
+        """Return the logits (B, T, vocabulary) of integer tokens (B, T). Raises ValueError if T exceeds the context."""
         length = tokens.size(1)
         if length > self.config.context:
             raise ValueError(f"{length} tokens do not fit the context of {self.config.context}; set context={length}")

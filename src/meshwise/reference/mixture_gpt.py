@@ -17,8 +17,8 @@ Losses keep the load even and the scores small. They have one value for each tok
     | balance, over the global batch  Qiu et al., arXiv 2501.11873, with the shares of experts in the step before
     | z                               square of the log-sum-exp of the scores (ST-MoE, arXiv 2202.08906, equation 5)
 
-An index past the last expert means no expert. With a capacity, the tokens of one sequence that come to an expert
-after it is full get this index. So no other sequence decides which tokens an expert drops."""
+The index `experts` (one past the last expert) means no expert. With a capacity, a token that comes to an expert after
+the expert is full gets this index. Only tokens of the same sequence count, so sequences do not affect each other."""
 
 import math
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class MixtureConfig(GPTConfig):
     balance: float = 0.0
     """Weight of the balance loss; with it or `z_loss` the model returns (logits, weighted losses of each token)."""
     balance_over: Literal["sequence", "batch"] = "sequence"
-    """Tokens over which the load of the experts is to be even: each sequence's, or those of the global batch."""
+    """Tokens over which the balance loss evens the load of the experts: of each sequence, or of the global batch."""
     z_loss: float = 0.0
     """Weight of the z-loss."""
 
@@ -83,7 +83,7 @@ class Router(nn.Module):
             self.register_buffer("expert_shares", torch.full((config.experts,), 1 / config.experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map (B, T, width) to indices (B, T, k), their weights (B, T, k), and scores (B, T, experts)."""
+        """Map (B, T, width) to indices and weights (B, T, k) and scores (B, T, experts). Expert-choice: k = experts."""
         scores = self.scores(x)
         if self.noise is not None and self.training:
             scores = scores + torch.randn_like(scores) * functional.softplus(self.noise(x))
@@ -108,8 +108,8 @@ class Router(nn.Module):
     def losses(self, index: Tensor, *, scores: Tensor) -> Tensor:
         """Return the weighted losses of each token (B, T).
 
-        The balance loss is experts · Σ share of choices · mean probability of an expert. It is 1 if all experts get
-        equally many tokens. Over the batch, the mean over tokens is left to the sum of all tokens' losses."""
+        The balance loss is experts · Σ share of choices · mean probability of an expert: 1 for an even load. With
+        balance_over="batch", a token's loss has its own probability, so the mean of all losses is the balance loss."""
         config, probabilities = self.config, scores.softmax(-1)
         losses = config.z_loss * scores.logsumexp(-1).square()
         if not config.balance:
@@ -129,7 +129,7 @@ class Experts(nn.Module):
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.num_experts = config.experts
-        self.is_transposed = True  # matrices are stored as (experts, inputs, outputs), as transformers says it
+        self.is_transposed = True  # transformers' name for matrices stored as (experts, inputs, outputs)
         self.expansion = nn.Parameter(torch.empty(config.experts, config.width, config.hidden))
         self.projection = nn.Parameter(torch.empty(config.experts, config.hidden, config.width))
 
@@ -147,17 +147,16 @@ class Experts(nn.Module):
 
 
 def balanced_loss(output: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy plus the router's losses of each token with a target; and the number of targets.
+    """Return the cross-entropy plus the router's losses of all tokens with a target, and the number of targets.
 
-    Both are sums over samples. So micro-batches and ranks do not change the balance loss, as they would a mean over the
-    tokens of a micro-batch. `output`: (logits, losses (B, T)) of a model with `balance` or `z_loss` above 0. Raises
-    ValueError for losses of some of the tokens."""
+    Both are sums over samples, so micro-batches and ranks do not change the balance loss. `output`: (logits, losses
+    (B, T)) of a model with `balance` or `z_loss` above 0. Raises ValueError if shapes of losses and targets differ."""
     logits, losses = output
     total, count = next_token_loss(logits, batch)
     if losses.shape != batch[1].shape:
         raise ValueError(
-            f"the routers returned losses of {tuple(losses.shape)} for targets of {tuple(batch[1].shape)}: they had a "
-            "part of the tokens. Use sequence_parallel=0"
+            f"the routers returned losses of {tuple(losses.shape)} for targets of {tuple(batch[1].shape)}: they got "
+            "only some of the tokens. Use sequence_parallel=0"
         )
     return total + (losses * (batch[1] != IGNORED)).sum(), count
 
@@ -209,7 +208,7 @@ class MixtureGPT(GPT):
         self.with_losses = bool(config.balance or config.z_loss)
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return the logits (B, T, vocabulary); with losses also their sum over the blocks (B, T)."""
+        """Return the logits (B, T, vocabulary); if the config has losses, also their sum over the blocks (B, T)."""
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(tokens.size(1), device=tokens.device))

@@ -14,7 +14,7 @@ along the inner axis, `kv`, hold the same KV head:
     | q                            0           1           2           3
     | k, v                         0           0           1           1          gradients summed over kv
 
-Other tensors that were split over the one axis are split over both axes."""
+Other tensors that the original axis would split are split over both axes."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -75,9 +75,9 @@ class SchemeProduct:
 class Scheme:
     """Layouts of a scheme of tensor parallelism: the products of each role, and the axes that split activations.
 
-    | head               the product of roles `head` and `single`. The embedding of the vocabulary exchanges its ends:
-    |                    its table W is stored as the head's, and the axes that gather X reduce its results. A rank has
-    |                    zeros for the tokens of other ranks' vocabulary
+    | head               the product of roles `head` and `single`. The embedding of the vocabulary uses it in reverse:
+    |                    its table is stored like the head's W, and its output is reduced over the axes of the head's
+    |                    `x`. Before this, a rank has zeros for tokens outside of its part of the vocabulary
     | stream, inner      the axes that split the features of the hidden states, and the inner features of a pair
     | rows, inner_rows   the axes that split rows of the hidden states, and rows inside a pair, besides `replicas`
     | tokens             the axes that split the tokens of the hidden states
@@ -213,7 +213,7 @@ def three_d() -> Scheme:
 
 
 def scheme(plan: Plan, *, blocks: bool) -> Scheme:
-    """Return the scheme of a plan inside (`blocks`) or outside of the blocks; tokens are split inside only."""
+    """Return a plan's scheme for modules in the blocks (`blocks`), where tokens may be split, or outside of them."""
     if plan.tp_mode == "1d":
         chosen = one_d(sequence=blocks and plan.sequence_parallel == 1)
     elif plan.tp_mode == "3d":
@@ -228,7 +228,9 @@ KV_REPLICA = "kv"
 
 
 def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
-    """Return the plan's mesh, with the axis `kv` if a part has `kv_replicas` above 1."""
+    """Return the plan's mesh, with the axis `kv` if a part of the model has `kv_replicas` above 1.
+
+    Raises PlanError if `ep` or `etp` takes some of the ranks of the axis that `kv` would divide."""
     mesh, kv_replicas = plan.mesh(), max((part.kv_replicas for part in parts), default=1)
     if kv_replicas == 1:
         return mesh
@@ -245,7 +247,7 @@ def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
 
 
 def scheme_on(mesh: Mesh, *, plan: Plan, blocks: bool) -> Scheme:
-    """Return the plan's scheme inside (`blocks`) or outside of the blocks, with `kv` in its axes if `mesh` has it."""
+    """Return the plan's scheme as `scheme` does, with the axis `kv` among its axes if `mesh` has it."""
     plain = scheme(plan, blocks=blocks)
     if KV_REPLICA not in mesh.names:
         return plain

@@ -49,7 +49,7 @@ def tensor_parallel(
     of heads. Parameters stay full (they may be on the meta device); the caller replaces them by this rank's parts.
 
     Raises ValueError for an embedding with `max_norm`, `sparse` or `scale_grad_by_freq`, for a tied parameter with two
-    placements, and for a module that does not fit its part."""
+    placements, and for a module without the matrix that its part needs."""
     outside.recall.remember(outside.shard_sizes)
     inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
     split = _Split(module, parts, outside=outside, inside=inside)
@@ -159,7 +159,7 @@ class _Split:
             reshard.change_output(module, change=self._gathering())
 
     def _gathering(self) -> reshard.Change:
-        """Return a function that gathers all features of hidden states; now, while the parameters are still full."""
+        """Return a function that gathers all features of hidden states; made from the shapes of full parameters."""
         return functools.partial(self._outside.gather_features_of, sizes=self._outside.stream_sizes(self._width()))
 
     def _by_features(self, name: str, part: Part) -> None:
@@ -229,13 +229,13 @@ class _Split:
         for attribute, grain in part.counts:
             count = operator.attrgetter(attribute)(module)
             cut, sizes = DimSplit(grain=grain), count if isinstance(count, tuple) else (count,)
-            counts = [context.own(size, axes=inner, cut=cut) for size in sizes]
+            counts = [context.own_size(size, axes=inner, cut=cut) for size in sizes]
             set_count(module, attribute=attribute, count=tuple(counts) if isinstance(count, tuple) else counts[0])
         keys = tuple(axis for axis in inner if axis not in context.scheme.kv_replicas)
         for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.kv_replicas)):
             for attribute in attributes:
                 size = operator.attrgetter(attribute)(module)
-                set_count(module, attribute=attribute, count=context.own(size, axes=axes))
+                set_count(module, attribute=attribute, count=context.own_size(size, axes=axes))
         if part.sharded_class is None:
             # before the arguments are cut to this rank's heads
             reshard.align_arguments(module, context=context, widths=self._read_by_first(name))
@@ -254,7 +254,7 @@ class _Split:
         if part.even_rows:
             reshard.require_even_rows(module, name=name, context=context)
         if part.narrow_grain:
-            own = context.own(self._width(), axes=inner, cut=DimSplit(grain=part.narrow_grain))
+            own = context.own_size(self._width(), axes=inner, cut=DimSplit(grain=part.narrow_grain))
             reshard.narrow_input(module, readers=readers, features=own)
         if part.sharded_class is None:
             return
@@ -267,13 +267,13 @@ class _Split:
         set_sharded_class(module, front=part.sharded_class, sharding=MultiheadSharding(context, projections))
 
     def _read_by_first(self, name: str) -> set[int]:
-        """Return the input sizes of the matrices that open a pair in a module: over all ranks, and on this rank."""
+        """Return the input sizes of the first matrices of pairs in a module: over all ranks, and on this rank."""
         widths = set()
         for key, part in self._parts.items():
             if (part.role == "colwise" or part.summed_from is not None) and (key.startswith(f"{name}.") or not name):
                 shape = (self._parameters[key] if key in self._parameters else _matrix(self._modules[key], key)).shape
                 features = shape[0 if part.transposed else 1]
-                widths |= {features, self._inside.own(features, axes=self._inside.scheme.stream)}
+                widths |= {features, self._inside.own_size(features, axes=self._inside.scheme.stream)}
         return widths
 
     # ---- hooks of the whole model --------------------------------------------------------------------------------
@@ -329,9 +329,9 @@ class _Split:
             if part.role == "colwise":
                 return self._parameters[name].shape[1]
         raise ValueError(
-            "no matrix opens a pair, so there is nothing to split, and the width of the hidden states is unknown. Use "
-            "tp=1, or rules (Options(tensor_rules=…), model.tensor_rules of a job) that name the matrices of a pair, "
-            "'colwise' and 'rowwise'"
+            "no matrix is the first of a pair, so there is nothing to split, and the width of the hidden states is "
+            "unknown. Use tp=1, or rules (Options(tensor_rules=…), model.tensor_rules of a job) that make the matrices "
+            "of a pair 'colwise' and 'rowwise'"
         )
 
 

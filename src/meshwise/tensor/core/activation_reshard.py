@@ -50,21 +50,19 @@ def exchange_row_counts(module: nn.Module, *, context: SplitContext) -> None:
 
 
 def gather_input_once(module: nn.Module, *, context: SplitContext, features: int, readers: int) -> None:
-    """Register a hook that gathers the hidden states once, at the entry of `module`, for `readers` colwise linears."""
+    """Register a hook that gathers hidden states of `features` features once, at the entry, for `readers` linears."""
     move = context.scheme.colwise.x
     sizes = context.sizes(features, axes=move.axes)
 
     def gather(x: Tensor) -> Tensor:
-        return context.gather_shared(x, moved=context.moved(move, features=sizes), readers=readers).value
+        return context.gather_shared(x, moved=context.operand_move(move, features=sizes), readers=readers).value
 
     if context.degree(move.axes) > 1:
         change_input(module, change=gather)
 
 
 def require_even_rows(module: nn.Module, *, name: str, context: SplitContext) -> None:
-    """Register a hook that raises ValueError if the ranks have different numbers of rows.
-
-    Use it for a `module` that reads the number of rows from its input."""
+    """Register a hook on a module that reads its number of rows: it raises ValueError if the ranks' numbers differ."""
 
     def before(_module: nn.Module, _args: Any) -> None:
         rows = context.shard_sizes.rows
@@ -197,7 +195,7 @@ def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[
     own = heads.local((size,), mesh=context.world.mesh, rank=context.world.rank).slices[0]
 
     def take(x: Tensor) -> Tensor:
-        """Return this rank's heads of (heads, …), (rows · heads, …) or (rows, heads, …); `x` if it has no more."""
+        """Return this rank's heads of (heads, …), (rows · heads, …) or (rows, heads, …); `x` if it lacks such a dim."""
         apart = x if x.dim() == 4 else x.unflatten(0, (-1, size)) if x.size(0) % size == 0 else x[None]
         if apart.size(1) != size:
             return x
@@ -230,7 +228,7 @@ def _change_arguments(module: nn.Module, change: Callable[[str], Change | None])
 
 
 def change_output(block: nn.Module, *, change: Change) -> None:
-    """Register a hook that changes the hidden states that a block returns: its output, or the first in a tuple."""
+    """Register a hook that changes a block's output, or its first item; it raises ValueError for other outputs."""
 
     def after(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
@@ -246,7 +244,7 @@ def change_output(block: nn.Module, *, change: Change) -> None:
 
 
 def change_input(module: nn.Module, *, change: Change) -> None:
-    """Register a hook that changes a module's input: its first argument, or the argument `hidden_states`."""
+    """Register a hook that changes a module's first argument or `hidden_states`; it raises ValueError without them."""
 
     def before(
         hooked: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
@@ -274,7 +272,7 @@ class GatheredOutputs:
         model.register_forward_hook(self._end)
 
     def watch_stream(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
-        """Register hooks that note a module's returned hidden states and, with `given`, its input's hidden states."""
+        """Register hooks that note the hidden states that a module returns and, if `given`, those that it gets."""
         sizes = context.stream_sizes(features)
 
         def whole() -> Change:

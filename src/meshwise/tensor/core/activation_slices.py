@@ -1,7 +1,7 @@
 """Slices of activations that a rank has at every point of the forward, and the parts of a pipeline stage.
 
-`activation_regions`: dropout draws the same masks under every plan, so it must know which slice of a mask a rank's
-tensor needs. The slice follows from the layouts of the parameters. It does not change between two split modules:
+`activation_regions` serves dropout, which draws the same masks under every plan, and so must know which slice of a mask
+a rank's tensor needs. The slice follows from the parameters' layouts, and stays the same between two split modules:
 
     | after              features           tokens                                 rows
     | embedding          hidden             all                                    hidden
@@ -12,8 +12,8 @@ tensor needs. The slice follows from the layouts of the parameters. It does not 
 
 "Hidden" is this rank's part of the hidden states, "inner" its part inside a pair. Their rows differ only under 3D.
 
-`parts_of_stage` returns the parts of a pipeline stage, which runs the whole model's forward. There, a module of another
-stage returns the tensors received from that stage, or NaN."""
+`parts_of_stage` returns the parts of a pipeline stage. A stage runs the whole model's forward, in which a module of
+another stage returns the tensors received from that stage, or NaN."""
 
 import dataclasses
 import functools
@@ -105,12 +105,12 @@ def _inner(projection: Projection) -> ActivationRegion:
     """Return the region after a colwise linear: this rank's slice of its first section, in features or in heads."""
     context = projection.context
     world, data, inner = context.world, context.scheme.rows, context.scheme.inner_rows
-    shares = world.group(inner).index - world.group(data).index if data != inner else 0
+    offset = world.group(inner).index - world.group(data).index if data != inner else 0
     if context.degree(projection.product.features) == 1:
-        return ActivationRegion(shares=shares)
+        return ActivationRegion(rank_offset=offset)
     part = projection.bias_layout.pieces((sum(projection.out_sizes),), mesh=world.mesh, rank=world.rank)[0]
     start, size = part.offsets[0], part.sizes[0]
-    return ActivationRegion(hidden=(DimSlice(-1, start, size),), scores=(DimSlice(-3, start, size),), shares=shares)
+    return ActivationRegion((DimSlice(-1, start, size),), scores=(DimSlice(-3, start, size),), rank_offset=offset)
 
 
 def _inner_features(context: SplitContext, features: int, cut: DimSplit) -> ActivationRegion:

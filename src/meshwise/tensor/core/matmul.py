@@ -55,7 +55,7 @@ class MatmulCollectives:
 
     | x, w, y    the gather of X, the gather of W, the reduction of Y
     | within     the dim of K in the stored weight: -1 as in nn.Linear, or -2
-    | keeps      keep gathered operands for the backward: saves the second gather, needs memory for whole operands
+    | keeps      True: keep gathered operands for the backward. This saves the second gather, and takes their memory
     | recall     keeps the result for a forward that is repeated"""
 
     world: World
@@ -68,7 +68,7 @@ class MatmulCollectives:
 
 
 class InputGather:
-    """Gather in the backward of an X that several products read, made once for all of them."""
+    """Gather of an X that several products read, made once in the backward for all of them."""
 
     def __init__(self, world: World, *, moved: OperandMove) -> None:
         self._world = world
@@ -108,7 +108,8 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
 
     With experts: (local experts, rows, local K) times (local experts, local out, local K) to (local experts, rows,
     local out). Gradients have the shapes of the stored parts. The bias's gradient is the sum over this rank's rows of Y
-    only. Under autocast, operands are converted before they are sent. Raises ValueError if parts misfit `operation`."""
+    only. Under autocast, operands are converted before they are sent. Raises ValueError if the sizes in `operation` do
+    not fit the parts."""
     value, weight = to_product_dtype(x.value), to_product_dtype(weight)
     bias = None if bias is None else to_product_dtype(bias)
     kept = x if x.stored is None or x.stored.dtype == value.dtype else MatmulInput(value)

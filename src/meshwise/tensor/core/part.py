@@ -44,7 +44,7 @@ class Norm:
     """Formula of a LayerNorm or RMSNorm."""
 
     centred: bool
-    """True if the norm subtracts the mean, as LayerNorm does; RMSNorm does not."""
+    """True if the norm subtracts the mean, as LayerNorm does and RMSNorm does not."""
     epsilon: float | None
     """Number added to the variance; None for `torch.finfo(dtype).eps`, the default of torch's RMSNorm."""
     statistics: torch.dtype | None = None
@@ -80,9 +80,9 @@ class Part:
     """colwise: True if hidden states are gathered at the entry of the enclosing attention. Then its colwise linears
     share one gather, and its forward sees the sizes of the whole input."""
     narrow_grain: int = 0
-    """attention with a gathered input: features that stay together, or 0. Not 0 if the forward takes the width of its
-    heads from the last size of its input. It then gets an input as wide as this rank's heads. Its linears get the whole
-    input."""
+    """attention whose input is gathered, and whose forward takes the width of its heads from the last size of its
+    input: features that stay together; otherwise 0. The forward then gets an input as wide as this rank's heads, and
+    its linears get the whole input."""
     even_rows: bool = False
     """attention: True if all ranks need equally many rows, because the forward reads the number from its input."""
     whole_tokens: bool = False
@@ -117,7 +117,7 @@ class Part:
     """Any role: True if another stage of the pipeline holds the parameters. The module then returns the tensors
     received from that stage, or NaN."""
     summed_from: int | None = None
-    """whole: the first of the output features that each rank uses for its own heads alone; None for no such feature.
+    """whole: index of the first output feature of those that each rank uses for its own heads alone; None for none.
     The gradients of these features are summed over the ranks."""
     inner: bool = False
     """norm: True for a norm inside a pair, over all heads of the queries or of the keys; it is split like the heads.

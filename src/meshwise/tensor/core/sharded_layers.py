@@ -76,7 +76,7 @@ class Projection(BoundToRank):
     @property
     def input_move(self) -> OperandMove:
         """Gather of the input."""
-        return self.context.moved(self.product.x, features=self._x)
+        return self.context.operand_move(self.product.x, features=self._x)
 
     @property
     def weight_placement(self) -> Placement:
@@ -87,7 +87,7 @@ class Projection(BoundToRank):
         )
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product: (…, local in) to (…, local out). The scheme may change the rank's rows and tokens."""
+        """Map (…, local in) to (…, local out). The scheme decides which rows and tokens the result has."""
         context, product = self.context, self.product
         if self.part.role != "rowwise" and not self.part.gathered:
             x = context.take_features(x, sizes=self._stream)
@@ -98,7 +98,7 @@ class Projection(BoundToRank):
             world=context.world,
             x=OperandMove() if self._shares else self.input_move,
             w=self.weight_move,
-            y=context.moved(product.y),
+            y=context.operand_move(product.y),
             within=self._within,
             keeps=context.keeps,
             recall=context.recall,
@@ -170,8 +170,8 @@ def _product(scheme: Scheme, part: Part) -> SchemeProduct:
 class SplitTable(BoundToRank):
     """Sharded lookup of one embedding on this rank; call it with token numbers and this rank's part of the table.
 
-    `shape`: shape of the full table, (vocabulary, features). `head`: product of hidden states and the table. `running`
-    is True while the model runs; in this time `ShardedEmbedding.weight` is a `TableWeight`."""
+    `shape`: (vocabulary, features) of the full table. `padding_idx`: as in nn.Embedding. `head`: product of hidden
+    states and the table. `running`: True while the model runs; then `ShardedEmbedding.weight` is a `TableWeight`."""
 
     def __init__(self, context: SplitContext, *, shape: tuple[int, int], padding_idx: int | None) -> None:
         self.context = context
@@ -288,7 +288,7 @@ class ShardedMagnitude(nn.Module):
     fan_in_fan_out: bool
 
     def get_lora_weight(self, *, lora_A: nn.Module, lora_B: nn.Module, **_: Any) -> Tensor:
-        """Return this rank's part of B A, (outputs, inputs): without `forward`, which sums over the ranks."""
+        """Return this rank's part of B A, (outputs, inputs), without a call of `forward`, which sums over the ranks."""
         return lora_B.get_parameter("weight").detach() @ lora_A.get_parameter("weight").detach()
 
     @gradient.uncompiled

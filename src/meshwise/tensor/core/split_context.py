@@ -45,7 +45,7 @@ class TensorOrigins:
         self._summed: dict[Tensor, Axes] = {}
 
     def follow(self, model: nn.Module, *, placed: Mapping[str, Placement]) -> None:
-        """Set the model and its parameters' placements, and register a hook; `placed` has all names of a parameter."""
+        """Set the model and the placements `placed`, by every name of a parameter, and register a hook."""
         self._model, self._placed = model, placed
         # an engine may have replaced the parameters since the last forward
         model.register_forward_pre_hook(lambda *_: self._summed.clear(), prepend=True)
@@ -168,15 +168,15 @@ class SplitContext:
         return self.world.group(axes).size if axes else 1
 
     def sizes(self, size: int, *, axes: Axes, cut: DimSplit = ANYWHERE) -> tuple[int, ...]:
-        """Return each rank's part of a dim of `size` that `axes` split under the constraint `cut`, in group order."""
+        """Return how many entries of a dim of `size` each rank has if `axes` split it under `cut`, in group order."""
         layout, ranks = Layout((axes,), cuts=(cut,)), self.world.group(axes).ranks if axes else (self.world.rank,)
         return tuple(layout.local_shape((size,), mesh=self.world.mesh, rank=rank)[0] for rank in ranks)
 
-    def own(self, size: int, *, axes: Axes, cut: DimSplit = ANYWHERE) -> int:
-        """Return this rank's part of a dim of `size` that `axes` split under the constraint `cut`."""
+    def own_size(self, size: int, *, axes: Axes, cut: DimSplit = ANYWHERE) -> int:
+        """Return how many entries of a dim of `size` this rank has if `axes` split it under the constraint `cut`."""
         return self.sizes(size, axes=axes, cut=cut)[self.world.group(axes).index if axes else 0]
 
-    def moved(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
+    def operand_move(self, move: OperandLayoutMove, *, features: tuple[int, ...] | None = None) -> OperandMove:
         """Return a scheme's move of an activation with the ranks' sizes; `features`: sizes for a move of features."""
         if self.degree(move.axes) == 1:
             return OperandMove()
@@ -210,7 +210,7 @@ class SplitContext:
         return gradient.replicate(x, world=self.world, axes=axes, dim=-2, sizes=sizes).wait()
 
     def take_features(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """Return this rank's features of `x` if it has all features, else `x`. `sizes`: each rank's number."""
+        """Return this rank's features of `x` if `x` has all features, else `x`. `sizes`: each rank's number."""
         if len(sizes) == 1 or x.size(-1) != sum(sizes):
             return x
         return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()

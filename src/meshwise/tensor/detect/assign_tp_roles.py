@@ -140,8 +140,8 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
     for name, rule in given.items():
         if rule.role in ("colwise", "rowwise") and name in parts and parts[name].role != rule.role:
             raise ValueError(
-                f"{name!r} is to be {rule.role!r}, but no pair of matrices was found with it in that role; without the "
-                f"rule it is {parts[name].role!r}"
+                f"a rule gives {name!r} the role {rule.role!r}, but no pair of matrices was found with it in that "
+                f"role; without the rule it is {parts[name].role!r}"
             )
     placed = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _places(parts, name)}
     left = [name for name, p in module.named_parameters() if id(p) not in placed]
@@ -157,7 +157,7 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
     refuse_unfit_attentions(split, plan=plan)
-    parts = whole_outside(found.parts, plan=plan, counts=structure.counts_features)
+    parts = whole_outside(found.parts, plan=plan, needs_all_features=structure.needs_all_features)
     refuse_unsupported_parts(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
 
@@ -286,14 +286,14 @@ _SPLIT = ("embedding", "single", "rowwise")
 _SMALL = ("norm", "positions", "patches", "vector")
 
 
-def whole_outside(parts: Mapping[str, Part], *, plan: Plan, counts: bool) -> dict[str, Part]:
+def whole_outside(parts: Mapping[str, Part], *, plan: Plan, needs_all_features: bool) -> dict[str, Part]:
     """Return the parts, changed for a model that uses all features of hidden states outside of the blocks.
 
-    This is so if the model has no head, or if its code outside of the blocks uses all features (`counts`). Blocks, and
-    embeddings and split linears outside of blocks, then get `whole_features`. Small parts outside of blocks, such as
-    norms, become whole. Under 1d, or without blocks, nothing changes."""
+    A model does so if it has no head, or if `needs_all_features` (modules outside of the blocks do). Then blocks, and
+    embeddings and split linears outside of blocks, get `whole_features`. Small parts outside of blocks, such as norms,
+    become whole. Under 1d, or without blocks, nothing changes."""
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
-    split = any(part.role == "head" for part in parts.values()) and not counts
+    split = any(part.role == "head" for part in parts.values()) and not needs_all_features
     if plan.tp_mode == "1d" or not blocks or split:
         return dict(parts)
     inside = tuple(f"{block}." for block in blocks)
@@ -312,7 +312,7 @@ def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan)
     for attention in attentions:
         if plan.sequence_parallel and not attention.enters_whole:
             raise PlanError(
-                f"{attention.name} reads sizes of its input x, but under '{plan}' x has a part of the tokens. All "
+                f"{attention.name} reads sizes of its input x, but under '{plan}' x has only some of the tokens. All "
                 "tokens are gathered only if nothing but its first matrices reads x: call self.q(x), self.k(x), "
                 "self.v(x), and read x nowhere else. Nearest that works as it is: sequence_parallel=0"
             )
@@ -390,9 +390,9 @@ def refuse_unsupported_parts(
     ends = ("head", "block")
     if width and not any(p.role in ends or _reads_all(modules.get(name), p, width) for name, p in parts.items()):
         raise PlanError(
-            f"the model takes and returns {width} features, and tp_mode={plan.tp_mode} gives a rank a part. But "
-            "there are no repeated blocks, in a ModuleList, where the split would begin and end. Nearest that works: "
-            "tp_mode=1d"
+            f"the model takes and returns {width} features, and tp_mode={plan.tp_mode} gives each rank some of them. "
+            "But the model has no repeated blocks (in a ModuleList) where the split would begin and end. Nearest that "
+            "works: tp_mode=1d"
         )
 
 

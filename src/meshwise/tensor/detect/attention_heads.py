@@ -66,7 +66,7 @@ class AttentionHeads:
         return self.count // self.key_count
 
     def kv_replicas(self, degree: int) -> int:
-        """Return how many of `degree` ranks hold the same KV head; 0 if ranks outnumber KV heads unevenly."""
+        """Return how many of `degree` ranks hold the same KV head; 0 if KV heads cannot be replicated evenly."""
         if self.key_count >= degree:
             return 1
         ranks, left = divmod(degree, self.key_count)
@@ -74,16 +74,13 @@ class AttentionHeads:
 
 
 def head_degree(plan: Plan) -> int:
-    """Return the number of ranks over which the heads of an attention are split.
-
-    Under 3d, a rank holds other rows of the batch outside a column-row pair than inside. So each linear gathers its own
-    input, and KV heads are not replicated. Raises ValueError for a plan with `dp=auto`."""
+    """Return the number of ranks that split an attention's heads. Raises ValueError for a plan with `dp=auto`."""
     mesh = plan.mesh()
     return math.prod(mesh.degree(axis) for axis in scheme(plan, blocks=True).inner)
 
 
 def counts_heads(module: nn.Module) -> bool:
-    """Return whether an attribute of the module itself, with one of the names HEADS, counts heads."""
+    """Return whether the module itself has an attribute with one of the names HEADS that is a count."""
     return any(_is_count(vars(module).get(name)) for name in HEADS)
 
 
@@ -120,7 +117,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
 
     "sections": all of q, then k, then v. "interleaved": q, k and v head by head. None: unknown. `sizes`: features of
     each section. `width`: features of a head. The evidence is a known class, an attribute (tuple or list) with the
-    sizes in features or heads, or a forward that splits the output. It may use `self.qkv(x).split(...)`,
+    sizes in features or heads, or a forward that splits the output. The forward may use `self.qkv(x).split(...)`,
     `.chunk(3, ...)`, `.view(..., 3, heads, width)` or `[..., :size]`."""
     for kind in type(owner).__mro__:
         if INTERLEAVED.get(full_name(kind)) == child:
@@ -143,7 +140,7 @@ def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ..
 def cut_by_rule(
     matrix: MatrixModule, *, sections: tuple[int, ...], given: Mapping[str, int], default: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return the sections (() for one) and the grain, in features, that a rule states for a matrix.
+    """Return the sections (() for one section) and the grain, in features, that a rule states for a matrix.
 
     `given`: options of the rule. `sections`: sizes from the structure, used if the rule names as many; otherwise all
     are equal. `default`: the grain if the rule states none. Raises ValueError for sizes that do not fit."""
@@ -157,9 +154,9 @@ def cut_by_rule(
 
 
 def counts_of_queries(module: nn.Module, *, heads: AttentionHeads, group: int) -> tuple[tuple[str, int], ...]:
-    """Return the attributes that count heads or the queries' features, each with the number that stays together.
+    """Return the attributes that count heads or the queries' features, each with the number that stays on one rank.
 
-    `group`: query heads that stay together. An attribute of a configuration is written as "config.num_heads"; it is
+    `group`: query heads that stay on one rank. An attribute of a configuration is written as "config.num_heads"; it is
     returned only if the forward reads it."""
     found = []
     for name, value in _numbers(module).items():
@@ -274,8 +271,7 @@ def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str,
         )
     if heads < plan.tp:
         raise PlanError(
-            f"{name} has {heads} heads, and '{plan}' shares them out over {plan.tp} ranks. "
-            f"Nearest that works: 'tp={heads}'"
+            f"{name} has {heads} heads, and '{plan}' splits them over {plan.tp} ranks. Nearest that works: 'tp={heads}'"
         )
     parts = {}
     for key, child in attention.named_children():

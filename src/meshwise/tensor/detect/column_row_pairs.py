@@ -22,7 +22,7 @@ and v may be in one module and the output in the next. The rowwise matrix may be
 their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
 
 `ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices of an attention hold one
-number per head, or treat all heads equally (`_parts_between`):
+number per head, or treat all heads equally (`_parts_between`).
 
     attention   q, k, v (or one fused matrix) ── heads ── output        a rank gets whole heads
     mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features"""
@@ -204,9 +204,9 @@ class FoundAttention:
     heads: AttentionHeads
 
     cut_as_one: bool
-    """True if q, k and v are split alike, as in a fused matrix; then no two ranks hold the same KV head."""
+    """True if q, k and v are split equally, as in a fused matrix; then no two ranks hold the same KV head."""
     enters_whole: bool
-    """True if the sizes that its forward reads from its input are right: the input is whole, or no size is read."""
+    """True if the forward gets a whole input or reads no sizes of its input, so that no size is wrong under a plan."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class ColumnRowPairs:
                     if matrix.outputs < heads.kv_features:
                         raise ValueError(
                             f"{name}: heads={count} kv_heads={keys} are {heads.kv_features} features of keys, but "
-                            f"{matrix} writes {matrix.outputs}; give the kv_heads that it has"
+                            f"{matrix} writes only {matrix.outputs}; state fewer kv_heads"
                         )
                 return heads
         modules = [self.modules[name] for name in homes]
@@ -353,7 +353,7 @@ class ColumnRowPairs:
                 found[inner_name] = Part("inner", grain=grain // heads.width, dim=dims[0] - parameter.dim())
             elif dims:
                 self.reasons[inner_name] = (
-                    "which of its dims counts heads does not show; rule: 'inner' when the last does"
+                    "its shape does not show which dim counts heads; rule: 'inner' if the last dim does"
                 )
         return found
 
@@ -381,7 +381,9 @@ class ColumnRowPairs:
         return found
 
     def _share_input(self, branch: BlockBranch, outside: Sequence[MatrixModule]) -> bool:
-        """Return whether all colwise matrices except `outside` read the input of the module that holds them."""
+        """Return whether all colwise matrices except `outside` read the input of the module that holds them.
+
+        False under 3d: rows inside a pair differ from rows outside, so each linear gathers its own input."""
         homes = {matrix.parent_name for matrix in branch.colwise}
         inside = [matrix.own_name for matrix in branch.colwise if matrix not in outside]
         return (
@@ -406,9 +408,9 @@ class ColumnRowPairs:
         if order == "interleaved" and heads:
             return (), matrix.outputs // heads.key_count
         self.reasons[matrix.name] = (
-            f"{matrix} looks fused of {len(sections)}, in an order that its module does not show; "
-            f"rule: 'colwise sections={len(sections)}' when they lie one after the other"
-            + (f", 'colwise grain={matrix.outputs // heads.key_count}' when those of a head do" if heads else "")
+            f"{matrix} looks like {len(sections)} fused matrices, in an order that its module does not show; "
+            f"rule: 'colwise sections={len(sections)}' if they follow each other"
+            + (f", 'colwise grain={matrix.outputs // heads.key_count}' if they do so in each head" if heads else "")
         )
         return None
 

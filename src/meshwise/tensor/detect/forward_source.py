@@ -1,10 +1,10 @@
 """Find out how a module's forward uses its input and its children's outputs, from the source of the forward.
 
 Several linears that read one tensor may share one gather at the entry of the module around them, if nothing else reads
-the tensor (`only_read_by`). Any other reader (a norm, a residual) needs the rank's own part. If the source is unclear,
-every linear gathers separately, which costs only traffic. A forward that reads sizes of its input needs the gathered
-input (`reads_no_sizes`, `splits_by_width`). A forward that splits a child's output shows that the child is a fused
-matrix (`split_children`)."""
+the tensor (`only_read_by`). Any other reader (a norm, a residual) needs the part before the gather. If the source is
+unclear, every linear gathers separately, which costs only traffic. A forward that reads sizes of its input needs the
+gathered input (`reads_no_sizes`, `splits_by_width`). A forward that splits a child's output shows that the child is a
+fused matrix (`split_children`)."""
 
 import ast
 import inspect
@@ -29,8 +29,8 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
         q, k, v = self.q(x), self.k(x), self.v(x)
         source = x if memory is None else memory            k, v = self.k(source), self.v(source)
 
-    `others`: children that may read only the second name, which may be another tensor. Return False without a source.
-    """
+    `others`: children that may read only the second name, which may be another tensor. Return False if the forward has
+    no source code."""
     definition = _forward(module)
     if definition is None:
         return False
@@ -52,7 +52,7 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
 def reads_no_sizes(module: nn.Module) -> bool:
     """Return whether a module's forward never reads sizes, dtype or device of its first argument.
 
-    Return False without a source, and if a method of the module gets the argument, because the method may read them."""
+    Return False if the forward has no source code, or passes the argument to a method, which may read the sizes."""
     definition = _forward(module)
     if definition is None:
         return False
@@ -67,8 +67,8 @@ def reads_no_sizes(module: nn.Module) -> bool:
 def splits_by_width(module: nn.Module) -> bool:
     """Return whether a forward uses the number of features of its first argument, and only for reshaping.
 
-    It may pass the number to view, reshape, split and unflatten, or divide it by `//`, as by a number of heads. Return
-    False without a source, or if the forward does not unpack the sizes.
+    The forward may pass the number to view, reshape, split and unflatten, or divide it by `//` (a number of heads).
+    Return False if the forward has no source code, or does not unpack the sizes.
 
         B, T, C = x.size()        q, k, v = self.qkv(x).split(C, dim=2)        q.view(B, T, self.heads, C // self.heads)
     """

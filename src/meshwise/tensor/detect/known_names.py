@@ -31,12 +31,12 @@ CONFIGURATIONS = ("config", "cfg", "args")
 """Names of the attribute in which a module keeps its configuration."""
 
 BY_HEAD = ("alibi", "position_bias")
-"""Names of attention arguments with values for every head. With three dims: (heads, …) or (rows · heads, …). With
-four: (1 or rows, heads, …). rows: samples of the batch."""
+"""Names of attention arguments with values for every head. Arguments of three dims are (heads, …) or (rows · heads, …),
+arguments of four dims (1 or rows, heads, …). A row is a sample of the batch."""
 
 MASKS = ("mask", "bias")
-"""Words in the names of arguments that are added to attention scores, such as masks. With four dims, (1 or rows, 1 or
-heads, …), such an argument may have values for every head."""
+"""Words in the names of arguments that are added to attention scores, such as masks. An argument of four dims, (1 or
+rows, 1 or heads, …), may have values for every head."""
 
 STORED_AS_INPUTS_BY_OUTPUTS = ("transformers.pytorch_utils.Conv1D",)
 """Classes of linear layers whose weight is stored as (inputs, outputs)."""
@@ -64,7 +64,7 @@ DECLARED: Mapping[str, str | None] = {
 
 
 def enclosing(name: str) -> list[str]:
-    """Return the names of the modules around `name`, innermost first; the last is "", the model."""
+    """Return the names of the modules around `name`, innermost first; the last name is "", which is the model."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]
 

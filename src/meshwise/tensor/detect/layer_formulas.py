@@ -31,7 +31,7 @@ from meshwise.tensor.detect.known_names import STORED_AS_INPUTS_BY_OUTPUTS, full
 _ROWS = 3
 _EXACT, _NEAR = 1e-12, 1e-5
 _USUAL = (1e-5, 1e-6, 1e-8, 1e-12, 1e-30)
-"""Epsilons to try that no attribute shows; the last one is for a norm without epsilon."""
+"""Epsilons to try besides the numbers in a norm's attributes; the last one is for a norm without epsilon."""
 
 PATCH_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Classes of convolutions; a model may use one as its first layer, to make hidden states from patches of an image."""
@@ -134,10 +134,10 @@ def matrices(module: nn.Module, *, name: str) -> Iterator[MatrixModule]:
 
 
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
-    """Return the number of features that a module normalises over, and its formula; None if it is no such norm.
+    """Return the number of features that a norm normalises over, and its formula; None if `module` is no such norm.
 
-    A norm has no children. Its parameters are vectors of one size, or it has none and a `normalized_shape` of one dim.
-    """
+    A norm has no children. Its parameters are vectors of one size; a norm without parameters has a `normalized_shape`
+    of one dim."""
     width = _width(module)
     if width is None:
         return None
@@ -158,7 +158,7 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
 
 
 def mixes_no_features(module: nn.Module) -> bool:
-    """Return whether no output feature depends on another input feature; to test this, half of them run alone."""
+    """Return whether no output feature depends on another input feature, as a run on half of the features shows."""
     width = _width(module)
     if width is None or width < 2:
         return False

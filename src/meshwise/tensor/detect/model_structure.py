@@ -38,10 +38,10 @@ _KNOWN = ("torch", "transformers", "meshwise")
 class ModelStructure:
     """Parts of all modules of a model, found from its structure and from stated roles.
 
-    | stated       roles by module or parameter name, from rules and from the model's own plan
+    | stated       roles by module or parameter name, from rules and from the model's `_tp_plan`
     | options      options of rules, such as heads=8, by the same names
     | plan         the plan, whose ranks share the heads of attentions
-    | modules      modules by name, `blocks` the repeated blocks among them
+    | modules      modules by name; `blocks`: the repeated blocks among them
     | width        number of features of the hidden states; None if unknown
     | parts        result: parts by module or parameter name, as far as they were found
     | attentions   result: the attentions, with their heads"""
@@ -75,15 +75,15 @@ class ModelStructure:
             self._state(name, role)
 
     @property
-    def counts_features(self) -> bool:
-        """True if a module of the user outside of the blocks has a buffer with rows as wide as the hidden states."""
+    def needs_all_features(self) -> bool:
+        """True if a user's module outside of the blocks has a buffer with rows of all features of the hidden states."""
         outside = [module for name, module in self.modules.items() if not self._in_block(name)]
         own = [module for module in outside if type(module).__module__.partition(".")[0] not in _KNOWN]
         tables = [buffer for module in own for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
         return any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
 
     def reason(self, name: str) -> str:
-        """Return the reason why a parameter has no role, as text in brackets, or "" if it is unknown."""
+        """Return the reason why a parameter has no role, as text in brackets, or "" if no reason is known."""
         return next((f"  ({self._reasons[key]})" for key in (name, *enclosing(name)) if key in self._reasons), "")
 
     def writes_stream(self, name: str) -> bool:
@@ -193,15 +193,16 @@ class ModelStructure:
         matrix = as_matrix(module, name=name) if module is not None else None
         if _replaces_own_forward(module, role):
             raise ValueError(
-                f"{name!r} is to be {role!r}, but {type(module).__name__} computes something else, which that part "
-                "would replace; parts that keep it are positions, vector, inner, each_head and whole"
+                f"a rule or `_tp_plan` gives {name!r} the role {role!r}, which would replace the forward of "
+                f"{type(module).__name__}, but this forward computes something else. Roles that keep the forward: "
+                "positions, vector, inner, each_head, whole"
             )
         given = self._options.get(name, {})
         sections: tuple[int, ...] = ()
         grain, transposed = given.get("grain", 1), matrix is not None and matrix.weight_is_transposed
         if role == "attention":
             if name not in self.parts or self.parts[name].role != "attention":
-                raise ValueError(f"{name!r} is to be attention, but no pair of matrices was found in it")
+                raise ValueError(f"a rule gives {name!r} the role 'attention', but no pair of matrices is in it")
         elif role in ("colwise", "rowwise"):
             if name in self.parts or name in self._reasons:
                 return  # its part comes from a pair, or a reason was noted
@@ -211,7 +212,7 @@ class ModelStructure:
         elif role == "norm":
             norm = as_norm(module) if module is not None else None
             if norm is None:
-                raise ValueError(f"{name!r} is to be a norm, but it computes neither LayerNorm nor RMSNorm")
+                raise ValueError(f"{name!r} has the role 'norm', but it computes neither LayerNorm nor RMSNorm")
             self.parts[name] = Part("norm", norm=norm[1])
         else:
             self.parts[name] = Part(role, grain=grain, transposed=transposed)
