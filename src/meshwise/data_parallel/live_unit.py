@@ -260,6 +260,8 @@ class UnitGradients:
         """Expect gradients of all parameters, or of those with an id in `leaves`; return True if fewer than all.
 
         `in_place`: until `stop`, autograd adds to the accumulated gradients, except where the user has hooks."""
+        if self._all_in_place:
+            return False
         self._expected = (
             self._parameters if leaves is None else [each for each in self._parameters if id(each) in leaves]
         )
@@ -272,6 +274,11 @@ class UnitGradients:
                 if view is not None and len(hooks) == (id(parameter) in self._handles):
                     parameter.grad, self._in_place[id(parameter)] = view, parameter
         return len(self._expected) < len(self._parameters)
+
+    @property
+    def _all_in_place(self) -> bool:
+        """True while autograd adds every gradient to the accumulated gradients: there is nothing to expect or take."""
+        return len(self._in_place) == len(self._parameters)
 
     def stop(self) -> None:
         """Leave gradients that arrive from now on to the user."""
@@ -297,6 +304,8 @@ class UnitGradients:
         """Take the gradients that a backward has left in incomplete units; return True if some have not arrived.
 
         Raises RuntimeError if a gradient arrived after the reduction of the unit began (`reducing`)."""
+        if self._all_in_place:
+            return False
         rest = [each for each in self._parameters if each.grad is not None and id(each) not in self._in_place]
         missing, self.complete = not (self.complete or self._in_place), False
         if rest and reducing and not missing:
