@@ -209,10 +209,12 @@ CHECKED = _row(
 )
 """Does what a step of meshwise does; for `host.py`."""
 
+BUCKETED = _row("meshwise 1f1b, bucket=25M", "meshwise", "small units joined", _meshwise("schedule=1f1b bucket=25M"))
+
 
 def contestant(name: str) -> Contestant:
     """The row of that name. Raises ValueError, listing the names, when there is none."""
-    rows = {row.name: row for row in (*OURS, *PEERS, CHECKED)}
+    rows = {row.name: row for row in (*OURS, *PEERS, CHECKED, BUCKETED)}
     if name not in rows:
         raise ValueError(f"no contestant {name!r}; there are {', '.join(rows)}")
     return rows[name]

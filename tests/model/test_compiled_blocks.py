@@ -1,5 +1,6 @@
 """Blocks under compile=blocks: the same bits with the eager backend, one compilation for all blocks of one shape."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -74,6 +75,21 @@ def test_the_eager_backend_gives_the_same_bits(plan: str) -> None:
     assert none.blocks == 0
     assert counts.blocks > 0
     assert (counts.graph_breaks, counts.recompilations, counts.drawing) == (0, 0, [])
+
+
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit:DeprecationWarning")  # of inductor itself
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_agrees_with_one_process() -> None:
+    def main(world: World, plan: str) -> tuple[list[float], list[Tensor], int]:
+        trainer = parallelize(model, plan, world=world, loss=next_token_loss, lr=1e-2)
+        losses = [trainer.step(tokens(number)).loss for number in range(3)]
+        return losses, [value.clone() for _, value in trainer.full_parameters()], trainer.compiled.graphs
+
+    expected, values, none = run(1, main, args=("dp=1",))[0]
+    losses, compiled, graphs = run(1, main, args=("dp=1 compile=blocks",))[0]
+    assert (none, graphs) == (0, 1)
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(compiled, values, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,21 @@ def test_an_output_that_does_not_cross_is_nan() -> None:
     assert out[1:].isfinite().all()
 
 
+def test_pieces_of_other_stages_in_a_row_return_one_nan() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    cut = cut_model(model, stages=2, call=total, request=PARAMS)
+    stages = [make_stage(model, cut=cut, index=index) for index in range(2)]
+    outputs: list[Tensor] = []
+    for layer in list(stages[1].module)[:2]:  # type: ignore[call-overload]
+        layer.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+    sent = stages[0].run(total, received={})
+    loss = stages[1].run(total, received=sent, shapes=stages[0].state.shapes)
+    first, second = outputs
+    assert first is second
+    assert first.isnan().all()
+    assert torch.equal(loss, total(model))
+
+
 def test_nan_that_was_written_to_is_nan_again_the_next_time() -> None:
     nan = partial(nan_like, torch.empty(2, 3), device=torch.device("cpu"))
     first = nan(fresh=False)

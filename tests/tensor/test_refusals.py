@@ -232,7 +232,7 @@ def test_what_is_compiled_is_refused() -> None:
     model = stack()
     model[1] = nn.Module()
     model[1].add_module("_orig_mod", stack()[1])
-    with pytest.raises(PlanError, match=r"1 is compiled.*leave torch\.compile out"):
+    with pytest.raises(PlanError, match=r"1 is compiled.*leave torch\.compile out.*compile=blocks"):
         assign_roles(model, plan=Plan.parse("tp=2"))
 
 

@@ -13,6 +13,7 @@ backward it is on the parameter whose gradient arrives last:
 Hooks also stay on the first and the last parameter of the unit, where this rank makes progress in collectives. A
 parameter with the user's own hook for accumulated gradients keeps a hook of the unit too. It notices when the user's
 hook has removed the gradient. In a later backward without a reduction, autograd adds to views of the bucket in `.grad`.
+A unit has no hook while this holds for all its parameters.
 
 ZeRO-3 gathers: the parameters of a unit are gathered before its modules run, and freed when the next unit runs.
 
@@ -278,6 +279,8 @@ class UnitGradients:
         """Expect gradients of all parameters, or of those with an id in `leaves`; return True if fewer than all.
 
         `in_place`: until `stop`, autograd adds to the accumulated gradients, except where the user has hooks."""
+        if self._all_in_place:
+            return False
         self._expected = (
             self._parameters if leaves is None else [each for each in self._parameters if id(each) in leaves]
         )
@@ -289,13 +292,23 @@ class UnitGradients:
                 hooks = parameter._post_accumulate_grad_hooks or ()
                 if view is not None and len(hooks) == (id(parameter) in self._handles):
                     parameter.grad, self._in_place[id(parameter)] = view, parameter
+        if self._all_in_place:
+            self._remove_hooks()
         return len(self._expected) < len(self._parameters)
+
+    @property
+    def _all_in_place(self) -> bool:
+        """True while autograd adds every gradient to the accumulated gradients: there is nothing to expect or take."""
+        return len(self._in_place) == len(self._parameters)
 
     def stop(self) -> None:
         """Leave gradients that arrive from now on to the user."""
         self._active = False
         while self._in_place:
             self._in_place.popitem()[1].grad = None
+        if not self._handles:
+            for parameter in (self._last, *self._stay):
+                self._watch(parameter)
 
     def take(self, on_gradient: GradientCallback | None) -> None:
         """Move all gradients that are there into the buckets, or pass them to `on_gradient`."""
@@ -315,6 +328,8 @@ class UnitGradients:
         """Take the gradients that a backward has left in incomplete units; return True if some have not arrived.
 
         Raises RuntimeError if a gradient arrived after the reduction of the unit began (`reducing`)."""
+        if self._all_in_place:
+            return False
         rest = [each for each in self._parameters if each.grad is not None and id(each) not in self._in_place]
         missing, self.complete = not (self.complete or self._in_place), False
         if rest and reducing and not missing:
@@ -330,8 +345,11 @@ class UnitGradients:
     def close(self) -> None:
         """Remove the hooks, and the views of buckets."""
         self.stop()
-        for handle in self._handles.values():
-            handle.remove()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        while self._handles:
+            self._handles.popitem()[1].remove()
 
     def _name(self, parameter: Tensor) -> str:
         return next(bucket.place.pieces[at].row.name for bucket, at, p in self.unit.trainable() if p is parameter)

@@ -8,6 +8,7 @@ counts."""
 import dataclasses
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class Engine:
     @property
     def lines(self) -> frozenset[tuple[int, int]]:
         """(source, target) of the messages between the copies of tied parameters, as indices along `pp`."""
-        ends = [(self._ranks[stages[0]], self._ranks[index]) for stages in self._tied().values() for index in stages]
+        ends = [(self._ranks[stages[0]], self._ranks[index]) for stages in self._tied.values() for index in stages]
         return frozenset((a, b) for first, other in ends for a, b in ((first, other), (other, first)) if a != b)
 
     @property
@@ -208,11 +209,12 @@ class Engine:
 
     def sum_ties(self) -> None:
         """Sum the gradients of each tied parameter over its stages; all of them then hold the sum (collective)."""
-        for name, stages in self._tied().items():
+        for name, stages in self._tied.items():
             self._sum_tie(name, stages)
 
+    @cached_property
     def _tied(self) -> dict[str, list[int]]:
-        """Return the stages that hold each tied parameter, in order, by its name."""
+        """Stages that hold each tied parameter, in order, by its name."""
         holders: dict[str, list[int]] = {}
         for index, table in self._tables.items():
             for row in table.rows:

@@ -57,6 +57,8 @@ class StageForwardState:
         self.shapes: dict[str, Any] = {}
         """Outputs of pieces so far as meta tensors, by key; without those of `same_shape`."""
         self.sent: dict[str, Any] = {}
+        self.nothing: Tensor | None = None
+        """NaN that the last piece of another stage returned; the next such piece returns it again."""
         self.position = 0
 
     def start(self, received: Mapping[str, Any], *, shapes: Mapping[str, Any], note_shapes: bool) -> None:
@@ -122,7 +124,7 @@ class StageForwardState:
     def stop(self) -> dict[str, Any]:
         """End the forward, drop its values, and return the values to send, by key."""
         sent = self.sent
-        self.open, self.received, self.sent = False, {}, {}
+        self.open, self.received, self.sent, self.nothing = False, {}, {}, None
         return sent
 
 
@@ -201,11 +203,15 @@ class PieceForward:
         """Return NaN in the shapes and dtypes of the piece's output."""
         state = self._state
         first = args[0] if args and isinstance(args[0], Tensor) else next(tensors((args, kwargs)), torch.empty(()))
+        if first is state.nothing and not first._version and key in state.same_shape and key not in state.changed:
+            return first
         shapes = first if key in state.same_shape else state.shapes_of(key, module=self._module, first=first)
         fresh, device = key in state.changed, first.device
         if first.is_meta:  # the model moved the input to the device of a remote parameter
             device = next((tensor.device for tensor in tensors(state.received)), device)
-        return map_tensors(lambda like: nan_like(like, device=device, fresh=fresh), shapes)
+        made = map_tensors(lambda like: nan_like(like, device=device, fresh=fresh), shapes)
+        state.nothing = made if isinstance(made, Tensor) and not (fresh or made.is_meta) else None
+        return made
 
 
 class SplitBlockForward:

@@ -340,7 +340,7 @@ def refuse_compiled(module: nn.Module) -> None:
         if "_orig_mod" in inner._modules or vars(inner).get("_compiled_call_impl") is not None:
             raise PlanError(
                 f"{name or 'the model'} is compiled, and tp changes what its modules compute; leave torch.compile out, "
-                "or take tp=1"
+                "and let the plan compile: compile=blocks"
             )
 
 
