@@ -150,10 +150,9 @@ DATA: dict[str, dict[str, Any]] = {
 
 def exists(cell: Cell) -> bool:
     if cell["data"] == "records":
-        return cell["plan"] != "dp=2" and (cell["plan"] != "cp=2" or cell["kind"] == "packed")
-    return (
-        cell["kind"] == "padded" and cell["plan"] in {"sorted": ("dp=2 zero=3", "cp=2"), "own": ("dp=2",)}[cell["data"]]
-    )
+        return bool(cell["plan"] != "dp=2" and (cell["plan"] != "cp=2" or cell["kind"] == "packed"))
+    plans: dict[str, tuple[str, ...]] = {"sorted": ("dp=2 zero=3", "cp=2"), "own": ("dp=2",)}
+    return bool(cell["kind"] == "padded" and cell["plan"] in plans[cell["data"]])
 
 
 PLANS = ("dp=2 zero=3", "tp=2", "pp=2 microbatches=2", "cp=2", "dp=2")
