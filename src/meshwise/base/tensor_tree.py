@@ -27,7 +27,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     if type(tree) is not dict and dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         parts = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
         return dataclasses.replace(tree, **{name: map_tensors(fn, part) for name, part in parts.items()})
-    if isinstance(tree, dict | Mapping):
+    if type(tree) is dict or isinstance(tree, Mapping):
         mapped = {key: map_tensors(fn, value) for key, value in tree.items()}
         return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
     return tree
@@ -46,7 +46,7 @@ def tensors(tree: Any) -> Iterator[Tensor]:
             continue
         elif type(item) is not dict and dataclasses.is_dataclass(item) and not isinstance(item, type):
             rest += [getattr(item, field.name) for field in dataclasses.fields(item)][::-1]
-        elif isinstance(item, dict | Mapping):
+        elif type(item) is dict or isinstance(item, Mapping):
             rest += [*item.values()][::-1]
 
 
