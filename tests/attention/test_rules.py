@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from last_outcome import alone, outcome
 from meshwise import Options, World, parallelize
 from meshwise.attention import attend, causal, documents, padding, parse_pattern, window
 from meshwise.reference import GPT, GPTConfig
 from meshwise.reference.gpt import next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 WIDTH, TOKENS, WORDS = 16, 11, 29
 

@@ -72,7 +72,7 @@ def under(plan: str, model: Any, *, length: int, **options: Any) -> Any:
         },
         exists=lambda cell: not (cell["cp"] == 3 and cell["context"].startswith("u")),
         cost=lambda cell: cell["cp"] * cell["dp"],
-        single=("zero", "microbatches"),
+        single=("zero", "microbatches", "dp", "length"),
     )
 )
 def test_a_gpt_trains_as_on_one_process(

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from checkpoint.cases import Case, loss
 from free_port import free_port
@@ -260,7 +260,7 @@ def test_shards_of_fsdp2_are_read_and_written(tmp_path: Path) -> None:
     one_folder(nested(model, optimizer), tmp_path / "torch")
     import_dcp(tmp_path / "torch", into=tmp_path / "in")
     export_dcp(tmp_path / "in", into=tmp_path / "back")
-    spawn(shard, args=(free_port(), tmp_path), nprocs=2)
+    start_processes(shard, args=(free_port(), tmp_path), nprocs=2, start_method="forkserver")
     assert torch.load(tmp_path / "losses.pt") == pytest.approx(train(GRAPHIC, model, optimizer), rel=1e-9, abs=1e-9)
     import_dcp(tmp_path / "sharded", into=tmp_path / "again")
     losses = run(2, go_on, args=(GRAPHIC, "tp=2", tmp_path / "again", tmp_path / "out"))[0]

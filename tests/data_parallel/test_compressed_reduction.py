@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from data_parallel.test_agreement import BOUND, TRAINING, Case, batches
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.reduction import CODECS
@@ -22,7 +23,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, alone, count, outcome, run
+from meshwise.testing import agree, count, run
 
 WIRES = ("int8", "int4", "fp8", "1bit", "qsgd:4", "powersgd:1", "topk:0.1")
 LR = 0.1

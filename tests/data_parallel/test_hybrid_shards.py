@@ -13,12 +13,13 @@ import torch
 from data_parallel.test_agreement import BOUND, TRAINING, Case, batches, check
 from data_parallel.test_collective_counts import TOTALS, counted, sizes
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.optim import LAMB, Muon, Several
 from meshwise.plan import Plan
 from meshwise.reference import next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 GRID = Grid(
     {

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from last_outcome import alone, outcome
 from meshwise.base.tensor_tree import take_rows
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
-from meshwise.testing import ReferenceRun, agree, alone, outcome, run
+from meshwise.testing import ReferenceRun, agree, run
 from meshwise.verify import verify
 
 WHOLE = ("dp=2", "dp=3 zero=1 microbatches=2", "dp=4 zero=2 microbatches=2")

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 over_plans = pytest.mark.parametrize(
     "plan", ["dp=2", "dp=3 zero=1 microbatches=2", "dp=3 zero=2 microbatches=2", "dp=3 zero=3"]

@@ -11,10 +11,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from joined_worlds import holds_together
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 WIDTH, BLOCKS = 8, 5
 CUT = ("dp=2 zero=3", "dp=3 zero=3 microbatches=2")

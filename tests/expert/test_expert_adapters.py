@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from expert import mixtures_of_transformers as mixtures
+from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 peft = pytest.importorskip("peft")
 
@@ -47,8 +49,10 @@ def expected(family: str) -> Any:
     return alone(build(family), loss=mixtures.loss, batches=mixtures.batches(), lr=1e-2, options=options)
 
 
-@pytest.mark.parametrize("plan", ["ep=2 dp=2", "tp=2", "ep=2 dp=4 zero=2", "pp=2 ep=2 tp=2 microbatches=2"])
-@pytest.mark.parametrize("family", ADAPTED)
+PLANS = ("ep=2 dp=2", "tp=2", "ep=2 dp=4 zero=2", "pp=2 ep=2 tp=2 microbatches=2")
+
+
+@pytest.mark.grid(Grid({"family": tuple(ADAPTED), "plan": PLANS}, strength=1))
 def test_adapters_of_experts_train_as_on_one_process(family: str, plan: str) -> None:
     def main(world: World) -> Any:
         return outcome(made(world, family=family, plan=plan), batches=mixtures.batches())

@@ -136,7 +136,6 @@ def uneven() -> list[tuple[Tensor, Tensor]]:
         "dp=3 zero=3 microbatches=2",
         "pp=2 microbatches=3 schedule=zb-h1",
         "pp=2 dp=2 zero=2 microbatches=2",
-        "tp=2 microbatches=2",
     ],
 )
 def test_compiled_plans_agree_with_one_process(plan: str) -> None:

@@ -60,6 +60,7 @@ GRID = Grid(
     },
     exists=exists,
     cost=cost,
+    single=("zero", "model"),
 )
 
 

@@ -106,8 +106,7 @@ KINDS = {
 EVERY = ("dp=2 zero=3", "tp=4 zero=1", "dp=2 tp=2 zero=3 recompute=full", "pp=2 tp=2 microbatches=2", "cp=2")
 
 
-@pytest.mark.parametrize("plan", EVERY)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.grid(Grid({"kind": tuple(KINDS), "plan": EVERY}, strength=1))
 def test_each_kind_of_adapter_trains_as_on_one_process(kind: str, plan: str) -> None:
     def adapted() -> nn.Module:
         torch.manual_seed(0)
@@ -156,8 +155,7 @@ def of_llama(rows: int) -> dict[str, Tensor]:
     return {"input_ids": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-@pytest.mark.parametrize("plan", ["dp=2 zero=3", "pp=2 tp=2 microbatches=2"])
-@pytest.mark.parametrize("kind", OF_LLAMA)
+@pytest.mark.grid(Grid({"kind": tuple(OF_LLAMA), "plan": ("dp=2 zero=3", "pp=2 tp=2 microbatches=2")}, strength=1))
 def test_adapters_of_a_llama_train_as_on_one_process(kind: str, plan: str) -> None:
     def loss(output: Tensor, batch: dict[str, Tensor]) -> Any:
         return next_token_loss(output, (batch["input_ids"], batch["targets"]))

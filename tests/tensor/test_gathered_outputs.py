@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 WIDTH, WORDS, TOKENS = 16, 11, 5
 

@@ -111,7 +111,7 @@ GRID = Grid(
         "dropout": (0.0, 0.3),
     },
     cost=lambda cell: 1 + abs(Plan.parse(_plan(cell)).mesh().size - 4),  # two replicas where two ranks split the model
-    single=("zero", "dp"),
+    single=("zero", "dp", "model"),  # each model under each scheme: also in test_hf.py
     heavy=lambda cell: Plan.parse(_plan(cell)).mesh().size > 8,
 )
 

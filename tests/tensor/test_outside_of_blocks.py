@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from tensor.plain import gpt
 
 WIDTH, WORDS, TOKENS = 16, 24, 6

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from last_outcome import alone, outcome
 from meshwise import verify
 from meshwise.cli.main import main
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 MODEL = """
 import torch

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.tensor.detect.assign_tp_roles import assign_roles
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 from tensor.splitting import split_agrees
 
 WORDS, WIDTH, HEADS, TOKENS = 13, 12, 4, 5

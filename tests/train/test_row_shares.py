@@ -122,7 +122,8 @@ def job(folder: Path, shares: str) -> Job:
 
 
 def test_servers_get_no_shares(tmp_path: Path) -> None:
-    served = dataclasses.replace(job(tmp_path, "auto"), plan=Plan(dp=1, server=1))
+    made = change(job(tmp_path, "auto"), "train", save_every=0)
+    served = dataclasses.replace(made, plan=Plan(dp=1, server=1))
     assert len(steps(Path(str(run_job(served)[0].folder)))) == 24
 
 
@@ -130,7 +131,8 @@ def test_a_slow_rank_gets_fewer_rows_and_the_run_is_the_same(monkeypatch: pytest
     (tmp_path / "even").mkdir()
     (tmp_path / "auto").mkdir()
     seen = slowed(monkeypatch)
-    whole, auto = (Path(str(run_job(job(tmp_path / how, how))[0].folder)) for how in ("even", "auto"))
+    jobs = change(job(tmp_path / "even", "even"), "train", save_every=0), job(tmp_path / "auto", "auto")
+    whole, auto = (Path(str(run_job(one)[0].folder)) for one in jobs)
     assert seen.count((1, 4)) == 24 + 20
     assert seen.count((1, 2)) == seen.count((0, 6)) == 4
     [found] = events(auto, "shares")
@@ -154,7 +156,8 @@ def test_new_shares_inside_a_window_of_a_stream_leave_out_no_sample(
     seen = slowed(monkeypatch)
     for how in ("even", "auto"):
         made = job_of_data(tmp_path, "Stateful", plan=plan, bucket=3, collator="pad")
-        run_job(change(made, "train", steps=24, batch=8, output=str(tmp_path / how), shares=how), ranks=ranks)
+        given = {"steps": 24, "batch": 8, "save_every": 0, "output": str(tmp_path / how), "shares": how}
+        run_job(change(made, "train", **given), ranks=ranks)
     assert seen.count((1, 2)) == seen.count((0, 6)) == 4, "20 steps end inside a window of 3 batches"
     assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "even"), rel=1e-9)
 

@@ -19,15 +19,17 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     Mappings, lists, tuples, named tuples and dataclasses are copied. Every other value is kept as it is."""
     if isinstance(tree, Tensor):
         return fn(tree)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        parts = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
-        return dataclasses.replace(tree, **{name: map_tensors(fn, part) for name, part in parts.items()})
-    if isinstance(tree, Mapping):
-        mapped = {key: map_tensors(fn, value) for key, value in tree.items()}
-        return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
+    if type(tree) in _PLAIN:
+        return tree
     if isinstance(tree, list | tuple):
         items = [map_tensors(fn, value) for value in tree]
         return type(tree)(*items) if getattr(tree, "_fields", None) is not None else type(tree)(items)
+    if type(tree) is not dict and dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        parts = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init}
+        return dataclasses.replace(tree, **{name: map_tensors(fn, part) for name, part in parts.items()})
+    if type(tree) is dict or isinstance(tree, Mapping):
+        mapped = {key: map_tensors(fn, value) for key, value in tree.items()}
+        return mapped if type(tree) is dict else type(tree)(mapped)  # type: ignore[call-arg]
     return tree
 
 
@@ -42,9 +44,9 @@ def tensors(tree: Any) -> Iterator[Tensor]:
             rest += item[::-1]
         elif type(item) in _PLAIN:
             continue
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        elif type(item) is not dict and dataclasses.is_dataclass(item) and not isinstance(item, type):
             rest += [getattr(item, field.name) for field in dataclasses.fields(item)][::-1]
-        elif isinstance(item, Mapping):
+        elif type(item) is dict or isinstance(item, Mapping):
             rest += [*item.values()][::-1]
 
 

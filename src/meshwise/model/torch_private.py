@@ -46,6 +46,8 @@ def _runs(node: Node) -> bool:
 
 def written_arguments(func: Any, *, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Yield the arguments that an operation of torch changes in place."""
+    if not func._schema.is_mutable:
+        return
     arguments = func._schema.arguments
     named = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     for argument in arguments:

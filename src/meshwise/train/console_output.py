@@ -221,7 +221,8 @@ def _text(event: RunEvent, *, of: str) -> str:
         case run_events.Validation():
             return f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
         case run_events.Sample():
-            lines = _printable(event.prompt + event.text).split("\n")
+            text = event.prompt + event.text  # an untrained model may generate control characters
+            lines = "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in text).split("\n")
             return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
         case run_events.End():
             rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
@@ -249,11 +250,6 @@ def _resumed(event: run_events.Resume) -> list[str]:
         *(f"         DAMAGED, skipped: {damage}" for damage in event.damaged),
         *(f"         changed: {change}" for change in event.changes),
     ]
-
-
-def _printable(text: str) -> str:
-    """Return the text with U+FFFD in place of control characters, which an untrained model may generate."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 def _numbers(step: Step, *, of: str) -> str:

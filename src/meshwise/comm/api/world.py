@@ -192,7 +192,8 @@ class Work:
         if self._at_wait is None:
             raise RuntimeError("an earlier wait for this collective raised, so its result is not complete")
         finish, self._at_wait = self._at_wait, None  # `finish` may hold copies of tensors
-        finish()
+        with torch._C.DisableTorchFunction():  # modes that see each function, such as dropout's, need not see these
+            finish()
 
 
 class World(abc.ABC):
@@ -317,8 +318,9 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return Work()
-        data = flat(x)
-        return self._all_reduce(self._new_record("all_reduce", group, x, how=op), group, data, op)
+        with torch._C.DisableTorchFunction():
+            data = flat(x)
+            return self._all_reduce(self._new_record("all_reduce", group, x, how=op), group, data, op)
 
     def all_gather(self, x: Tensor, *, into: Parts, axes: Axes) -> Work:
         """Gather every rank's `x` into `into`: one tensor of size · x.numel() elements, or one tensor per group index.
@@ -326,9 +328,10 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        data, parts = flat(x, read_only=True), split(into, group.size)
-        require_fit(x, part=parts[group.index])
-        return self._all_gather(self._new_record("all_gather", group, into), group, data, parts)
+        with torch._C.DisableTorchFunction():
+            data, parts = flat(x, read_only=True), split(into, group.size)
+            require_fit(x, part=parts[group.index])
+            return self._all_gather(self._new_record("all_gather", group, into), group, data, parts)
 
     def reduce_scatter(self, x: Parts, *, into: Tensor, axes: Axes, op: str = "sum") -> Work:
         """Reduce the parts of all ranks' `x`; put this rank's part into `into`, which may be its own part of `x`."""
@@ -336,9 +339,10 @@ class World(abc.ABC):
         group = self.group(axes)
         if group.size == 1:
             return _copy(x, into)
-        data, parts = flat(into), split(x, group.size, read_only=True)
-        require_fit(into, part=parts[group.index])
-        return self._reduce_scatter(self._new_record("reduce_scatter", group, x, how=op), group, parts, (data, op))
+        with torch._C.DisableTorchFunction():
+            data, parts = flat(into), split(x, group.size, read_only=True)
+            require_fit(into, part=parts[group.index])
+            return self._reduce_scatter(self._new_record("reduce_scatter", group, x, how=op), group, parts, (data, op))
 
     def all_to_all(self, x: Parts, *, into: Parts, axes: Axes) -> Work:
         """Exchange parts: part j of the `x` of group index i becomes part i of the `into` of group index j."""

@@ -501,15 +501,10 @@ class Watchdog:
         """End this process at once with exit status 1. Flushing the output gets 2 s: a pipe may be full."""
         if report is not None:
             self._sink(report)
-        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
         flushing.start()
         flushing.join(_FLUSH_SECONDS)
         os._exit(1)
-
-
-def _flush() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _state(process: str) -> str:

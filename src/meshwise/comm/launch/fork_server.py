@@ -137,7 +137,9 @@ class LauncherEnvironment:
         """Apply to this process, a rank, the launcher's settings that the rank has not inherited."""
         # The launcher's start method: with `forkserver`, data workers would come from a server and outlive the rank.
         multiprocessing.set_start_method(self._method, force=True)
-        util.register_after_fork(LauncherEnvironment, _end_workers_with_job)
+        util.register_after_fork(
+            LauncherEnvironment, lambda _: util.Finalize(None, _end_if_job_is_over, exitpriority=100)
+        )
         if not self._streams:
             return
         for number, stream in zip(_STREAMS, self._streams, strict=True):
@@ -151,11 +153,6 @@ class LauncherEnvironment:
         gc.freeze()  # garbage collections skip the server's objects: to visit them would copy their memory pages
         # A forked process ends without Python's own exit, so its exit functions are called by multiprocessing.
         util.Finalize(None, atexit._run_exitfuncs, exitpriority=-1)
-
-
-def _end_workers_with_job(_: object) -> None:
-    """Register `_end_if_job_is_over` in a process that multiprocessing has forked from a rank."""
-    util.Finalize(None, _end_if_job_is_over, exitpriority=100)
 
 
 def _end_if_job_is_over() -> None:

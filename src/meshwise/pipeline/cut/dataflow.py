@@ -179,25 +179,29 @@ class DataflowTracer(LightDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        decided = self._of(_size_deciding(func, args, kwargs))
-        placed, named = _in_one_place((args, kwargs))
+        given = list(tensors((args, kwargs)))
+        decided = self._of(_size_deciding(func, given))
+        placed, named = args, kwargs
+        if len({tensor.is_meta for tensor in given if tensor.is_meta or tensor.dim()}) == 2:
+            # A piece on meta tensors has made a mask or positions without naming a device; 0-dim tensors may stay.
+            placed, named = map_tensors(lambda x: x.to("meta") if x.dim() else x, (args, kwargs))
         result = _zeros_elsewhere(func, placed, named) if self._piece is None else None
         result = func(*placed, **named) if result is None else result
-        dependencies = self._of((args, kwargs))
+        dependencies = self._of(given)
         if self._piece is not None:
             self._used |= dependencies
             dependencies = _effect_of(self._piece)
         elif not func.is_view and func.overloadpacket not in _SHAPE_READERS:
-            memories = (tensor.untyped_storage() for tensor in tensors((args, kwargs)))
+            memories = (tensor.untyped_storage() for tensor in given)
             dependencies |= Dependencies(
                 parameters=frozenset(self._names[one] for one in memories if one in self._names)
             )
-        given = {tensor.untyped_storage() for tensor in tensors((args, kwargs))}
+        before = {tensor.untyped_storage() for tensor in given}
         for tensor in written_arguments(func, args=args, kwargs=kwargs):
             self.record_change(tensor, dependencies=dependencies)
         made = list(tensors(result))
         for tensor in made:
-            if tensor.untyped_storage() not in given:
+            if tensor.untyped_storage() not in before:
                 self._dependencies[tensor.untyped_storage()] = dependencies
         if self._piece is None:
             self._read |= decided if made else dependencies
@@ -208,15 +212,6 @@ class DataflowTracer(LightDispatchMode):
         for tensor in tensors(values):
             found |= self._dependencies.get(tensor.untyped_storage(), _NOTHING)
         return found
-
-
-def _in_one_place(given: Any) -> Any:
-    """Return the arguments of an operation, all on the meta device if one of them is; 0-dim tensors stay.
-
-    A piece on meta tensors may create a mask or positions without naming a device; these would be on the CPU."""
-    if not any(tensor.is_meta for tensor in tensors(given)):
-        return given
-    return map_tensors(lambda tensor: tensor if tensor.is_meta or not tensor.dim() else tensor.to("meta"), given)
 
 
 def _zeros_elsewhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
@@ -253,10 +248,9 @@ _VALUE_READERS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__, Tenso
 """Functions that hand the values of a tensor to Python without an operation."""
 
 
-def _size_deciding(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _size_deciding(func: Any, given: list[Tensor]) -> list[Tensor]:
     """Return the arguments whose values decide the size of the result; empty for most operations."""
     if torch.Tag.dynamic_output_shape not in func.tags:
         return []
-    given = list(tensors((args, kwargs)))
     masks = [tensor for tensor in given if tensor.dtype in (torch.bool, torch.uint8)]
     return masks if func.overloadpacket is torch.ops.aten.index else given
