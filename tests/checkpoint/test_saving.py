@@ -259,12 +259,13 @@ def test_keep_last_counts_valid_checkpoints_only(tmp_path: Path) -> None:
     run(2, many, args=(tmp_path, None))
     data = tmp_path / "step-4" / "rank-00000.safetensors"
     os.truncate(data, data.stat().st_size - 4)
+    (tmp_path / "step-2").rename(tmp_path / "step-2.replaced-00ab")  # a save stopped before it removed the old one
     (tmp_path / "step-6.partial-0000").mkdir()
     (tmp_path / "step-1.partial-0000").mkdir()
     early = (tmp_path / "step-1" / "checkpoint.json").stat().st_mtime
     os.utime(tmp_path / "step-1.partial-0000", (early, early))
     gone = prune(tmp_path, keep_last=2)
-    assert sorted(path.name for path in gone) == ["step-1", "step-1.partial-0000", "step-2", "step-4"]
+    assert sorted(path.name for path in gone) == ["step-1", "step-1.partial-0000", "step-2.replaced-00ab", "step-4"]
     assert names(tmp_path) == ["step-3", "step-5", "step-6.partial-0000"]
     with pytest.raises(ValueError, match="keep_last=0"):
         prune(tmp_path, keep_last=0)

@@ -85,6 +85,7 @@ def test_a_rank_that_left_hides_no_error_of_another(tmp_path: Path) -> None:
 def test_a_rank_that_left_hides_no_rank_that_was_killed(tmp_path: Path) -> None:
     raised(SystemExit()).save(tmp_path, rank=0)
     assert str(first_error(tmp_path, size=2, statuses={1: -11})).endswith("without an exception, killed by SIGSEGV")
+    assert str(first_error(tmp_path, size=2, statuses={1: -35})).endswith("without an exception, killed by signal 35")
 
 
 def test_ranks_that_left_have_no_results(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from meshwise.simulate.cluster import Cluster, Device, MatmulEfficiency
 from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
-from meshwise.simulate.step_tape import TapeOperation
+from meshwise.simulate.step_tape import MatrixProduct, TapeOperation
 
 CLUSTER = Cluster(
     Device(peak=MappingProxyType({"bfloat16": 1e12, "float32": 1e12}), attention=MatmulEfficiency(best=1.0))
@@ -21,22 +21,24 @@ CLUSTER = Cluster(
 
 
 class _Attending(torch.nn.Module):
-    def __init__(self, *, causal: bool) -> None:
+    def __init__(self, *, causal: bool, fewer: int) -> None:
+        """`fewer`: how many times as many keys as queries."""
         super().__init__()
+        self.fewer = fewer
         self.projection = torch.nn.Linear(64, 64)
         self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.projection(x)[:, None]
-        return functional.scaled_dot_product_attention(y, y, y, is_causal=self.causal)
+        return functional.scaled_dot_product_attention(y[:, :, : y.size(2) // self.fewer], y, y, is_causal=self.causal)
 
 
-def _attention(device: Literal["cpu", "cuda"], *, causal: bool, length: int) -> list[TapeOperation]:
+def _attention(device: Literal["cpu", "cuda"], *, causal: bool, length: int, fewer: int = 1) -> list[TapeOperation]:
     def loss(output: Tensor, _: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
         return output.sum(), output.numel()
 
     x = torch.zeros(1, length, 64)
-    subject = RehearsalSubject(lambda: _Attending(causal=causal), loss, (x, x))
+    subject = RehearsalSubject(lambda: _Attending(causal=causal, fewer=fewer), loss, (x, x))
     precision = " precision=bf16" if device == "cuda" else ""
     rehearsal = rehearse(subject, plan=f"dp=1{precision}", ranks=1, device=device)
     found = [
@@ -47,6 +49,11 @@ def _attention(device: Literal["cpu", "cuda"], *, causal: bool, length: int) -> 
     ]
     assert len(found) == 2  # forward and backward
     return found
+
+
+def test_sizes_of_attention_have_the_number_of_keys() -> None:
+    products = [one.product for one in _attention("cpu", causal=False, length=256, fewer=4)]
+    assert products == [MatrixProduct(1, 64, 64, 256)] * 2
 
 
 @pytest.mark.parametrize(

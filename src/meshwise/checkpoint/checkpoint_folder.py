@@ -361,7 +361,7 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
     valid: list[Path] = []
     removed: list[Path] = []
     for path, index in checkpoints(root):
-        if not path.name[-1].isdecimal():
+        if not path.name.partition(_REPLACED)[0][-1].isdecimal():
             continue
         if len(valid) == keep_last:
             removed.append(path)

@@ -287,8 +287,9 @@ def _product(
     if packet is aten._grouped_mm:
         return _grouped(inputs[0], inputs[1], outputs[0])
     if "attention" in packet.__name__:
-        batch, heads, length, width = inputs[0].shape
-        return MatrixProduct(batch * heads, length, width, length)
+        batch, heads, queries, width = inputs[0].shape
+        keys = inputs[2 if "backward" in packet.__name__ else 1].shape[2]
+        return MatrixProduct(batch * heads, queries, width, keys)
     return None
 
 

@@ -123,7 +123,8 @@ class ChoiceGap(TorchFunctionMode):
             if size < scores.size(dim):
                 ordered = scores.sort(dim, descending=True).values
                 gaps = ordered.select(dim, size - 1) - ordered.select(dim, size)
-                found = gaps[gaps.isfinite()] / scores[scores.isfinite()].abs().max()
+                largest = scores[scores.isfinite()].abs().max().clamp(min=torch.finfo(scores.dtype).tiny)
+                found = gaps[gaps.isfinite()] / largest
                 self.smallest = min([*found.flatten().tolist(), math.inf if self.smallest is None else self.smallest])
         return result
 

@@ -159,7 +159,8 @@ def _ended(ranks: Sequence[int], *, size: int, status: int) -> str:
         *first, last = map(str, ranks)
         who = f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
         return f"{who} of {size} ended with exit status 0 and no result; some code called os._exit, or C's exit"
-    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+    names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+    how = f"killed by {names.get(-status, f'signal {-status}')}" if status < 0 else f"with exit status {status}"
     return f"rank {ranks[0]} of {size} ended without an exception, {how}"
 
 
