@@ -1,4 +1,4 @@
-"""Run a model's forward and its loss; repeat a forward in the backward with the first one's state and kept results.
+"""Run a model's forward and its loss; repeat a forward in the backward, with state and results of the first forward.
 
 An engine that receives the mean of a loss must guess the number of terms. With micro-batches, padding, or unequal
 numbers of rows on the ranks, the guess is wrong. So a loss here returns a sum and the number of its terms (tokens,

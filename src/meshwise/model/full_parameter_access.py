@@ -119,8 +119,8 @@ class LogicalTensors:
         | groups    parameter groups of the optimizer: the same on every rank, even if the rank has no slice of them
         | dtype     dtype in which tensors travel, and which `function` gets; None: the dtype of the slices
 
-        `function` runs on one rank for each parameter, and gets tensors that it may change. It must depend on its
-        arguments alone, and on state that only this rank needs."""
+        `function` runs on one rank for each parameter, and gets tensors that it may change. Its result must depend
+        only on its arguments, and on state that only this rank needs."""
         for parameter, value in values.items():
             full = (each[parameter].to(dtype or value.dtype, copy=True) for each in (values, *more))
             value.copy_(function(self._key_of[parameter], *full))

@@ -67,7 +67,7 @@ class ShapeConstants(LightDispatchMode):
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Know the values of tensors that a model or a loss inside the block makes from sizes alone."""
+        """Mark that a model or a loss runs inside the block: values of tensors made from sizes alone are known."""
         self._forwards += 1
         try:
             yield

@@ -163,7 +163,7 @@ NO_OFFLOAD = "none"
 
 @dataclass(frozen=True)
 class Offload:
-    """Tier of each part of a training's state, one of `TIERS`. Prints as the shortest text that `parse` reads back."""
+    """Tier of each part of a training's state, one of `TIERS`. Prints as a short text that `parse` reads back."""
 
     optimizer: str = "device"
     masters: str = "device"

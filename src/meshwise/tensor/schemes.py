@@ -39,7 +39,7 @@ class OperandLayoutMove:
     | axes   the axes of the collective; () for no collective
     | dim    the dim that is gathered (X, W) or scattered (Y): `rows` (dim 0), `tokens` (dim -2) or `features` (dim -1)
     |        of an activation, `out` or `in` of a weight. `none`: no dim is split. Then X is whole on all ranks, and its
-    |        gradient is summed in the backward; or Y is all-reduced, and its gradient stays as it is"""
+    |        gradient is summed in the backward; or Y is all-reduced, and its gradient is not changed"""
 
     axes: Axes = ()
     dim: str = "none"

@@ -55,7 +55,7 @@ class MatmulCollectives:
 
     | x, w, y    the gather of X, the gather of W, the reduction of Y
     | within     the dim of K in the stored weight: -1 as in nn.Linear, or -2
-    | keeps      True: keep gathered operands for the backward. This saves the second gather, and takes their memory
+    | keeps      True: keep gathered operands for the backward, which saves the second gather and takes memory
     | recall     keeps the result for a forward that is repeated"""
 
     world: World

@@ -75,7 +75,7 @@ class Part:
     transposed: bool = False
     """colwise, rowwise, single, head: True if the weight is stored as (in, out) instead of (out, in)."""
     readers: int = 1
-    """colwise: number of matrices that read the same input, which is gathered once for all."""
+    """colwise: number of matrices that read the same input, which is gathered once for all of them."""
     gathered: bool = False
     """colwise: True if hidden states are gathered at the entry of the enclosing attention. Then its colwise linears
     share one gather, and its forward sees the sizes of the whole input."""

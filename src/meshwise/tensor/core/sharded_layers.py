@@ -1,7 +1,7 @@
 """Torch's layers on one rank's shards: linear, head, embedding, LayerNorm, RMSNorm, multi-head attention.
 
 Each `Sharded…` class becomes the first base class of a module's class. Its attribute `sharding` knows the split. Its
-forward calls collectives, so under compile=blocks it runs as it is, between the compiled parts of its block.
+forward calls collectives, so under compile=blocks it runs uncompiled, between the compiled parts of its block.
 
 *Embedding*: a rank looks up the tokens in its part of the vocabulary, and has zeros for all other tokens. The ranks sum
 the results. The sum equals the product of one-hot rows and the table.

@@ -37,7 +37,7 @@ from meshwise.tensor.schemes import DIMS, Axes, OperandLayoutMove, Scheme, Schem
 
 
 class TensorOrigins:
-    """Search of the graph behind a tensor. It knows over which axes the step sums each parameter's gradient."""
+    """Finder of the axes over which a tensor's gradient is summed already, from the graph that computed the tensor."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None

@@ -142,8 +142,8 @@ def cut_by_rule(
 ) -> tuple[tuple[int, ...], int]:
     """Return the sections (() for one section) and the grain, in features, that a rule states for a matrix.
 
-    `given`: options of the rule. `sections`: sizes from the structure, used if the rule names as many; otherwise all
-    are equal. `default`: the grain if the rule states none. Raises ValueError for sizes that do not fit."""
+    `given`: options of the rule. `sections`: sizes from the structure, used if the rule states as many sections;
+    otherwise sections are equal. `default`: the grain if the rule states none. Raises ValueError for unfit sizes."""
     number, grain = given.get("sections", 1), given.get("grain", default)
     sizes = sections if len(sections) == number else (matrix.outputs // number,) * number
     if sum(sizes) != matrix.outputs or any(size % grain for size in sizes):

@@ -60,7 +60,7 @@ _SQUARES_OF_MLP = 2
 
 @dataclass(frozen=True)
 class BlockBranch:
-    """Matrices of one attention or MLP: colwise ones read the hidden states, the rowwise one writes them."""
+    """Matrices of one attention or MLP: `colwise` matrices read the hidden states, the `rowwise` matrix writes them."""
 
     colwise: tuple[MatrixModule, ...]
     rowwise: MatrixModule
@@ -72,7 +72,7 @@ class BlockBranch:
 
     @property
     def looks_like_attention(self) -> bool:
-        """True for three or more colwise matrices, or one that writes three times what the rowwise matrix reads."""
+        """True for three or more colwise matrices, or one with three times as many outputs as `rowwise` has inputs."""
         writes = [matrix.outputs for matrix in self.colwise]
         return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.rowwise.inputs)
 

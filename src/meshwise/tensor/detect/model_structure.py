@@ -134,7 +134,7 @@ class ModelStructure:
     def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
         """Give the part `vector` to a parameter that a user's module itself holds and whose last dim is the width.
 
-        It must have one row, or be a table outside of the blocks; a parameter that could be a matrix needs a rule."""
+        The parameter has one row, or is a table outside of the blocks; one that could be a matrix needs a rule."""
         if name in self.parts or parameter.shape[-1:] != (self.width,):
             return
         table = not self._in_block(name) and parameter.shape[0] != self.width
