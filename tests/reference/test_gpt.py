@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "learned": {},
@@ -99,3 +99,6 @@ def test_a_shape_that_cannot_be_is_refused(changes: dict[str, Any], message: str
 def test_too_many_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="13 tokens do not fit the context of 12"):
         build()(torch.zeros(1, 13, dtype=torch.long))
+    mixture = MixtureGPT(MixtureConfig(vocabulary=5, context=4, layers=1, width=8, heads=2, experts=2))
+    with pytest.raises(ValueError, match="5 tokens do not fit the context of 4"):
+        mixture(torch.zeros(1, 5, dtype=torch.long))

@@ -219,14 +219,19 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits (B, T, vocabulary) of integer tokens (B, T). Raises ValueError if T exceeds the context."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the first block's input (B, T, width) for tokens (B, T). Raises ValueError if T exceeds the context."""
         length = tokens.size(1)
         if length > self.config.context:
             raise ValueError(f"{length} tokens do not fit the context of {self.config.context}; set context={length}")
         x = self.embedding(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=tokens.device))
-        x = self.dropout(x)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        hidden: Tensor = self.dropout(x)
+        return hidden

@@ -209,10 +209,7 @@ class MixtureGPT(GPT):
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the logits (B, T, vocabulary); if the config has losses, also their sum over the blocks (B, T)."""
-        x = self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.size(1), device=tokens.device))
-        x, losses = self.dropout(x), []
+        x, losses = self.embed(tokens), []
         for block in self.blocks:
             x, added = block(x)
             losses.append(added)
