@@ -226,7 +226,7 @@ class GPT(nn.Module):
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the first block's input (B, T, width) for tokens (B, T). Raises ValueError if T exceeds the context."""
+        """Return the input (B, T, width) of the first block for tokens (B, T). Raises ValueError if T is too large."""
         length = tokens.size(1)
         if length > self.config.context:
             raise ValueError(f"{length} tokens do not fit the context of {self.config.context}; set context={length}")
