@@ -29,6 +29,12 @@ FAMILY = Grid(
 )
 
 
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "GptOss", "Llama4"])
+@pytest.mark.parametrize("plan", ["dp=2 tp=2 ep=2 etp=2 zero=3 replicate=2 dispatch_parts=2"])
+def test_copies_of_hot_experts_give_the_steps_of_one_process(family: str, plan: str) -> None:
+    check(build(family), plan)
+
+
 @pytest.mark.grid(FAMILY)
 def test_three_steps_are_those_of_one_process(family: str, plan: str) -> None:
     check(build(family), plan)
