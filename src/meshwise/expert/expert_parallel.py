@@ -314,7 +314,7 @@ def expert_parallel(
         )
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
         if mixture.form == "called":
-            each_expert = dict(experts.named_children())
+            each_expert = {key: each for key, each in experts.named_children() if any(True for _ in each.parameters())}
             calls = ExpertCalls(list(each_expert.values()), exchange=exchange, recall=recall)
             listed = type(experts).forward is nn.ModuleList.forward
             set_sharded_class(
