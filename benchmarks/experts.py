@@ -166,9 +166,8 @@ def variants(world: mw.World, link: str | None, rounds: int) -> str:
     for plan in PARTS if link else SKEWED:
         for slow in ("", link) if link else ("",):
             world.link = EmulatedLink.parse(slow) if slow else None  # of the views that the trainer makes
-            model = MixtureGPT(SHAPE)
             trainers[f"`{plan}`" + (f", {slow}" if slow else "")] = mw.parallelize(
-                model, plan, loss=next_token_loss, world=world, lr=1e-3
+                lambda: MixtureGPT(SHAPE), plan, loss=next_token_loss, world=world, lr=1e-3
             )
     world.link = None
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
