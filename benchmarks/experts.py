@@ -3,12 +3,15 @@
     python benchmarks/experts.py --rounds 15
     python benchmarks/experts.py --memory     # activations that a rank keeps, with and without chunk=
     python benchmarks/experts.py --exchange   # all-to-alls of tokens in a step, beside equal ones by themselves
+    python benchmarks/experts.py --parts "1Gbit 1ms"   # dispatch_parts=, on an emulated link and without it
+    python benchmarks/experts.py --skewed     # replicate=, with a router whose first choice is always the same expert
 
 Two models with 4 blocks of 16 experts, top-2, in fp32: the reference GPT, and Mixtral of transformers. Mixtral also
 runs by transformers' own expert parallelism (`DistributedConfig(fsdp_size=4, ep_size=4)`, all-to-all over gloo) and its
 own FSDP2. All contestants of a model run in one set of processes, in turns of one step, in alternating order. The time
 of a step is that of the slowest rank, from a barrier on. A ratio is the median over the turns, with quartiles. Bytes of
-parameters are those of rank 0."""
+parameters are those of rank 0. The last three measurements take two processes, one for each core of a small machine:
+with more, a rank waits for a core, and that wait would count."""
 
 from __future__ import annotations
 
@@ -29,6 +32,7 @@ from torch.nn import functional
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import meshwise as mw
+from meshwise.comm.api.world import EmulatedLink
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.testing import SavedForBackward, run
 from peer_table import machine
@@ -45,7 +49,9 @@ MIXTRAL: dict[str, Any] = {
 OF_MIXTRAL = ("dp=4 ep=4", "dp=4 zero=3 ep=4", "dp=4 zero=3")
 PEERS = {"transformers, fsdp_size=4 ep_size=4": 4, "transformers, fsdp_size=4": 1}
 """Contestants with transformers' own parallelism, and their `ep_size`."""
-ROWS, RANKS = 16, 4
+ROWS, RANKS, PAIR, REPEATS = 16, 4, 2, 4
+PARTS = ("dp=2 ep=2", "dp=2 ep=2 dispatch_parts=2", "dp=2 ep=2 dispatch_parts=4")
+SKEWED = ("dp=2 ep=2", "dp=2 ep=2 replicate=1")
 Found = dict[str, tuple[list[float], int]]
 """By contestant: seconds of its steps, and bytes of parameters on rank 0."""
 Contestant = tuple[Callable[[], object], int]
@@ -58,9 +64,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--memory", action="store_true", help="measure activations in place of times")
     parser.add_argument("--exchange", action="store_true", help="measure the all-to-alls of tokens alone")
+    parser.add_argument("--parts", metavar="LINK", help="measure dispatch_parts= on an emulated link")
+    parser.add_argument("--skewed", action="store_true", help="measure replicate= with a skewed router")
     arguments = parser.parse_args()
     if arguments.exchange:
-        print(mw.run(RANKS, exchange, args=(arguments.rounds,))[0])
+        print(mw.run(PAIR, exchange, args=(arguments.rounds,))[0])
+        return
+    if arguments.parts or arguments.skewed:
+        print(mw.run(PAIR, variants, args=(arguments.parts, arguments.rounds))[0])
         return
     if arguments.memory:
         print(activations())
@@ -100,10 +111,11 @@ def activations() -> str:
 def exchange(world: mw.World, rounds: int) -> str:
     """Return the time of a step's all-to-alls of tokens, and the time of equal ones as `meshwise bench` calls them.
 
-    Each starts at a barrier, so no time is a wait for the computation of another rank. The slowest rank counts."""
+    In the step each begins at a barrier; by themselves, `REPEATS` run back to back after a barrier. The time of a call
+    is the shortest of the ranks: the rank that arrives last waits for no other."""
     torch.set_num_threads(1)
     tokens = torch.randint(0, 256, (ROWS, 129), generator=torch.Generator().manual_seed(1))
-    trainer = mw.parallelize(lambda: MixtureGPT(SHAPE), "dp=4 ep=4", loss=next_token_loss, world=world, lr=1e-3)
+    trainer = mw.parallelize(lambda: MixtureGPT(SHAPE), PARTS[0], loss=next_token_loss, world=world, lr=1e-3)
     original, found = mw.World.all_to_all, list[tuple[float, Any, Any]]()
 
     def timed(self: mw.World, x: Any, *, into: Any, axes: Any) -> Any:
@@ -129,20 +141,64 @@ def exchange(world: mw.World, rounds: int) -> str:
             given, taken = ([torch.ones_like(part) for part in each] for each in (parts, into))
             world.barrier()
             started = time.perf_counter()
-            original(trainer.world, given, into=taken, axes="dp").wait()
-            seconds.append(time.perf_counter() - started)
-        slowest = [
-            [max(each) for each in zip(*world.exchange(one), strict=True)] for one in ([s for s, *_ in calls], seconds)
+            for _ in range(REPEATS):
+                original(trainer.world, given, into=taken, axes="dp").wait()
+            seconds.append((time.perf_counter() - started) / REPEATS)
+        last = [
+            [min(each) for each in zip(*world.exchange(one), strict=True)] for one in ([s for s, *_ in calls], seconds)
         ]
         if turn > 1:
-            inside.append(sum(slowest[0]))
-            alone.append(sum(slowest[1]))
+            inside.append(sum(last[0]))
+            alone.append(sum(last[1]))
     ratios = statistics.quantiles((one / other for one, other in zip(inside, alone, strict=True)), n=4)
     return (
         f"{len(calls)} all-to-alls of tokens in a step, {sent / 1e6:.1f} MB given by rank 0: "
         f"{statistics.median(inside) * 1e3:.2f} ms in the step, {statistics.median(alone) * 1e3:.2f} ms by themselves, "
         f"ratio {ratios[1]:.2f} ({ratios[0]:.2f}-{ratios[2]:.2f})"
     )
+
+
+def variants(world: mw.World, link: str | None, rounds: int) -> str:
+    """Return a table of the steps of the reference model: under `PARTS` on a link, or under `SKEWED` without one."""
+    torch.set_num_threads(1)
+    tokens = torch.randint(0, 256, (ROWS, 129), generator=torch.Generator().manual_seed(1))
+    trainers: dict[str, mw.Trainer] = {}
+    for plan in PARTS if link else SKEWED:
+        for slow in ("", link) if link else ("",):
+            world.link = EmulatedLink.parse(slow) if slow else None  # of the views that the trainer makes
+            trainers[f"`{plan}`" + (f", {slow}" if slow else "")] = mw.parallelize(
+                lambda: MixtureGPT(SHAPE), plan, loss=next_token_loss, world=world, lr=1e-3
+            )
+    world.link = None
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    rows: dict[str, int] = {}
+    for trainer in trainers.values():
+        for block in range(0 if link else SHAPE.layers):
+            router = trainer.model.get_submodule(f"blocks.{block}.mlp.router")
+            router.register_forward_hook(lambda _module, _given, output: (first_expert(output[0]), *output[1:]))
+    for turn in range(-2, rounds):
+        for name in list(trainers)[:: 1 if turn % 2 else -1]:
+            world.barrier()
+            started = time.perf_counter()
+            trainers[name].step((tokens[:, :-1], tokens[:, 1:]))
+            slowest = max(world.exchange(time.perf_counter() - started))
+            if turn >= 0:
+                seconds[name].append(slowest)
+            experts: Any = trainers[name].model.get_submodule("blocks.0.mlp.experts")
+            rows[name] = max(world.exchange(experts.sharding.exchange.received))
+    first = next(iter(seconds.values()))
+    lines = ["| plan | step, s | ratio to the first (quartiles) | rows of the fullest rank |", "|---|--:|---|--:|"]
+    for name, times in seconds.items():
+        low, middle, high = statistics.quantiles((one / other for one, other in zip(times, first, strict=True)), n=4)
+        lines.append(
+            f"| {name} | {statistics.median(times):.3f} | {middle:.2f} ({low:.2f}-{high:.2f}) | {rows[name]:,} |"
+        )
+    return "\n".join([*lines, "", f"- Machine: {machine()}; one thread a rank, {rounds} turns."])
+
+
+def first_expert(index: Tensor) -> Tensor:
+    """Return the choices (…, k) with the first expert as the first choice of every token."""
+    return torch.cat([torch.zeros_like(index[..., :1]), index[..., 1:]], -1)
 
 
 def measure(world: mw.World, kind: Callable[..., dict[str, Contestant]], folder: str, rounds: int) -> Found:

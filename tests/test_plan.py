@@ -178,7 +178,7 @@ REFUSED_TEXT = [
     ),
     ("zeros=1", "unknown plan key 'zeros'; did you mean zero?"),
     ("micro_batches=1", "unknown plan key 'micro_batches'; did you mean microbatches?"),
-    ("xyz=1", "unknown plan key 'xyz'; the keys are dp tp pp cp context cp_heads ep etp dispatch chunk zero shards"),
+    ("xyz=1", "unknown plan key 'xyz'; the keys are dp tp pp cp context cp_heads ep etp dispatch chunk dispatch_parts"),
     ("dp", "'dp' in the plan 'dp' is not key=value; write it as in 'dp=2 zero=1'"),
     ("dp=2 dp=4", "dp is given twice in the plan 'dp=2 dp=4'"),
     ("dp=0", "dp=0: dp is 1 and up, `4x8` (see `shards`), or `auto` (None in Python). Nearest that works: 'dp=1'"),

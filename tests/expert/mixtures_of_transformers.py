@@ -58,6 +58,23 @@ SWITCH: Mapping[str, Any] = {
     "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
 }
+NLLB: Mapping[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "num_experts": 4,
+    "encoder_sparse_step": 2,
+    "decoder_sparse_step": 2,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "moe_token_dropout": 0.0,
+    "decoder_start_token_id": 2,
+}
 OF_FOUR: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "Mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -87,6 +104,7 @@ FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 12, "moe_num_shared_experts": 1},
     ),
     "Switch": ("SwitchTransformersConfig", "SwitchTransformersForConditionalGeneration", SWITCH),
+    "Nllb": ("NllbMoeConfig", "NllbMoeForConditionalGeneration", NLLB),
 }
 """Configuration class, model class and settings of each family."""
 
@@ -97,11 +115,14 @@ def build(family: str, **more: Any) -> Any:
     configuration, kind, settings = FAMILIES[family]
     torch.manual_seed(3)
     model = getattr(transformers, kind)(getattr(transformers, configuration)(**{**TEXT, **settings, **more})).double()
-    if family not in ("Llama4", "Switch"):
+    if family not in ("Llama4", "Switch", "Nllb"):
         model.set_experts_implementation("eager")
     for module in model.modules():
-        if "dtype" in vars(module):  # of the router of Switch, which converts its parameters to this dtype
+        if "dtype" in vars(module):  # of the routers of Switch and NLLB, which convert their parameters to this dtype
             module.dtype = torch.float64
+    for name, parameter in model.named_parameters():
+        if family == "Nllb" and name.endswith("k_proj.bias"):  # no gradient but rounding: Adam would magnify it from 0
+            parameter.data.fill_(0.1)
     return model
 
 

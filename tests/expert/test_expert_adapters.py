@@ -80,6 +80,7 @@ def test_adapters_of_experts_are_saved_whole(tmp_path: Path) -> None:
     "family, plan, message",
     [
         ("Mixtral", "tp=2 etp=2", "layers.0.mlp.experts': etp splits no adapters of experts; use etp=1"),
+        ("Mixtral", "dp=2 ep=2 replicate=1", "experts': copies of experts have no adapters; use replicate=0"),
         ("GptOss", "dp=4 ep=4", "layers.0.mlp.experts': of matrices .* use 'ep=2'"),
     ],
 )

@@ -92,3 +92,14 @@ def test_a_chunk_takes_less_memory_and_more_time_in_a_rehearsal() -> None:
     whole, chunked = (rehearsed(f"dp=4 ep=4{more}", cut=CutOptions()) for more in ("", " chunk=512"))
     assert chunked.memory < whole.memory
     assert chunked.seconds > whole.seconds
+
+
+def test_copies_of_experts_take_memory_in_a_rehearsal() -> None:
+    plain, copied = (rehearsed(f"dp=4 ep=4{more}", cut=CutOptions()) for more in ("", " replicate=2"))
+    copies = 2 * 2 * (2 * 1024 * 4096 * 4)  # layers, copies, bytes of two matrices
+    assert 0.99 * copies < copied.memory - plain.memory < 1.5 * copies
+
+
+def test_parts_of_a_dispatch_travel_beside_computation_in_forward_and_backward() -> None:
+    whole, parts = (rehearsed(f"dp=4 ep=4{more}", cut=CutOptions()) for more in ("", " dispatch_parts=4"))
+    assert parts.exposed["dp"] < whole.exposed["dp"] / 2  # a half each would be left if only one of the two overlapped

@@ -24,9 +24,17 @@ PLANS = ("dp=4 ep=2 zero=3 microbatches=2", "dp=4 ep=4 zero=1", "tp=2", "dp=2 tp
 FAMILY = Grid(
     {"family": tuple(FAMILIES), "plan": PLANS},
     # etp refuses experts that are modules
-    exists=lambda cell: cell["family"] != "Ernie" and (cell["family"] != "Switch" or "etp" not in cell["plan"]),
+    exists=lambda cell: (
+        cell["family"] != "Ernie" and (cell["family"] not in ("Switch", "Nllb") or "etp" not in cell["plan"])
+    ),
     strength=1,
 )
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "GptOss", "Llama4"])
+@pytest.mark.parametrize("plan", ["dp=2 tp=2 ep=2 etp=2 zero=3 replicate=2 dispatch_parts=2"])
+def test_copies_of_hot_experts_give_the_steps_of_one_process(family: str, plan: str) -> None:
+    check(build(family), plan)
 
 
 @pytest.mark.grid(FAMILY)
@@ -59,6 +67,10 @@ def test_a_plan_that_divides_experts_needs_enough_of_them() -> None:
         PlanError, match=r"no module of Linear was found that holds.* Nearest that works as it is: 'dp=2'"
     ):
         planned_mixtures(nn.Linear(2, 2), plan=Plan.parse("dp=2 ep=2"))
+    with pytest.raises(
+        PlanError, match=r"model\.encoder\.layers\.1\.ffn\.experts has modules as experts.*'replicate=0'"
+    ):
+        planned_mixtures(build("Nllb"), plan=Plan.parse("dp=2 ep=2 replicate=1"))
     with pytest.raises(PlanError, match=r"ep=8: model\.layers\.0\.mlp\.experts has only 4 experts.*'ep=4'"):
         planned_mixtures(build("Mixtral"), plan=Plan.parse("dp=8 ep=8"))
 

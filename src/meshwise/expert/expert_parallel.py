@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import all_tensors, map_tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.expert.token_exchange import ExpertAxes, ExpertExchange
+from meshwise.expert.token_exchange import Compute, ExpertAxes, ExpertExchange, LocalExperts
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.find_mixtures import Mixture
 from meshwise.model.forward import ForwardReplay
@@ -119,31 +119,32 @@ class SplitExperts(nn.Module):
             swap = lambda each: chosen if each is index else ones if each is weights else each  # noqa: E731
             return own(rows, *map(swap, rest), **{key: swap(each) for key, each in named.items()})
 
-        return self.sharding.exchange.run(hidden, index=index, weights=weights, compute=self._for_any_rows(compute))
+        return self.sharding.exchange.run(hidden, index=index, weights=weights, experts=self._local(compute))
 
     def _rows(self, hidden: Tensor, *, own: Callable[..., Tensor]) -> Tensor:
         """Return the results of rows (experts · n, features), all rows for the first expert, then for the second.
 
         Rows of zeros stay here: their result is 0, because experts in this form have no biases."""
-        experts, (start, stop) = self.sharding.mixture.experts, self.sharding.exchange.span
-        number = torch.arange(experts, device=hidden.device).repeat_interleave(len(hidden) // experts)
-        index = number.masked_fill((hidden == 0).all(-1), experts)
+        experts = self.sharding.mixture.experts
+        numbers = torch.arange(experts, device=hidden.device).repeat_interleave(len(hidden) // experts)
+        index = numbers.masked_fill((hidden == 0).all(-1), experts)
 
         def compute(rows: Tensor, local: Tensor) -> Tensor:
-            counts = torch.bincount(local, minlength=stop - start)
+            number = vars(self)[self.sharding.mixture.counts[0]]
+            counts = torch.bincount(local, minlength=number)
             most, order = int(counts.max()), local.argsort(stable=True)
             place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[local[order]]
             slots = torch.empty_like(local).index_copy(0, order, place) + local * most
-            padded = rows.new_zeros((stop - start) * most, rows.size(-1)).index_copy(0, slots, rows)
+            padded = rows.new_zeros(number * most, rows.size(-1)).index_copy(0, slots, rows)
             return own(padded)[slots]
 
         ones = hidden.new_ones(len(hidden), 1)
-        return self.sharding.exchange.run(
-            hidden, index=index.unsqueeze(-1), weights=ones, compute=self._for_any_rows(compute)
-        )
+        return self.sharding.exchange.run(hidden, index=index.unsqueeze(-1), weights=ones, experts=self._local(compute))
 
-    def _for_any_rows(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `compute` for any number of rows; each parameter gets a gradient, maybe of zeros."""
+    def _local(self, compute: Compute) -> LocalExperts:
+        """Return `compute` for any number of rows, of this rank's experts and of copies of others.
+
+        Each parameter gets a gradient, maybe of zeros."""
 
         def computed(rows: Tensor, local: Tensor) -> Tensor:
             if not len(rows):
@@ -151,11 +152,26 @@ class SplitExperts(nn.Module):
             results = compute(rows, local)
             if self.sharding.inner and self.sharding.inner.bias:
                 # Every rank of etp has added the whole bias, and the results will be summed over these ranks.
-                bias, parts = self.get_parameter(self.sharding.inner.bias), self.sharding.exchange.inner_ranks
+                bias, parts = getattr(self, self.sharding.inner.bias), self.sharding.exchange.inner_ranks
                 results = results - bias[local] * (1 - 1 / parts)
             return results
 
-        return computed
+        def copied(gather: Callable[[Tensor], gradient.PendingResult]) -> Compute:
+            pending = {key: gather(each) for key, each in self._parameters.items() if each is not None}
+
+            def compute_copies(rows: Tensor, local: Tensor) -> Tensor:
+                own, counts = dict(self._parameters), {key: vars(self)[key] for key in self.sharding.mixture.counts}
+                try:
+                    self._parameters.update({key: each.wait() for key, each in pending.items()})  # type: ignore[misc]
+                    vars(self).update(dict.fromkeys(counts, self.sharding.exchange.copies))
+                    return computed(rows, local)
+                finally:
+                    self._parameters.update(own)
+                    vars(self).update(counts)
+
+            return compute_copies
+
+        return LocalExperts(computed, copied)
 
 
 def _idle(rows: Tensor, *, experts: nn.Module) -> Tensor:
@@ -200,7 +216,9 @@ class ExpertCalls:
             results = [expert(part) if len(part) else _idle(part, experts=expert) for expert, part in parts]
             return torch.cat(results)[order.argsort()]
 
-        results = self.exchange.run(rows, index=index, weights=rows.new_ones(len(rows), 1), compute=computed)
+        results = self.exchange.run(
+            rows, index=index, weights=rows.new_ones(len(rows), 1), experts=LocalExperts(computed)
+        )
         return results, [part.view(x.shape) for part, (_, x) in zip(results.split(sizes), recorded, strict=False)]
 
     def call(self, rows: Tensor, *, number: int, own: Callable[[Tensor], Tensor]) -> Tensor:
@@ -295,7 +313,7 @@ def expert_parallel(
         )
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
         if mixture.form == "called":
-            each_expert = dict(experts.named_children())
+            each_expert = {key: each for key, each in experts.named_children() if any(True for _ in each.parameters())}
             calls = ExpertCalls(list(each_expert.values()), exchange=exchange, recall=recall)
             listed = type(experts).forward is nn.ModuleList.forward
             set_sharded_class(
@@ -350,6 +368,7 @@ def _adapters_placed(
     Raises PlanError under `etp`, and where PEFT cannot compute one expert alone."""
     placed, shares, index = dict[str, Placement](), exchange.shares, exchange.index
     experts, why = sum(shares), "etp splits no adapters of experts; use etp=1" if exchange.inner_ranks > 1 else ""
+    why = "copies of experts have no adapters; use replicate=0" if exchange.copies else why
     if experts > min(shares) == 1 and vars(modules[name]).get("is_transposed"):
         why = f"with is_transposed, PEFT needs two or more experts on each rank; use 'ep={experts // 2}'"
     if why and name.endswith(".base_layer"):

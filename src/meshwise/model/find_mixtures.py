@@ -67,7 +67,7 @@ def ruled_mixtures(module: nn.Module, *, rules: Mapping[str, str] | None) -> Map
 def planned_mixtures(module: nn.Module, *, plan: Plan, rules: Mapping[str, str] | None = None) -> Mapping[str, Mixture]:
     """Return the mixtures of a model by name; none if the plan has neither `ep`, `etp` nor `tp`.
 
-    Raises PlanError if `ep` or `etp` is above 1 and the model has no mixture, or one with fewer experts than `ep`."""
+    Raises PlanError if the plan divides experts and the model has none or too few, or cannot copy them."""
     if plan.ep == plan.etp == plan.tp == 1:
         return {}
     found = {**find_mixtures(module), **ruled_mixtures(module, rules=rules)}
@@ -82,6 +82,11 @@ def planned_mixtures(module: nn.Module, *, plan: Plan, rules: Mapping[str, str] 
             raise PlanError(
                 f"ep={plan.ep}: {name} has only {mixture.experts} experts. Nearest that works: 'ep={mixture.experts}'"
             )
+        if plan.replicate and (plan.replicate >= mixture.experts or mixture.form == "called"):
+            has = (
+                f"only {mixture.experts} experts" if mixture.form != "called" else "modules as experts, not one tensor"
+            )
+            raise PlanError(f"replicate={plan.replicate}: {name} has {has}. Nearest that works: 'replicate=0'")
     return found
 
 

@@ -65,6 +65,14 @@ class Plan:
         means="with ep, tokens that a rank sends to experts at once; the backward sends them again. 0: all tokens",
         least=0,
     )
+    dispatch_parts: int = whole_number(
+        1, means="with ep, parts of the tokens of a mixture: rows of other parts travel while the experts compute one"
+    )
+    replicate: int = whole_number(
+        0,
+        means="with ep, number of experts with the most rows that are copied to all ranks of ep, anew in each dispatch",
+        least=0,
+    )
     zero: int = whole_number(
         0,
         means="sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
@@ -287,7 +295,7 @@ class Plan:
     @property
     def with_whole_experts(self) -> "Plan":
         """Plan with the same keys, but all experts on every rank."""
-        return dataclasses.replace(self, ep=1, etp=1, dispatch="auto", chunk=0)
+        return dataclasses.replace(self, ep=1, etp=1, dispatch="auto", chunk=0, dispatch_parts=1, replicate=0)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
