@@ -1,5 +1,8 @@
 """Test the table of experts that `meshwise draw experts` prints, over the layouts of the Switch paper's figure 9."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from meshwise.cli.main import main
@@ -58,3 +61,20 @@ def test_many_ranks_are_cut_off_and_few_experts_refused() -> None:
     assert expert_table(Plan.parse("dp=64 ep=8"), experts=8).splitlines()[-1] == "… 32 more ranks"
     assert main(["draw", "experts", "--plan", "dp=4 ep=4", "--experts", "2"]) == 2
     assert main(["draw", "experts", "--plan", "dp=auto"]) == 2
+
+
+def test_the_loads_of_a_run_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [
+        {"event": "start"},
+        {"event": "expertload", "step": 2, "mixtures": {"0.mlp": 1.0, "1.mlp": 2.0}},
+        {"event": "expertload", "step": 4, "mixtures": {"0.mlp": 1.5, "1.mlp": 3.0}},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(map(json.dumps, events)))
+    assert main(["draw", "load", str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "steps 2 to 4"
+    assert [line.split() for line in said[2:]] == [["0.mlp", "▁▃", "1.50"], ["1.mlp", "▅█", "3.00"]]
+    path.write_text(json.dumps(events[0]))
+    assert main(["draw", "load", str(tmp_path)]) == 2
+    assert "has no loads of experts" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""The command `meshwise draw`: draw a schedule, an attention, a model's stages, a mesh, experts, or a measured step.
+"""The command `meshwise draw`: draw a schedule, an attention, stages, a mesh, experts, their load or a measured step.
 
 docs/view.md has the drawings."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,11 @@ from meshwise.plan import Plan
 from meshwise.train.flags_and_toml import parse_flags, read_job
 from meshwise.train.job import JobError, StudiedJob, as_job_error
 from meshwise.train.prepare_job import prepare
+from meshwise.train.run_checkpoints import METRICS
 from meshwise.view.picture import stacked
 from meshwise.view.plan_account import PlanAccount, measured_accounts
 from meshwise.view.plan_pictures import mesh_picture
-from meshwise.view.text_pictures import draw_in_columns, draw_to_scale, expert_table, rank_table
+from meshwise.view.text_pictures import draw_in_columns, draw_to_scale, expert_table, load_picture, rank_table
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,14 @@ class DrawExpertsFlags:
     """The plan, as in "dp=2 tp=2 ep=2 etp=2"."""
     experts: int = 8
     """Number of experts of the mixture."""
+
+
+@dataclass(frozen=True)
+class DrawLoadFlags:
+    """Draw how much more than an even share the busiest expert of each mixture got over the steps of a run."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/train")
+    """The folder of the run."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +171,19 @@ def _draw_experts(words: Sequence[str]) -> None:
         drawing_console().show(expert_table(Plan.parse(flags.plan), experts=flags.experts))
 
 
+def _draw_load(words: Sequence[str]) -> None:
+    path = parse_flags(words, prog="meshwise draw load", default=DrawLoadFlags()).run / METRICS
+    try:
+        events = list(map(json.loads, path.read_text("utf-8").splitlines()))
+    except (OSError, ValueError) as error:
+        raise JobError(f"{path} cannot be read: {error}; name the folder of a run") from error
+    if not (found := [event for event in events if event["event"] == "expertload"]):
+        raise JobError(f"{path} has no loads of experts; train a mixture for train.log_every steps or more")
+    console = drawing_console()
+    console.show(f"steps {found[0]['step']} to {found[-1]['step']}")
+    console.show(load_picture([event["mixtures"] for event in found[-console.width // 2 :]]))
+
+
 def _draw_schedule(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise draw schedule", default=DrawScheduleFlags())
     if (flags.table is None) == (not flags.plan):
@@ -208,5 +231,6 @@ _DRAWINGS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "cut": _draw_cut,
     "mesh": _draw_mesh,
     "experts": _draw_experts,
+    "load": _draw_load,
     "timeline": _draw_timeline,
 }

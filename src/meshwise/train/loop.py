@@ -244,8 +244,7 @@ class _Run:
             if job.shares == "auto" and pace.times:
                 self._rebalance(step, pace.times)
             if step % job.log_every == 0 and (loads := trainer.expert_imbalances()):
-                busiest = max(loads, key=loads.__getitem__)
-                self._emit(run_events.ExpertLoad(step, busiest, loads[busiest], statistics.mean(loads.values())))
+                self._emit(run_events.ExpertLoad.of(step, loads=loads))
             timelines.after(step)
             if job.validate_every and step % job.validate_every == 0 and step < job.steps:
                 self._validate(step)

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,12 +159,20 @@ class ExpertLoad(RunEvent):
     | step     the last step
     | name     the mixture whose busiest expert had the largest share
     | factor   that share over an even share
-    | mean     mean of these factors over all mixtures"""
+    | mean     mean of these factors over all mixtures
+    | mixtures factor of each mixture, by name"""
 
     step: int
     name: str
     factor: float
     mean: float
+    mixtures: Mapping[str, float]
+
+    @classmethod
+    def of(cls, step: int, *, loads: Mapping[str, float]) -> "ExpertLoad":
+        """Return the event of a step, for the factor of each mixture."""
+        busiest = max(loads, key=loads.__getitem__)
+        return cls(step, busiest, loads[busiest], statistics.mean(loads.values()), loads)
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,21 @@ def expert_table(plan: Plan, *, experts: int) -> str:
     return "\n".join([align_columns(table), *more])
 
 
+def load_picture(loads: Sequence[Mapping[str, float]]) -> str:
+    """Return a line for each mixture with its load over time, a bar for each of `loads`, and the last load.
+
+    loads: pairs of the busiest expert over an even share, by name of the mixture. Bars grow from 1 to the largest load.
+    """
+    largest = max(max(each.values()) for each in loads)
+    rows = [("mixture", f"load of the busiest expert, ▁ 1.00 to █ {largest:.2f}", "last")]
+    for name in loads[-1]:
+        heights = ((each.get(name, 1.0) - 1) / max(largest - 1, 1e-9) for each in loads)
+        rows.append(
+            (name, "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * height))] for height in heights), f"{loads[-1][name]:.2f}")
+        )
+    return align_columns(rows)
+
+
 def _place(mesh: Mesh, rank: int, axes: Iterable[str]) -> str:
     """Return the place of a rank among the ranks along `axes`, as in `2 of 4`; `all` for one rank."""
     group = mesh.group(rank, axes=tuple(axes))
