@@ -161,31 +161,31 @@ class LevelCodec:
             counts = torch.full(blocks.shape[1:2], BLOCK, dtype=values.dtype, device=values.device)
             counts[-1] = elements - (blocks.shape[1] - 1) * BLOCK
             scales = (blocks.abs().sum(-1) / counts).float()
-            codes = (blocks >= 0).to(torch.uint8)
+            codes = blocks >= 0
         else:
             scales, top = blocks.abs().amax(-1).float(), self._top
-            ratios = blocks / scales.clamp(min=_SMALLEST).unsqueeze(-1).to(values.dtype) * top
+            ratios = (blocks / scales.clamp(min=_SMALLEST).unsqueeze(-1).to(values.dtype)).mul_(top)
             shift = _hashed(blocks, scales) if self.random else 0.5
-            codes = (ratios + shift).floor().clamp(-top, top).add(top).to(torch.uint8)
-        codes = codes.flatten(1)[:, :elements].reshape(len(values), -1, 8 // self.bits)
-        packed = (codes << self._shifts(codes)).sum(-1, dtype=torch.uint8)
+            codes = ratios.add_(shift).floor_().clamp_(-top, top).add_(top).to(torch.uint8)
+        # One product moves the codes of a byte, which are bytes of a word, next to each other in its highest byte.
+        last = 8 // self.bits - 1
+        words = codes.flatten(1)[:, :elements].contiguous().view(_WORDS[last])
+        packed = (words * sum(1 << 8 * last + (self.bits - 8) * n for n in range(last + 1)) >> 8 * last).to(torch.uint8)
         return torch.cat([scales.view(torch.uint8), packed], dim=1)
 
     def decode(self, packed: Tensor, *, elements: int, dtype: torch.dtype) -> Tensor:
         """Return codes times scales, (rows, elements)."""
         scales, body = _scales(packed, elements)
-        codes = (body.unsqueeze(-1) >> self._shifts(body)) & (2**self.bits - 1)
-        levels = codes.flatten(1).to(dtype)
-        levels = levels * 2 - 1 if self.bits == 1 else (levels - self._top) / self._top
-        found: Tensor = levels * scales.to(dtype).repeat_interleave(BLOCK, 1)[:, :elements]
-        return found
+        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=packed.device)
+        every = torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(-1) if self.bits == 1 else None
+        codes = ((body.unsqueeze(-1) if every is None else every) >> shifts & (1 << self.bits) - 1).to(dtype)
+        if every is None:
+            return _scaled(codes.flatten(1).sub_(self._top).div_(self._top), scales)
+        return _scaled(nn.functional.embedding(body.int(), codes.mul_(2).sub_(1)).flatten(1), scales)
 
     @property
     def _top(self) -> int:
         return (1 << self.bits - 1) - 1
-
-    def _shifts(self, like: Tensor) -> Tensor:
-        return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=like.device)
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,7 @@ class Float8Codec:
     def decode(self, packed: Tensor, *, elements: int, dtype: torch.dtype) -> Tensor:
         """Return values times scales, (rows, elements)."""
         scales, body = _scales(packed, elements)
-        values = body.contiguous().view(torch.float8_e4m3fn).to(dtype)
-        return values * scales.to(dtype).repeat_interleave(BLOCK, 1)[:, :elements]
+        return _scaled(body.contiguous().view(torch.float8_e4m3fn).to(dtype), scales)
 
 
 @dataclass(frozen=True)
@@ -243,6 +242,8 @@ CODECS: Mapping[str, Callable[[float], Codec]] = {
 }
 """Codec for each name in the key `wire`, from its number."""
 
+_WORDS = {0: torch.uint8, 1: torch.int16, 7: torch.int64}
+"""Type that holds one byte more than its key."""
 _SMALLEST = 1e-30
 """Least divisor of a block, so that a block of zeros stays zero."""
 
@@ -257,6 +258,14 @@ def _scales(packed: Tensor, elements: int) -> tuple[Tensor, Tensor]:
     """Return the scales, (rows, blocks), and the remaining bytes of encoded rows."""
     size = -(-elements // BLOCK) * 4
     return packed[:, :size].reshape(-1).view(torch.float32).view(len(packed), -1), packed[:, size:]
+
+
+def _scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """Multiply rows (rows, elements), in place, by the scales of their blocks; return them."""
+    whole, own = values.shape[-1] // BLOCK, scales.to(values.dtype).unsqueeze(-1)
+    values[:, : whole * BLOCK].unflatten(-1, (whole, BLOCK)).mul_(own[:, :whole])
+    values[:, whole * BLOCK :].mul_(own[:, -1])
+    return values
 
 
 def _hashed(blocks: Tensor, scales: Tensor) -> Tensor:
