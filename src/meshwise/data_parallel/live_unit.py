@@ -307,7 +307,7 @@ class UnitGradients:
         while self._in_place:
             self._in_place.popitem()[1].grad = None
         if not self._handles:
-            for parameter in (self._last, *self._stay):
+            for parameter in [each for each in (self._last, *self._stay) if each.requires_grad]:
                 self._watch(parameter)
 
     def take(self, on_gradient: GradientCallback | None) -> None:
@@ -366,7 +366,7 @@ class UnitGradients:
     def _move(self, to: nn.Parameter) -> None:
         """Move the hook to another parameter; it also stays where the user has hooks."""
         staying = any(self._last is parameter for parameter in self._stay)
-        if not staying and len(self._last._post_accumulate_grad_hooks or ()) == 1:
+        if not staying and len(self._last._post_accumulate_grad_hooks or ()) == 1 and id(self._last) in self._handles:
             self._handles.pop(id(self._last)).remove()
         self._last = to
         self._watch(to)
