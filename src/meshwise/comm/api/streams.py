@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 
 class StreamEvent(Protocol):
@@ -262,27 +261,9 @@ class CudaStreams(Streams):
         return torch.cuda.default_generators[index]
 
 
-class SimulatedDeviceMode(TorchDispatchMode):
-    """Dispatch mode of a thread whose CUDA device is simulated: the base of a mode in `tests/accelerator`."""
-
-    def __init__(self, streams: Streams) -> None:
-        super().__init__()
-        self.streams = streams
-
-
 def streams_of(device: torch.device) -> Streams:
-    """Return the `Streams` of a device: `CudaStreams` for CUDA, `Streams` itself for any other device.
-
-    In a thread with a `SimulatedDeviceMode`, return the streams of the mode for CUDA."""
-    if device.type != "cuda":
-        return Streams(device)
-    return _simulated() or CudaStreams(device)
-
-
-def _simulated() -> Streams | None:
-    """Return the streams of this thread's simulated device, or None."""
-    modes = _get_current_dispatch_mode_stack()
-    return next((mode.streams for mode in modes if isinstance(mode, SimulatedDeviceMode)), None)
+    """Return the `Streams` of a device: `CudaStreams` for CUDA, `Streams` itself for any other device."""
+    return CudaStreams(device) if device.type == "cuda" else Streams(device)
 
 
 # ---- the machine, and torch's generators -------------------------------------------------------------------------
@@ -300,7 +281,7 @@ def gpu_properties(device: torch.device | int) -> Any:
 
 def cuda_in_use() -> bool:
     """Return True if this process has initialized CUDA; then its forks cannot use a GPU."""
-    return bool(torch.cuda.is_initialized()) or _simulated() is not None
+    return bool(torch.cuda.is_initialized())
 
 
 def use_deterministic_kernels(device: torch.device) -> None:
