@@ -58,10 +58,6 @@ class Difference:
     value: float = 0.0
     expected: float = 0.0
 
-    def __str__(self) -> str:
-        where = f" at {list(self.index)}" if self.index else ""
-        return f"{self.relative:.1e}{where}: {self.value:.17g} and {self.expected:.17g}"
-
 
 def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Difference:
     """Return the relative difference of two tensors of the same shape, computed in float64.
@@ -225,9 +221,10 @@ def run(
 ) -> list[Any]:
     """Call `main(world, *args)` on `size` ranks, and return the results by rank.
 
-    `on` is "threads" (starts in milliseconds, takes any callable), "processes" (starts in seconds; `main` must be at
-    the top level of a module, see `meshwise.run`), or an object with a method `run(size, main, args=…)`. Raises the
-    error of the first rank that failed, with a note that names the rank, and ValueError for another text."""
+    | on   "threads" start in milliseconds and take any callable; "processes" start in seconds, and `main` must be at the
+    |      top level of a module, see `meshwise.run`. Also an object with a method `run(size, main, args=…)`
+
+    Raises the error of the first rank that failed, with a note that names the rank, and ValueError for another text."""
     if on == "threads":
         return list(run_threads(size, main, args=args))
     if on == "processes":

@@ -43,7 +43,7 @@ def test_messages_have_one_urgent_stream_for_each_direction() -> None:
 
         def counted(*, urgent: bool = False) -> Any:
             stream = create(urgent=urgent)
-            made.append(stream.name)  # type: ignore[attr-defined]
+            made.append(stream.name)
             return stream
 
         world.streams.create = counted  # type: ignore[method-assign]

@@ -134,15 +134,11 @@ class LiveUnit:
             memory = bucket.whole.untyped_storage().data_ptr()
             for piece, parameter, (version, _) in zip(bucket.place.pieces, parameters, state, strict=True):
                 name, held = piece.row.name, parameter.untyped_storage()
-                if parameter.dtype != bucket.dtype:
-                    return (
-                        f"{name!r} was {bucket.dtype} when the model was parallelized and is {parameter.dtype} now; "
-                        "convert the model before parallelize"
-                    )
-                if held.nbytes() != bucket.dtype.itemsize if freed else held.data_ptr() != memory:
+                gone = held.nbytes() != bucket.dtype.itemsize if freed else held.data_ptr() != memory
+                if gone or parameter.dtype != bucket.dtype:
                     return (
                         f"the tensor of {name!r} was replaced after the model was parallelized, so the model no longer "
-                        "uses the tensor that is trained; set values and devices before parallelize"
+                        "uses the tensor that is trained; set values, dtypes and devices before parallelize"
                     )
                 if (bucket.has_master or bucket.shared) and parameter._version != version:
                     why = "the next step would overwrite it from its float32 copy" if bucket.has_master else _SHARED

@@ -179,7 +179,7 @@ class ChunkedUpdate:
         self._rounds = list(self._in_rounds(map(self._stored_chunk, chunks)))
         self.broken = False
         """True if parameters may belong to different steps: `check` raises, until a checkpoint is loaded."""
-        tiers.reserve(max(map(_bytes, self._rounds), default=0))
+        tiers.staging_size = max(tiers.staging_size, *map(_bytes, self._rounds))
 
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update every chunk by its gradient, in the same order on every rank; then call `done` for the chunk.

@@ -13,39 +13,18 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+StreamEvent: TypeAlias = Any
+"""A point in the work of a stream: a `HostEvent`, or an event of torch, which has the same methods."""
 
-class StreamEvent(Protocol):
-    """A point in the work of a stream."""
+Stream: TypeAlias = Any
+"""Queue of a device's operations: a `HostStream`, or a stream of torch, which has the same methods.
 
-    def record(self, stream: Any = None, /) -> None:
-        """Place the event after all work queued so far on `stream`, by default on the current stream."""
-
-    def synchronize(self) -> None:
-        """Block the host until the work before the event is done; return at once if the event was never recorded."""
-
-    def query(self) -> bool:
-        """Return whether the work before the event is done, without blocking."""
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return the milliseconds from this event to the event `end`; both must be made with `timing=True`."""
-
-
-class Stream(Protocol):
-    """Queue of a device's operations: they run in order, at the same time as the operations of other streams."""
-
-    def wait_stream(self, stream: Any, /) -> None:
-        """Let later work of this stream wait for the work queued so far on `stream`."""
-
-    def wait_event(self, event: Any, /) -> None:
-        """Let later work of this stream wait for `event`."""
-
-    def synchronize(self) -> None:
-        """Block the host until all work of the stream is done."""
+The operations run in order, at the same time as the operations of other streams."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +38,7 @@ class TimeOrigin:
     def at(self, event: StreamEvent) -> float:
         """Return the time of an event, in seconds of `time.monotonic`; block the host until the event has happened."""
         event.synchronize()
-        return self.seconds + self.event.elapsed_time(event) / 1e3
+        return self.seconds + float(self.event.elapsed_time(event)) / 1e3
 
 
 @dataclass(frozen=True)
@@ -100,18 +79,18 @@ class HostEvent:
         self._seconds = seconds
 
     def record(self, stream: Any = None, /) -> None:  # noqa: ARG002 - the device has one stream
-        """Set the event to the present time; `stream` is ignored."""
+        """Place the event after all work queued so far on `stream`, which is the present time."""
         self._seconds = time.monotonic()
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Block the host until the work before the event is done; return at once, as it is done."""
 
     def query(self) -> bool:
-        """Return True: the work of the device is done when its calls return."""
+        """Return whether the work before the event is done, without blocking: True."""
         return True
 
     def elapsed_time(self, end: "HostEvent", /) -> float:
-        """Return the milliseconds from this event to `end`."""
+        """Return the milliseconds from this event to the event `end`; both must be made with `timing=True`."""
         return (end._seconds - self._seconds) * 1e3
 
 
@@ -120,10 +99,10 @@ class HostStream:
     """The only stream of a device whose operations are complete when their calls return; all instances are equal."""
 
     def wait_stream(self, stream: Any, /) -> None:
-        """Do nothing: the work of every stream is done."""
+        """Let later work of this stream wait for the work queued so far on `stream`, which is done."""
 
     def wait_event(self, event: Any, /) -> None:
-        """Do nothing: the event has happened."""
+        """Let later work of this stream wait for `event`, which has happened."""
 
     def synchronize(self) -> None:
         """Return at once."""
