@@ -221,8 +221,8 @@ def run(
 ) -> list[Any]:
     """Call `main(world, *args)` on `size` ranks, and return the results by rank.
 
-    | on   "threads" start in milliseconds and take any callable; "processes" start in seconds, and `main` must be at the
-    |      top level of a module, see `meshwise.run`. Also an object with a method `run(size, main, args=…)`
+    | on   "threads" start in milliseconds and take any callable; "processes" start in seconds, and `main` must be at
+    |      the top level of a module, see `meshwise.run`. Also an object with a method `run(size, main, args=…)`
 
     Raises the error of the first rank that failed, with a note that names the rank, and ValueError for another text."""
     if on == "threads":
