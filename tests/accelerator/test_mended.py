@@ -39,7 +39,7 @@ def test_messages_have_one_urgent_stream_for_each_direction() -> None:
 
     def main(world: World) -> list[str]:
         made: list[str] = []
-        create = world.streams.create
+        create: Any = world.streams.create
 
         def counted(*, urgent: bool = False) -> Any:
             stream = create(urgent=urgent)

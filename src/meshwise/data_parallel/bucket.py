@@ -466,6 +466,7 @@ class Bucket:
 
     def gradients_to_scale(self, factor: float) -> list[Tensor]:
         """Return the reduced gradient to multiply by `factor` now, or [] and set `self.factor` if it is on disk."""
+        self.forget_norm()
         if self.reduced is None:
             return []
         if not self.storage.tiers.on_disk(self.reduced):

@@ -165,7 +165,8 @@ class OpenStep:
                     yield name, full
                     full.mul_(factor)
         finally:
-            self._forget_norms()
+            for bucket in self._engine.buckets:
+                bucket.forget_norm()
 
     def norm(self) -> float:
         """Return the 2-norm of the gradient over all parameters. No backward may follow."""
@@ -180,7 +181,6 @@ class OpenStep:
         factor = norm / (before + 1e-6)
         if factor < 1.0:
             self._engine.scale_gradients(factor)
-            self._forget_norms()
         return before
 
     # ---- update ------------------------------------------------------------------------------------------------
@@ -232,10 +232,6 @@ class OpenStep:
                 f"{what} reads and changes gradients, but offload={self._plan.offload} moves them to another tier; "
                 "leave gradients out of offload, and clip with Options(clip_norm=…)"
             )
-
-    def _forget_norms(self) -> None:
-        for bucket in self._engine.buckets:
-            bucket.forget_norm()
 
     def _run(self, runner: WholeModelRunner, call: Callable[[nn.Module], Any], inputs: Any) -> Any:
         """Run a forward of this or another model, and note which samples it computes."""

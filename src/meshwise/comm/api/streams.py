@@ -122,9 +122,8 @@ class Streams:
         """Memory figures of a GPU; None for other devices."""
         return None
 
-    def create(self, *, urgent: bool = False) -> Stream:  # noqa: ARG002 - the device has one stream
-        """Return a stream of the device's pool; after 32 calls a stream is returned again. urgent: True for a stream
-        of the other pool, whose work the device prefers."""
+    def create(self) -> Stream:
+        """Return a stream of the device's pool; after 32 calls a stream is returned again."""
         return HostStream()
 
     def current(self) -> Stream:
@@ -193,9 +192,9 @@ class CudaStreams(Streams):
         """Memory figures of the device."""
         return DeviceMemory(self.device)
 
-    def create(self, *, urgent: bool = False) -> Stream:
-        """Return a stream of torch's pool of 32, or of its pool of high priority."""
-        return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+    def create(self) -> Stream:
+        """Return a stream of torch's pool of 32."""
+        return torch.cuda.Stream(self.device)
 
     def current(self) -> Stream:
         """Return the current stream of this thread."""
