@@ -65,7 +65,7 @@ assert plan == mw.Plan(dp=2, tp=2, zero=1) and plan.mesh().size == 4""",
 except mw.PlanError as error:
     print(error)""",
     "Mesh": 'assert mw.Mesh.of(dp=2, tp=2).group(1, axes=["dp"]) == (1, 3)',
-    "Layout": 'assert mw.Layout.parse("tp,-").local_shape((8, 4), mesh=mw.Mesh.of(tp=2), rank=0) == (4, 4)',
+    "Layout": 'assert mw.Layout((("tp",), ())).local_shape((8, 4), mesh=mw.Mesh.of(tp=2), rank=0) == (4, 4)',
     "World": """world = trainer.world
 assert world.exchange(world.rank) == list(range(world.size))""",
     "connect": "world = mw.connect()",

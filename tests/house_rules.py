@@ -402,7 +402,6 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.comm.launch.launch.run": 2,
     "meshwise.comm.in_process.thread_and_trace_worlds.run_threads": 2,
     "meshwise.testing.run": 2,
-    "meshwise.testing.RankRunner.run": 2,
     "meshwise.engine.open_step.OpenStep.mean": 2,
     # Two things of one kind, or a function and what it maps: the order is the one everybody expects.
     "meshwise.base.mesh.even_split": 2,

@@ -18,7 +18,7 @@ b is the trusted side. A family is the tensors of one mapping or sequence; a num
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -57,10 +57,6 @@ class Difference:
     index: tuple[int, ...] = ()
     value: float = 0.0
     expected: float = 0.0
-
-    def __str__(self) -> str:
-        where = f" at {list(self.index)}" if self.index else ""
-        return f"{self.relative:.1e}{where}: {self.value:.17g} and {self.expected:.17g}"
 
 
 def difference(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> Difference:
@@ -216,34 +212,26 @@ def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module
     return source.module
 
 
-class RankRunner(Protocol):
-    """Protocol of an object that runs ranks in its own way, such as in processes that it reuses between calls."""
-
-    def run(self, size: int, main: Callable[..., Any], *, args: tuple[Any, ...] = ()) -> list[Any]:
-        """Call `main(world, *args)` on `size` ranks, and return the results by rank."""
-
-
 def run(
     size: int,
     main: Callable[..., Any],
     *,
-    on: Literal["threads", "processes"] | RankRunner = "threads",
+    on: Any = "threads",
     args: tuple[Any, ...] = (),
 ) -> list[Any]:
     """Call `main(world, *args)` on `size` ranks, and return the results by rank.
 
-    `on` is "threads" (starts in milliseconds, takes any callable), "processes" (starts in seconds; `main` must be at
-    the top level of a module, see `meshwise.run`), or a `RankRunner`. Raises the error of the first rank that failed,
-    with a note that names the rank, and ValueError for another `on`."""
+    | on   "threads" start in milliseconds and take any callable; "processes" start in seconds, and `main` must be at
+    |      the top level of a module, see `meshwise.run`. Also an object with a method `run(size, main, args=…)`
+
+    Raises the error of the first rank that failed, with a note that names the rank, and ValueError for another text."""
     if on == "threads":
         return list(run_threads(size, main, args=args))
     if on == "processes":
         return run_processes(size, main, args=args)
     if isinstance(on, str):
-        raise ValueError(  # noqa: TRY004 - the type is allowed, the value is not
-            f"on={on!r}: ranks run on 'threads', on 'processes', or on an object with a method `run`"
-        )
-    return on.run(size, main, args=args)
+        raise ValueError(f"on={on!r}: ranks run on 'threads' or on 'processes'")  # noqa: TRY004 - the text is wrong
+    return list(on.run(size, main, args=args))
 
 
 Outcome: TypeAlias = Any

@@ -9,6 +9,7 @@ set of such delays. Every step's loss is that of the same step without delays.""
 import argparse
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from accelerator.simulated_accelerators import SimulatedAccelerators
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.testing import RankRunner, agree, run
+from meshwise.testing import agree, run
 
 WIDTH, ROWS = 2, 4
 
@@ -41,7 +42,7 @@ def _losses(world: World, plan: Plan, steps: int) -> list[float]:
 def random_delays(text: str, *, steps: int, seed: int) -> None:
     """Train `steps` steps under a plan with chance delays. Raises Deadlock, StreamRace, or Disagreement of a loss."""
     plan = Plan.parse(f"{text} microbatches=4 partition=params")
-    devices: Sequence[RankRunner | None] = (None, SimulatedAccelerators(timing="random", seed=seed))
+    devices: Sequence[Any] = (None, SimulatedAccelerators(timing="random", seed=seed))
     plain, delayed = (run(plan.pp, _losses, args=(plan, steps), **({} if on is None else {"on": on})) for on in devices)
     agree(delayed, plain, bound=1e-9)
 

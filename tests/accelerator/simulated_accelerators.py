@@ -22,7 +22,7 @@ from meshwise.comm.network.nccl_world import Communicators, NcclWorld
 
 @dataclass(frozen=True)
 class SimulatedAccelerators:
-    """Runner of ranks on simulated accelerators: a `RankRunner`."""
+    """Runner of ranks on simulated accelerators, for `meshwise.testing.run`."""
 
     timing: Literal["late", "early", "random"] = "late"
     """When queued work of a stream runs: as late as a wait allows, as early as possible, or by chance in between."""

@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from accelerator.queued_work import place_of_call
 from accelerator.simulated_streams import SimulatedStreams, poison
 from accelerator.stream_races import Memory
 from meshwise.base.tensor_tree import all_tensors
-from meshwise.comm.api.streams import SimulatedDeviceMode
+from meshwise.comm.api import streams as device_streams
+from meshwise.memory import recompute
 from meshwise.model.torch_private import in_backward
 
 _aten = torch.ops.aten
@@ -156,12 +158,12 @@ class _DeviceNames(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Operations(SimulatedDeviceMode):
+class _Operations(TorchDispatchMode):
     """Mode that runs each operation of this thread in the current stream of its device."""
 
     def __init__(self, streams: SimulatedStreams, names: _DeviceNames) -> None:
-        super().__init__(streams)
-        self._streams = streams
+        super().__init__()
+        self.streams = self._streams = streams
         self._names = names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -305,3 +307,16 @@ def _is_dropped(alias: Tensor, memory: Memory | None) -> bool:
     if memory is None or memory.device is None or memory.kept_for:
         return False
     return int(torch._C._storage_Use_Count(alias.untyped_storage()._cdata)) <= 2
+
+
+def _of_this_thread() -> SimulatedStreams | None:
+    """Return the streams of this thread's simulated device, or None."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode.streams for mode in modes if isinstance(mode, _Operations)), None)
+
+
+# A thread on a simulated device gets the streams of that device where another thread gets those of a GPU.
+_OF_A_GPU, _GPU_IN_USE = device_streams.CudaStreams, device_streams.cuda_in_use
+vars(device_streams)["CudaStreams"] = lambda device: _of_this_thread() or _OF_A_GPU(device)
+for _module in (device_streams, recompute):
+    vars(_module)["cuda_in_use"] = lambda: _of_this_thread() is not None or _GPU_IN_USE()

@@ -17,10 +17,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined_worlds import joined
 from meshwise.comm import World
-from meshwise.comm.api.collective_buffers import reduce_block
+from meshwise.comm.api.collective_buffers import copy, reduce_block
 from meshwise.comm.network.gloo_world import PendingMessages
 from meshwise.comm.network.job_store import job_store
-from meshwise.comm.shared_memory.group_queue import GroupQueue
 from meshwise.testing import run
 from warm_processes import Processes
 
@@ -104,7 +103,7 @@ def gathers_twice(world: World, name: str) -> list[float]:
     if world.rank == 1:
         told.set("begun", "")
         with (
-            _signalled_after("meshwise.comm.shared_memory.group_queue.GroupQueue.take", GroupQueue.take),
+            _signalled_after("meshwise.comm.shared_memory.local_world.copy", copy),
             pytest.raises(Interruption),
         ):
             work.wait()

@@ -46,17 +46,12 @@ def test_one_tensor_is_rescaled_as_torch_does(plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan, why",
-    [
-        ("dp=2", "other ranks look up other rows"),
-        ("dp=2 zero=3", "other ranks look up other rows"),
-        ("dp=1 precision=bf16", "a master of another dtype"),
-        ("dp=1 zero=3 offload=optimizer:disk,params:disk", "is on another tier"),
-    ],
+    "plan",
+    ["dp=2", "dp=2 zero=3", "dp=1 precision=bf16", "dp=1 zero=3 offload=optimizer:disk,params:disk"],
 )
-def test_what_would_lose_it_is_refused(plan: str, why: str) -> None:
+def test_what_would_lose_it_is_refused(plan: str) -> None:
     def train(world: World) -> None:
-        with pytest.raises(PlanError, match=why):
+        with pytest.raises(PlanError, match="there are copies of the weight"):
             parallelize(model(), plan, loss=squares, world=world)
 
     run(2 if "dp=2" in plan else 1, train)

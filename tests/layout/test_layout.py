@@ -1,4 +1,4 @@
-"""Test that layouts print and parse back, and that the parts of all ranks tile the tensor."""
+"""Test that layouts print their splits, and that the parts of all ranks tile the tensor."""
 
 import math
 import re
@@ -29,9 +29,20 @@ def layouts(draw: st.DrawFn) -> Layout:
 meshes = st.tuples(*[st.integers(1, 3)] * 4).map(lambda degrees: Mesh(tuple(zip(AXES, degrees, strict=True))))
 
 
-@given(layouts())
-def test_a_layout_prints_and_parses_back(layout: Layout) -> None:
-    assert Layout.parse(str(layout)) == layout
+def as_printed(text: str) -> Layout:
+    """Return the layout without cuts that prints as `text`."""
+    return Layout(tuple(() if axes == "-" else tuple(axes.split(".")) for axes in text.split(",")))
+
+
+@pytest.mark.parametrize("text", ["-", "dp,-", "row.dp,col", "-,tp.dp,row"])
+def test_a_layout_prints_its_splits(text: str) -> None:
+    assert str(as_printed(text)) == text
+
+
+def test_a_layout_prints_its_cuts() -> None:
+    cuts = (DimSplit((8, 8), 4), DimSplit(grain=2), DimSplit((3,)))
+    assert str(Layout((("tp",), ("dp",), ()), cuts=(*cuts[:2], DimSplit()))) == "tp[8|8:4],dp[:2],-"
+    assert str(Layout(((),), cuts=cuts[2:])) == "-[3]"
 
 
 @given(layout=layouts(), mesh=meshes, data=st.data())
@@ -52,7 +63,7 @@ def owners(text: str, shape: tuple[int, int], mesh: Mesh) -> str:
     """A matrix with each element as the ranks that hold it."""
     cells = [[""] * shape[1] for _ in range(shape[0])]
     for rank in range(mesh.size):
-        part = Layout.parse(text).local(shape, mesh=mesh, rank=rank)
+        part = as_printed(text).local(shape, mesh=mesh, rank=rank)
         for row in range(shape[0])[part.slices[0]]:
             for column in range(shape[1])[part.slices[1]]:
                 cells[row][column] += str(rank)
@@ -81,26 +92,20 @@ def test_a_replicated_layout_is_whole_everywhere() -> None:
     assert (part.offsets, part.sizes) == ((0, 0), (3, 4))
 
 
-@pytest.mark.parametrize("text", ["", "dp,", "dp tp", "dp,- tp", "dp,-+", ".dp", "dp,()", "+tp"])
-def test_a_wrong_text_of_a_layout_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{text!r} is not a layout; write the axes of each dim")):
-        Layout.parse(text)
-
-
 @pytest.mark.parametrize("text", ["dp,dp", "dp.dp,-"])
 def test_an_axis_occurs_once_in_a_layout(text: str) -> None:
     with pytest.raises(ValueError, match=f"axis dp appears twice in the layout '{re.escape(text)}'"):
-        Layout.parse(text)
+        as_printed(text)
 
 
 def test_a_layout_and_a_shape_have_the_same_dims() -> None:
     with pytest.raises(ValueError, match=re.escape("the layout 'dp,-' has 2 dims, the shape (4,) 1")):
-        Layout.parse("dp,-").local((4,), mesh=Mesh.of(dp=2), rank=0)
+        as_printed("dp,-").local((4,), mesh=Mesh.of(dp=2), rank=0)
 
 
 def test_the_mesh_has_every_axis_of_the_layout() -> None:
     with pytest.raises(ValueError, match="no axis tp in the mesh 'dp=2'"):
-        Layout.parse("tp").local((4,), mesh=Mesh.of(dp=2), rank=0)
+        as_printed("tp").local((4,), mesh=Mesh.of(dp=2), rank=0)
 
 
 @st.composite
@@ -115,7 +120,6 @@ def cut_matrices(draw: st.DrawFn) -> tuple[Layout, tuple[int, int]]:
 @given(drawn=cut_matrices(), mesh=meshes)
 def test_each_section_of_a_dim_is_split_separately(drawn: tuple[Layout, tuple[int, int]], mesh: Mesh) -> None:
     layout, shape = drawn
-    assert Layout.parse(str(layout)) == layout
     counts = torch.zeros(shape, dtype=torch.int64)
     starts = [sum(layout.cuts[0].sections[:number]) for number in range(len(layout.cuts[0].sections))]
     for rank in range(mesh.size):
@@ -141,6 +145,6 @@ def test_a_second_axis_splits_the_parts_of_the_first_one(size: int, mesh: Mesh) 
 def test_a_dim_that_does_not_fit_its_cut_is_refused() -> None:
     mesh = Mesh.of(tp=2)
     with pytest.raises(ValueError, match=re.escape("a dim of 10 cannot be cut as '[:4]'")):
-        Layout.parse("tp[:4],-").local((10, 2), mesh=mesh, rank=0)
+        Layout((("tp",), ()), cuts=(DimSplit(grain=4), DimSplit())).local((10, 2), mesh=mesh, rank=0)
     with pytest.raises(ValueError, match=re.escape("two dims have sections")):
-        Layout.parse("tp[1|1],-[2|2]")
+        Layout((("tp",), ()), cuts=(DimSplit((1, 1)), DimSplit((2, 2))))

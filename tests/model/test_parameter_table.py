@@ -30,7 +30,7 @@ def test_a_row_describes_a_parameter() -> None:
         aliases=("head.weight",),
         unit="embedding+positions+norm",
         options=(),
-        layout=Layout.parse("-,-"),
+        layout=Layout.replicated(2),
         summed=("dp",),
     )
     assert row_of(table, "norm.bias") == ParameterRow(
@@ -41,7 +41,7 @@ def test_a_row_describes_a_parameter() -> None:
         aliases=(),
         unit="embedding+positions+norm",
         options=(("weight_decay", 0.0),),
-        layout=Layout.parse("-"),
+        layout=Layout.replicated(1),
         summed=("dp",),
     )
 

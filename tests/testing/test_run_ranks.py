@@ -29,4 +29,4 @@ def test_processes_for_one_call_give_the_same() -> None:
 
 def test_another_kind_of_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="on='fibres'"):
-        run(2, ranks, on="fibres", args=(1,))  # type: ignore[arg-type]
+        run(2, ranks, on="fibres", args=(1,))

@@ -26,7 +26,7 @@ from torch import Tensor
 from meshwise.attention.fused_kernels import AttentionInput, FusedKernel, fused_kernel
 from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full, pair_indices
 from meshwise.layout.layout import TokenRanges, TokenTile
-from meshwise.model.random_interception import DrawContext, IndexBlock, draw, keep_mask
+from meshwise.model.random_interception import DrawSource, IndexBlock, draw, keep_mask
 
 CPU_TILE = 256
 """Tokens in one tile of queries or of keys on the CPU."""
@@ -49,7 +49,7 @@ class ScoreDropout:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, probability: float, *, draws: DrawContext | None, shape: Sequence[int]) -> "ScoreDropout":
+    def of(cls, probability: float, *, draws: DrawSource | None, shape: Sequence[int]) -> "ScoreDropout":
         """Return dropout for scores of the global `shape`; `draws`: None for torch's own generator."""
         samples, heads = shape[:2]
         if draws is None:

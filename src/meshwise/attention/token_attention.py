@@ -33,7 +33,7 @@ from meshwise.base.text_format import align_columns
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import Group, World
 from meshwise.layout.layout import TokenRanges, token_order
-from meshwise.model.random_interception import DrawContext
+from meshwise.model.random_interception import DrawSource
 from meshwise.plan import Plan, PlanError
 
 RING, HEADS = "ring", "heads"
@@ -215,7 +215,7 @@ class TokenAttention:
     world: World
     context: str
     dense: bool = False
-    draws: DrawContext | None = None
+    draws: DrawSource | None = None
     rule: Pattern | None = None
     """Pattern of a rule for the module that is running."""
 

@@ -20,7 +20,7 @@ name of a joint axis:
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
@@ -121,17 +121,6 @@ class Mesh:
         for name, degree in reversed(self.axes):
             rank, places[name] = divmod(rank, degree)
         return dict(reversed(places.items()))
-
-    def rank(self, coordinate: Mapping[str, int]) -> int:
-        """Return the rank at `coordinate`. Raises ValueError for a missing, unknown or out-of-range index."""
-        if set(coordinate) != set(self.names):
-            raise ValueError(f"the coordinate {dict(coordinate)} needs exactly one index for each axis of {self}")
-        rank = 0
-        for name, degree in self.axes:
-            if not 0 <= coordinate[name] < degree:
-                raise ValueError(f"index {coordinate[name]} on axis {name} is not in 0 to {degree - 1} (mesh {self})")
-            rank = rank * degree + coordinate[name]
-        return rank
 
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
         """Return `rank` and all ranks whose coordinates differ from it only along `axes`, in ascending order.

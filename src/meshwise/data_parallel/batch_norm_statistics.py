@@ -158,19 +158,15 @@ def disable_sync_batch_norm(module: nn.Module) -> contextlib.ExitStack:
 
 def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: StorageConfig) -> None:
     """Raise PlanError for an embedding with `max_norm` if other copies, or a master, of its weight exist."""
+    tiers, ranks = storage.tiers, world.group(plan.loss_axes).size
+    copied = ranks > 1 or tiers.is_offloaded("masters") or tiers.is_offloaded("params")
     for name, part in module.named_modules():
-        if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or part.max_norm is None:
-            continue
-        stored = storage.precision.parameters or part.weight.dtype
-        if world.group(plan.loss_axes).size > 1:
-            wrong = "other ranks look up other rows. Nearest that works: dp=1, and tp_mode=1d if tp > 1"
-        elif storage.precision.master_of(stored) != stored:
-            wrong = "a master of another dtype is updated. Nearest that works: precision=fp32, with a model in fp32"
-        elif storage.tiers.is_offloaded("masters") or storage.tiers.is_offloaded("params"):
-            wrong = "the tensor that is updated is on another tier. Nearest that works: offload=none"
-        else:
-            continue
-        raise PlanError(
-            f"{name or type(part).__name__} has max_norm={part.max_norm:g}: its forward rescales the rows of its "
-            f"weight that it looks up, and under the plan '{plan}' there are other copies: {wrong}"
-        )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            stored = storage.precision.parameters or part.weight.dtype
+            if copied or storage.precision.master_of(stored) != stored:
+                raise PlanError(
+                    f"{name or type(part).__name__} has max_norm={part.max_norm:g}: its forward rescales the rows of "
+                    f"its weight that it looks up, and under the plan '{plan}' there are copies of the weight: on "
+                    "other ranks, on another tier or in another dtype. Nearest that works: dp=1 offload=none "
+                    "precision=fp32 with a model in fp32, and tp_mode=1d if tp > 1"
+                )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import Work, World
-from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace, OptionRun, Options
+from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace, Options
 from meshwise.data_parallel.reduction import ZERO, Codec, ReducedPart, ReducingRanks, Reduction
 from meshwise.memory.chunked_update import UpdateChunk
 from meshwise.memory.tiers import BorrowedTensor, Tiers
@@ -168,7 +168,8 @@ class Bucket:
             sent = self.has_replicas
             empty = self.world.empty if sent else partial(torch.empty, device=self.device)
             self.reduced = empty(own.numel(), dtype=wide).zero_()
-        self.chunks = [self._chunk(runs) for runs in self.place.chunks(self.owned, most=tiers.chunk_limit)]
+        (start, stop), most = self.owned, tiers.chunk_limit or max(1, own.numel())
+        self.chunks = [self._chunk(low, high=min(low + most, stop)) for low in range(start, stop, most)]
         reduction, wide_sum = self.storage.reduction, self.storage.precision.accumulation_of(self.dtype)
         kept = {name: (own.numel(), wide) for name in reduction.owned_state}
         kept |= dict.fromkeys(reduction.summed_state, (self.place.size, wide_sum))
@@ -176,25 +177,27 @@ class Bucket:
         for name, (size, dtype) in kept.items():
             self.reduction_state[name] = torch.zeros(size, dtype=dtype, device=self.device)
 
-    def _chunk(self, runs: Sequence[OptionRun]) -> UpdateChunk:
-        """Return neighbouring runs as one chunk to update, and add their slices to `slices`."""
+    def _chunk(self, low: int, *, high: int) -> UpdateChunk:
+        """Return elements [low, high) as one chunk to update, and add their slices, one for each run, to `slices`."""
         assert self.master is not None
-        low = self.owned[0]
-        slices = [nn.Parameter(self.master[run.start - low : run.stop - low]) for run in runs]
-        self.slices += zip([run.options for run in runs], slices, strict=True)
-        here = slice(runs[0].start - low, runs[-1].stop - low)
+        first = self.owned[0]
+        runs = [(options, max(low, start), min(high, stop)) for options, start, stop in self.place.runs]
+        added = [(o, nn.Parameter(self.master[a - first : b - first])) for o, a, b in runs if a < b]
+        self.slices += added
+        here = slice(low - first, high - first)
         narrow = self.owned_parameters[here] if self.has_master else None
         gradient, factor = lambda: self.reduced_gradient[here], lambda: self.factor
-        return UpdateChunk(slices, self.master[here], narrow, gradient, factor)
+        return UpdateChunk([part for _, part in added], self.master[here], narrow, gradient, factor)
 
     def cut(self, labels: Sequence[Hashable]) -> dict[nn.Parameter, list[nn.Parameter]]:
         """Cut slices where neighbouring pieces differ in their label or in `frozen`; return the parts of cut slices.
 
-        So all elements of a slice have been updated in the same steps, and share numbers such as a count of steps."""
+        So all elements of a slice have been updated in the same steps, and share numbers such as a count of steps.
+        Frozen slices have `requires_grad` off."""
         pieces, marks = self.place.pieces, list(zip(labels, self.frozen, strict=True))
         borders = [after.start for n, after in enumerate(pieces) if n and marks[n - 1] != marks[n]]
         off = [piece for piece, frozen in zip(pieces, self.frozen, strict=True) if frozen]
-        parts, slices, frozen, start = dict[nn.Parameter, list[nn.Parameter]](), [], set[nn.Parameter](), self.owned[0]
+        parts, slices, start = dict[nn.Parameter, list[nn.Parameter]](), [], self.owned[0]
         for options, whole in self.slices:
             stop = start + whole.numel()
             ends = sorted({start, *(border for border in borders if start < border < stop), stop})
@@ -203,14 +206,11 @@ class Bucket:
                 parts[whole] = [nn.Parameter(part) for part in whole.detach().split(sizes)]
             for low, part in zip(ends, parts.get(whole, [whole]), strict=False):
                 slices.append((options, part))
-                if any(piece.start <= low < piece.stop for piece in off):
-                    frozen.add(part)
+                part.requires_grad_(not any(piece.start <= low < piece.stop for piece in off))
             start = stop
         self.slices = slices
         for chunk in self.chunks:
             chunk.slices[:] = [part for whole in chunk.slices for part in parts.get(whole, (whole,))]
-            chunk.frozen.clear()
-            chunk.frozen.update(frozen.intersection(chunk.slices))
         return parts
 
     def views(self, flat: Tensor | None = None) -> list[Tensor]:
@@ -466,6 +466,7 @@ class Bucket:
 
     def gradients_to_scale(self, factor: float) -> list[Tensor]:
         """Return the reduced gradient to multiply by `factor` now, or [] and set `self.factor` if it is on disk."""
+        self.forget_norm()
         if self.reduced is None:
             return []
         if not self.storage.tiers.on_disk(self.reduced):

@@ -11,7 +11,7 @@ at most one tensor for each parameter group and bucket."""
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -35,28 +35,14 @@ class BucketPiece:
 
 
 @dataclass(frozen=True)
-class OptionRun:
-    """Elements [start, stop) of the flat buffer whose parameters have the same optimizer options."""
-
-    options: Options
-    start: int
-    stop: int
-
-    def within(self, start: int, *, stop: int) -> "OptionRun | None":
-        """Return the part of the run inside [start, stop), or None."""
-        low, high = max(self.start, start), min(self.stop, stop)
-        return OptionRun(self.options, low, high) if low < high else None
-
-
-@dataclass(frozen=True)
 class BucketPlace:
     """Places of parameters in a flat buffer of `size` elements, divided into `parts` equal shards.
 
-    The runs cover [0, size); the padding is at the end of each run. The first `ranks_without_shard` ranks have no
-    shard."""
+    `runs`: (options, start, stop) of elements whose parameters have the same optimizer options. They cover [0, size);
+    the padding is at the end of each run. The first `ranks_without_shard` ranks have no shard."""
 
     pieces: tuple[BucketPiece, ...]
-    runs: tuple[OptionRun, ...]
+    runs: tuple[tuple[Options, int, int], ...]
     size: int
     parts: int
     ranks_without_shard: int = 0
@@ -81,7 +67,7 @@ class BucketPlace:
         unit = (parts - ranks_without_shard) * ALIGNMENT
         size = max(1, -(-stop // unit)) * unit
         bounds = itertools.pairwise([*starts.values(), size])
-        runs = tuple(OptionRun(options, low, high) for options, (low, high) in zip(starts, bounds, strict=True))
+        runs = tuple((options, low, high) for options, (low, high) in zip(starts, bounds, strict=True))
         return cls(tuple(pieces), runs, size, parts - ranks_without_shard, ranks_without_shard)
 
     @property
@@ -89,13 +75,6 @@ class BucketPlace:
         """The (start, stop) of all elements that belong to no parameter."""
         after = [piece.start for piece in self.pieces[1:]] + [self.size]
         return [(piece.stop, start) for piece, start in zip(self.pieces, after, strict=True) if piece.stop < start]
-
-    def chunks(self, owned: tuple[int, int], *, most: int | None) -> Iterator[list[OptionRun]]:
-        """Yield the owned elements (start, stop) in chunks of at most `most` (None: one chunk), each as runs."""
-        start, stop = owned
-        for low in range(start, stop, most or max(1, stop - start)):
-            high = min(stop, low + most) if most else stop
-            yield [part for run in self.runs if (part := run.within(low, stop=high))]
 
     def shard(self, index: int) -> tuple[int, int]:
         """Return (start, stop) of the shard of the rank with this index in the group."""

@@ -64,8 +64,6 @@ class DataParallel:
         self.storage = storage
         self.reduction = storage.reduction
         self.tiers = storage.tiers
-        self.owned: dict[nn.Parameter, ParameterRow] = {}
-        """Rows of the whole parameters whose optimizer state this rank has, by the key of the state."""
         here = table.on(world.mesh, rank=world.rank)
         self.units = [LiveUnit(unit, world=world, storage=storage) for unit in here.units]
         new = lambda row, value: install(self.module, row=row, tensor=value)  # noqa: E731

@@ -134,15 +134,11 @@ class LiveUnit:
             memory = bucket.whole.untyped_storage().data_ptr()
             for piece, parameter, (version, _) in zip(bucket.place.pieces, parameters, state, strict=True):
                 name, held = piece.row.name, parameter.untyped_storage()
-                if parameter.dtype != bucket.dtype:
-                    return (
-                        f"{name!r} was {bucket.dtype} when the model was parallelized and is {parameter.dtype} now; "
-                        "convert the model before parallelize"
-                    )
-                if held.nbytes() != bucket.dtype.itemsize if freed else held.data_ptr() != memory:
+                gone = held.nbytes() != bucket.dtype.itemsize if freed else held.data_ptr() != memory
+                if gone or parameter.dtype != bucket.dtype:
                     return (
                         f"the tensor of {name!r} was replaced after the model was parallelized, so the model no longer "
-                        "uses the tensor that is trained; set values and devices before parallelize"
+                        "uses the tensor that is trained; set values, dtypes and devices before parallelize"
                     )
                 if (bucket.has_master or bucket.shared) and parameter._version != version:
                     why = "the next step would overwrite it from its float32 copy" if bucket.has_master else _SHARED
@@ -307,7 +303,7 @@ class UnitGradients:
         while self._in_place:
             self._in_place.popitem()[1].grad = None
         if not self._handles:
-            for parameter in (self._last, *self._stay):
+            for parameter in [each for each in (self._last, *self._stay) if each.requires_grad]:
                 self._watch(parameter)
 
     def take(self, on_gradient: GradientCallback | None) -> None:
@@ -366,7 +362,7 @@ class UnitGradients:
     def _move(self, to: nn.Parameter) -> None:
         """Move the hook to another parameter; it also stays where the user has hooks."""
         staying = any(self._last is parameter for parameter in self._stay)
-        if not staying and len(self._last._post_accumulate_grad_hooks or ()) == 1:
+        if not staying and len(self._last._post_accumulate_grad_hooks or ()) == 1 and id(self._last) in self._handles:
             self._handles.pop(id(self._last)).remove()
         self._last = to
         self._watch(to)

@@ -73,11 +73,6 @@ class OwnedParameter(NamedTuple):
         piece = self.bucket.place.pieces[self.number]
         return ((p, here) for p, _, here, _ in slice_pieces(self.bucket, within=(piece.start, piece.stop)))
 
-    @property
-    def is_frozen(self) -> bool:
-        """True while the parameter has `requires_grad` off."""
-        return self.bucket.frozen[self.number]
-
 
 Values: TypeAlias = Sequence[Mapping[nn.Parameter, Tensor]]
 """Tensors of the shapes of the optimizer's slices, by slice. Results are written to the first ones."""
@@ -163,7 +158,7 @@ class ParameterOwners:
         Frozen parameters are left out."""
         waves = []
         for wave in self._waves:
-            owned = [one if one and not one.is_frozen else None for one in wave.owned]
+            owned = [one if one and not one.bucket.frozen[one.number] else None for one in wave.owned]
             if any(owned):
                 waves.append(wave._replace(owned=owned).steps(values, function=function, dtype=dtype))
         for last in range(len(waves) + 2):

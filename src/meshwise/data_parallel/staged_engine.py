@@ -31,6 +31,7 @@ class Engine:
         self.world = world
         self.tiers = next(iter(stages.values())).tiers
         self.owned: dict[nn.Parameter, ParameterRow] = {}
+        """Rows of the whole parameters whose optimizer state this rank has, by the key of the state."""
         self.given: list[tuple[str, nn.Parameter, bool]] = []
         """(name, parameter, requires_grad) of a model that was given with values, if stages have replaced it."""
         self.fixed_by = ""

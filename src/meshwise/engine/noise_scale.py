@@ -54,7 +54,6 @@ class NoiseMeter:
                 f"the noise scale needs the gradient of a micro-batch on one rank, and '{plan}' moves or splits it; "
                 "use offload=none and cp=1, or train.noise = false (Options(noise=False))"
             )
-        self._engine = engine
         names = [row.name for row in engine.table.rows if row.trainable]
         self.layers = list(dict.fromkeys(map(layer_of, names)))
         self._parts = engine.world.group(plan.replica_axes).size * plan.microbatches

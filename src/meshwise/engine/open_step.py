@@ -14,7 +14,7 @@ gradients of one process."""
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api import autograd_collectives as gradient
-from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
-from meshwise.comm.api.world import World
+from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.data_parallel.logical_slices import whole_tensors
 from meshwise.engine.microbatch_runner import MicroBatch, WholeModelRunner, gather_rows, placed
 from meshwise.engine.step import StepAttempt, TrainingSteps
-from meshwise.engine.step_result import StepInputs, StepResult, StepTotals, mismatch_text
+from meshwise.engine.step_result import StepInputs, StepResult, StepTotals
 from meshwise.model.forward import call_loss
 from meshwise.model.random_draws import SampleRows
 from meshwise.plan import Plan, PlanError
@@ -166,7 +165,8 @@ class OpenStep:
                     yield name, full
                     full.mul_(factor)
         finally:
-            self._forget_norms()
+            for bucket in self._engine.buckets:
+                bucket.forget_norm()
 
     def norm(self) -> float:
         """Return the 2-norm of the gradient over all parameters. No backward may follow."""
@@ -181,7 +181,6 @@ class OpenStep:
         factor = norm / (before + 1e-6)
         if factor < 1.0:
             self._engine.scale_gradients(factor)
-            self._forget_norms()
         return before
 
     # ---- update ------------------------------------------------------------------------------------------------
@@ -192,17 +191,9 @@ class OpenStep:
         `Options` (clip_norm, nonfinite) apply as in `Trainer.step`. Raises NonFiniteError and RanksDisagree as there,
         and RanksDisagree when the ranks' losses differ."""
         attempt = self._finish()
-        world, axes = self._world, self._plan.loss_axes
-        squared = self._engine.squared_norm().reshape(1)
-        whole = self._steps.engine
-        [total], mismatch = world.totals(squared, digest=self._digest, equal=axes, common=whole.frozen_digest)
-        if mismatch:
-            changed = any(world.exchange(whole.frozen_digest))
-            inputs = StepInputs(0, 0, tuple(self._called), whole.frozen() if changed else None)
-            found = dict(world.exchange((world.rank, (inputs, self._value))))
-            if text := _mismatch(world, found, axes):
-                raise RanksDisagree(text)
-        whole.frozen_digest = 0
+        squared, axes = self._engine.squared_norm().reshape(1), self._world.mesh.names
+        inputs = StepInputs(self._digest, 0, tuple(self._called), loss=self._value)
+        [total] = self._steps.summed(squared, inputs=inputs, equal=self._plan.loss_axes, axes=axes)
         self._steps.decide(attempt, totals=StepTotals(self._value, 1.0, total / self._steps.factor**2))
         return self._result(attempt)
 
@@ -242,10 +233,6 @@ class OpenStep:
                 "leave gradients out of offload, and clip with Options(clip_norm=…)"
             )
 
-    def _forget_norms(self) -> None:
-        for bucket in self._engine.buckets:
-            bucket.forget_norm()
-
     def _run(self, runner: WholeModelRunner, call: Callable[[nn.Module], Any], inputs: Any) -> Any:
         """Run a forward of this or another model, and note which samples it computes."""
         rows = self._numbered(inputs)
@@ -268,17 +255,3 @@ class OpenStep:
             samples = dataclasses.replace(self._sharder, weights=None).shards(size).samples(0, count=1)
         offset, self._offset = self._offset, self._offset + size
         return MicroBatch(None, self.counts, samples.shifted(offset))
-
-
-def _mismatch(world: World, found: Mapping[int, tuple[StepInputs, float]], axes: Sequence[str]) -> str:
-    """Return an error message: the losses of the ranks, or their collectives, differ."""
-    for group in world.mesh.groups(axes):
-        if len({repr(found[rank][1]) for rank in group}) > 1:
-            losses = ", ".join(f"rank {rank}: {found[rank][1]:.7g}" for rank in group)
-            return (
-                f"the ranks called step.backward with different losses ({losses}). A backward adds up the gradients of "
-                "all ranks, so the loss has to be the loss of the whole batch, the same number on every rank: "
-                "loss = step.mean(loss_sum, count), with the sum over this rank's rows and the number of its terms"
-            )
-    inputs = {rank: given for rank, (given, _) in found.items()}
-    return mismatch_text(world.mesh, found=inputs, equal=world.mesh.names)

@@ -306,10 +306,17 @@ class TrainingSteps:
         axes = world.mesh.names if axes is None else axes
         rows = world.mesh.expand(self._plan.row_axes) if local else ()
         equal = [axis for axis in axes if axis not in rows]
-        frozen = self.engine.frozen_digest
-        found, mismatch = world.totals(torch.stack(own), digest=inputs.batch, equal=equal, axes=axes, common=frozen)
+        return self.summed(torch.stack(own), inputs=inputs, equal=equal, axes=axes)
+
+    def summed(self, values: Tensor, *, inputs: StepInputs, equal: Sequence[str], axes: Sequence[str]) -> list[float]:
+        """Sum `values`, an fp64 vector, over the ranks along `axes`, and return the sums.
+
+        Raises RanksDisagree if the digests of `inputs` differ along `equal`, or if frozen parameters or collectives
+        differ along `axes`."""
+        world, frozen = self._world, self.engine.frozen_digest
+        found, mismatch = world.totals(values, digest=inputs.batch, equal=equal, axes=axes, common=frozen)
         if mismatch:
-            changed = any(world.exchange(self.engine.frozen_digest, axes=axes))
+            changed = any(world.exchange(frozen, axes=axes))
             inputs = replace(inputs, frozen=self.engine.frozen() if changed else None)
             found_inputs = dict(world.exchange((world.rank, inputs), axes=axes))
             if text := mismatch_text(world.mesh, found=found_inputs, equal=equal):

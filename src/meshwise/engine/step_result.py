@@ -119,13 +119,15 @@ _LOOKED_AT = 64 << 10
 
 @dataclass(frozen=True)
 class StepInputs:
-    """Digest of the batch that a rank was given, its rows, and the collectives that the rank called."""
+    """Digest of the batch that a rank was given (or of an open step's losses), its rows, and the called collectives."""
 
     batch: int
     rows: int
     called: tuple[CallRecord, ...]
     frozen: Mapping[str, bool] | None = None
     """True by name for each parameter of this rank that is frozen; None if the ranks have agreed on them."""
+    loss: float | None = None
+    """Sum of the losses of an open step; None for another step."""
 
 
 def batch_digest(batch: Any, *, contents: bool, before: int = 0) -> int:
@@ -162,7 +164,10 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequenc
         parties: dict[tuple[int, int], list[int]] = {}
         for rank in group:
             parties.setdefault((found[rank].batch, found[rank].rows), []).append(rank)
-        if len(parties) > 1:
+        if len({repr(found[rank].loss) for rank in group}) > 1:
+            losses = ", ".join(f"rank {rank}: {found[rank].loss:.7g}" for rank in group)
+            return f"the ranks called step.backward with different losses ({losses}). {_OF_ALL_RANKS}"
+        if len(parties) > 1 and found[group[0]].loss is None:
             had = ", ".join(f"{ranks_text(ranks)} a batch of {rows} rows" for (_, rows), ranks in parties.items())
             advice = _GLOBAL if set(equal) == set(mesh.names) else _LOCAL
             return f"the ranks were given different batches ({had}). {advice}"
@@ -178,6 +183,10 @@ _GLOBAL = (
 _LOCAL = (
     "These ranks train the same rows (tp and pp split the model, not the batch), so their local batches must be equal. "
     f"Give the sampler the plan's replicas, not world.size and world.rank: {_SAMPLER}"
+)
+_OF_ALL_RANKS = (
+    "A backward adds up the gradients of all ranks, so the loss has to be the loss of the whole batch, the same number "
+    "on every rank: loss = step.mean(loss_sum, count), with the sum over this rank's rows and the number of its terms"
 )
 
 

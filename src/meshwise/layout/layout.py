@@ -16,7 +16,6 @@ rank early and late tokens:
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -105,12 +104,6 @@ class DimSplit:
         grain = f":{self.grain}" if self.grain > 1 else ""
         return f"[{'|'.join(map(str, self.sections))}{grain}]" if self.sections or grain else ""
 
-    @classmethod
-    def parse(cls, text: str) -> "DimSplit":
-        """Return the `DimSplit` that prints as `text`."""
-        sections, _, grain = text.strip("[]").partition(":")
-        return cls(tuple(int(size) for size in sections.split("|") if size), int(grain or 1))
-
     def spans(self, size: int, *, places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return (start, stop) of one rank's part of each section of a dim of `size` elements.
 
@@ -141,7 +134,7 @@ class Layout:
     | splits    per dim, the axes that split it, outermost first; () leaves the dim whole
     | cuts      per dim, its constraint; (): every dim may be split between any two elements
 
-    `str` and `parse` convert to and from a short text:
+    Prints as a short text:
 
         | dp,-          a matrix: dp splits its rows
         | row.dep,col   row, and within it dep, splits dim 0; col splits dim 1
@@ -167,18 +160,6 @@ class Layout:
     def replicated(cls, ndim: int) -> "Layout":
         """Return the layout of a tensor of `ndim` dims that every rank stores in full."""
         return cls(((),) * ndim)
-
-    @classmethod
-    def parse(cls, text: str) -> "Layout":
-        """Return the layout that prints as `text`, such as `dp,-`. Raises ValueError for anything else."""
-        dim = r"(?:-|\w+(?:\.\w+)*)(?:\[\d*(?:\|\d+)*(?::\d+)?\])?"
-        match = re.fullmatch(rf"\s*(\(\)|{dim}(?:,{dim})*)\s*", text)
-        if match is None:
-            raise ValueError(f"{text!r} is not a layout; write the axes of each dim, as in 'dp,-'")
-        dims = [] if match[1] == "()" else match[1].split(",")
-        words = [dim.partition("[") for dim in dims]
-        splits = tuple(() if axes == "-" else tuple(axes.split(".")) for axes, _, _ in words)
-        return cls(splits, tuple(DimSplit.parse(cut) for _, _, cut in words))
 
     def __str__(self) -> str:
         words = [f"{'.'.join(axes) or '-'}{cut}" for axes, cut in zip(self.splits, self._cuts, strict=True)]

@@ -19,7 +19,7 @@ import copy
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -33,8 +33,8 @@ from meshwise.memory.tiers import Tiers
 class UpdateChunk:
     """Elements of one dtype of a bucket that are updated together, as flat tensors.
 
-    | slices      the optimizer's parameters, in the order of their elements; together they are the whole chunk
-    | frozen      slices that get no gradient, so that the optimizer leaves them as they are
+    | slices      the optimizer's parameters, in the order of their elements; together they are the whole chunk. The
+    |             optimizer leaves those with `requires_grad` off as they are
     | master      the unrounded values, on their tier
     | narrow      the parameters in the model's dtype, rounded masters; None if the master is the parameter itself
     | gradient    returns the reduced gradients, on their tier; called when the gradients are ready
@@ -46,7 +46,6 @@ class UpdateChunk:
     narrow: Tensor | None
     gradient: Callable[[], Tensor]
     factor: Callable[[], float]
-    frozen: set[nn.Parameter] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class StagedRound:
             for parameter, span in one.spans:
                 if "master" in values:
                     parameter.data = values["master"][span]
-                parameter.grad = None if parameter in one.chunk.frozen else gradient[span]
+                parameter.grad = gradient[span] if parameter.requires_grad else None
                 self._bind(parameter, values, span)
 
     def write(self) -> Sequence[SwapTransfer]:
@@ -180,7 +179,7 @@ class ChunkedUpdate:
         self._rounds = list(self._in_rounds(map(self._stored_chunk, chunks)))
         self.broken = False
         """True if parameters may belong to different steps: `check` raises, until a checkpoint is loaded."""
-        tiers.reserve(max(map(_bytes, self._rounds), default=0))
+        tiers.staging_size = max(tiers.staging_size, *map(_bytes, self._rounds))
 
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update every chunk by its gradient, in the same order on every rank; then call `done` for the chunk.

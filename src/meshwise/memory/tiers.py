@@ -80,7 +80,7 @@ class Tiers:
         """Bytes that `empty` has allocated on disk, by kind: `params`, `masters`, `gradients` or `optimizer`."""
         self._largest = 0
         self.staging_size = BLOCK
-        """Bytes of each staging buffer of the update."""
+        """Bytes of each staging buffer of the update; it may grow before `staging` is used."""
         self._pools: list[BufferPool] = []
         self._stored: list[SwapTransfer] = []
         self._updates: deque[TierActivity] = deque(maxlen=REMEMBERED)
@@ -115,10 +115,6 @@ class Tiers:
         pool = BufferPool(most, streams=self._streams, on_new_buffer=self.on_new_buffer, is_disk_slow=is_disk_slow)
         self._pools.append(pool)
         return pool
-
-    def reserve(self, size: int) -> None:
-        """Set the least `staging_size` to `size` bytes, whole blocks; call it before `staging` is used."""
-        self.staging_size = max(self.staging_size, size)
 
     @property
     def staged(self) -> int:

@@ -30,7 +30,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -143,15 +143,8 @@ class ActivationRegion:
     rank_offset: int = 0
 
 
-class TokenPositions(Protocol):
-    """Positions of the tokens that this rank has when tokens are split over ranks."""
-
-    def positions(self) -> Tensor | None:
-        """Return the global positions of this rank's tokens in the present forward; None if it has all tokens."""
-
-    def running(self, rows: SampleRows, *, again: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a forward of the samples `rows`, or with `again` for the backward of this forward."""
-
+TokenPositions: TypeAlias = Any
+"""The mode of tokens that are split over ranks: positions of this rank's tokens, and the context of a forward."""
 
 DrawState: TypeAlias = tuple["_Frame", ActivationRegion, SampleRows]
 """The running call, the region and the samples at a point of a forward; see `RandomDraws.snapshot`."""

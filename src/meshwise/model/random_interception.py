@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -203,26 +203,8 @@ _BACKWARDS = (Tensor.backward, torch.autograd.backward)
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-class DrawContext(Protocol):
-    """Provider of the key and the slice of each draw; see `random_draws.RandomDraws`."""
-
-    local: bool
-    """Whether torch's own generator draws, seeded before each draw."""
-
-    def key(self) -> int:
-        """Return the key of the next draw, a signed 64-bit integer."""
-
-    def mask(self, shape: Sequence[int], *, kind: Distribution, device: torch.device, scores: bool) -> Tensor:
-        """Return the next draw for a tensor of `shape`, read-only. `scores`: the tensor has attention scores."""
-
-    def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
-        """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped."""
-
-    def reseed(self, device: torch.device) -> None:
-        """Seed torch's generator of a device for the next draw."""
-
-    def warn_not_replaced(self, operation: str) -> None:
-        """Warn that an operation drew from torch's own generator."""
+DrawSource: TypeAlias = Any
+"""The `RandomDraws` of the model: provider of the key and the slice of each draw."""
 
 
 class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
@@ -257,7 +239,7 @@ class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
 class RandomInterception(ForwardAndBackwardMode):
     """Mode that runs the functions that may draw, and replaces their draws by the draws of `source`."""
 
-    def __init__(self, source: DrawContext) -> None:
+    def __init__(self, source: DrawSource) -> None:
         super().__init__()
         self._source = source
         self._replacement = _DrawReplacement(source)
@@ -289,7 +271,7 @@ class RandomInterception(ForwardAndBackwardMode):
         factors = input.dtype in (torch.float32, torch.float64) and input.numel() <= _BLOCK and not inplace
         kind = keep_mask(1.0 - p, dtype=input.dtype, scaled=True) if factors else keep_mask(1.0 - p)
         with torch._C.DisableTorchFunction():
-            keep = self._source.mask(input.shape, kind=kind, device=input.device, scores=False)
+            keep: Tensor = self._source.mask(input.shape, kind=kind, device=input.device, scores=False)
         if factors:
             return input * keep
         kept_input = input.masked_fill_(keep.logical_not(), 0.0) if inplace else torch.where(keep, input, 0.0)
@@ -345,7 +327,7 @@ def _edge(end: Tensor | GradientEdge) -> GradientEdge:
 class _DrawReplacement(LightDispatchMode):
     """Mode that replaces the operations that draw, below autograd. `scores`: draws are for attention scores."""
 
-    def __init__(self, source: DrawContext) -> None:
+    def __init__(self, source: DrawSource) -> None:
         super().__init__()
         self._source = source
         self.scores = False

@@ -13,40 +13,18 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+StreamEvent: TypeAlias = Any
+"""A point in the work of a stream: a `HostEvent`, or an event of torch, which has the same methods."""
 
-class StreamEvent(Protocol):
-    """A point in the work of a stream."""
+Stream: TypeAlias = Any
+"""Queue of a device's operations: a `HostStream`, or a stream of torch, which has the same methods.
 
-    def record(self, stream: Any = None, /) -> None:
-        """Place the event after all work queued so far on `stream`, by default on the current stream."""
-
-    def synchronize(self) -> None:
-        """Block the host until the work before the event is done; return at once if the event was never recorded."""
-
-    def query(self) -> bool:
-        """Return whether the work before the event is done, without blocking."""
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Return the milliseconds from this event to the event `end`; both must be made with `timing=True`."""
-
-
-class Stream(Protocol):
-    """Queue of a device's operations: they run in order, at the same time as the operations of other streams."""
-
-    def wait_stream(self, stream: Any, /) -> None:
-        """Let later work of this stream wait for the work queued so far on `stream`."""
-
-    def wait_event(self, event: Any, /) -> None:
-        """Let later work of this stream wait for `event`."""
-
-    def synchronize(self) -> None:
-        """Block the host until all work of the stream is done."""
+The operations run in order, at the same time as the operations of other streams."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +38,7 @@ class TimeOrigin:
     def at(self, event: StreamEvent) -> float:
         """Return the time of an event, in seconds of `time.monotonic`; block the host until the event has happened."""
         event.synchronize()
-        return self.seconds + self.event.elapsed_time(event) / 1e3
+        return self.seconds + float(self.event.elapsed_time(event)) / 1e3
 
 
 @dataclass(frozen=True)
@@ -101,18 +79,18 @@ class HostEvent:
         self._seconds = seconds
 
     def record(self, stream: Any = None, /) -> None:  # noqa: ARG002 - the device has one stream
-        """Set the event to the present time; `stream` is ignored."""
+        """Place the event after all work queued so far on `stream`, which is the present time."""
         self._seconds = time.monotonic()
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Block the host until the work before the event is done; return at once, as it is done."""
 
     def query(self) -> bool:
-        """Return True: the work of the device is done when its calls return."""
+        """Return whether the work before the event is done, without blocking: True."""
         return True
 
     def elapsed_time(self, end: "HostEvent", /) -> float:
-        """Return the milliseconds from this event to `end`."""
+        """Return the milliseconds from this event to the event `end`; both must be made with `timing=True`."""
         return (end._seconds - self._seconds) * 1e3
 
 
@@ -121,10 +99,10 @@ class HostStream:
     """The only stream of a device whose operations are complete when their calls return; all instances are equal."""
 
     def wait_stream(self, stream: Any, /) -> None:
-        """Do nothing: the work of every stream is done."""
+        """Let later work of this stream wait for the work queued so far on `stream`, which is done."""
 
     def wait_event(self, event: Any, /) -> None:
-        """Do nothing: the event has happened."""
+        """Let later work of this stream wait for `event`, which has happened."""
 
     def synchronize(self) -> None:
         """Return at once."""
@@ -144,9 +122,8 @@ class Streams:
         """Memory figures of a GPU; None for other devices."""
         return None
 
-    def create(self, *, urgent: bool = False) -> Stream:  # noqa: ARG002 - the device has one stream
-        """Return a stream of the device's pool; after 32 calls a stream is returned again. urgent: True for a stream
-        of the other pool, whose work the device prefers."""
+    def create(self) -> Stream:
+        """Return a stream of the device's pool; after 32 calls a stream is returned again."""
         return HostStream()
 
     def current(self) -> Stream:
@@ -215,9 +192,9 @@ class CudaStreams(Streams):
         """Memory figures of the device."""
         return DeviceMemory(self.device)
 
-    def create(self, *, urgent: bool = False) -> Stream:
-        """Return a stream of torch's pool of 32, or of its pool of high priority."""
-        return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+    def create(self) -> Stream:
+        """Return a stream of torch's pool of 32."""
+        return torch.cuda.Stream(self.device)
 
     def current(self) -> Stream:
         """Return the current stream of this thread."""
@@ -262,27 +239,9 @@ class CudaStreams(Streams):
         return torch.cuda.default_generators[index]
 
 
-class SimulatedDeviceMode(TorchDispatchMode):
-    """Dispatch mode of a thread whose CUDA device is simulated: the base of a mode in `tests/accelerator`."""
-
-    def __init__(self, streams: Streams) -> None:
-        super().__init__()
-        self.streams = streams
-
-
 def streams_of(device: torch.device) -> Streams:
-    """Return the `Streams` of a device: `CudaStreams` for CUDA, `Streams` itself for any other device.
-
-    In a thread with a `SimulatedDeviceMode`, return the streams of the mode for CUDA."""
-    if device.type != "cuda":
-        return Streams(device)
-    return _simulated() or CudaStreams(device)
-
-
-def _simulated() -> Streams | None:
-    """Return the streams of this thread's simulated device, or None."""
-    modes = _get_current_dispatch_mode_stack()
-    return next((mode.streams for mode in modes if isinstance(mode, SimulatedDeviceMode)), None)
+    """Return the `Streams` of a device: `CudaStreams` for CUDA, `Streams` itself for any other device."""
+    return CudaStreams(device) if device.type == "cuda" else Streams(device)
 
 
 # ---- the machine, and torch's generators -------------------------------------------------------------------------
@@ -300,7 +259,7 @@ def gpu_properties(device: torch.device | int) -> Any:
 
 def cuda_in_use() -> bool:
     """Return True if this process has initialized CUDA; then its forks cannot use a GPU."""
-    return bool(torch.cuda.is_initialized()) or _simulated() is not None
+    return bool(torch.cuda.is_initialized())
 
 
 def use_deterministic_kernels(device: torch.device) -> None:

@@ -25,26 +25,21 @@ from meshwise.comm.network.process_world import COMM_VARIABLE, Comm, default_dev
 _LEAVING_TIME = timedelta(seconds=5)
 
 
-def connect(
-    *, device: torch.device | str | None = None, stall_seconds: float | None = None, comm: Comm | None = None
-) -> World:
+def connect(*, device: torch.device | str | None = None, comm: Comm | None = None) -> World:
     """Return the world of this process, over the mesh `rank=N` of all N ranks of the job. Every rank calls `connect`.
 
-    | device          device of this rank's tensors; None for GPU number LOCAL_RANK, or the CPU without GPUs. A second
-    |                 call for the same device returns the same world, even if it was closed
-    | stall_seconds   as in `Watchdog`
-    | comm            how CPU ranks of one host communicate: `local` (shared memory), `gloo`, or `auto`; None for the
-    |                 value of MESHWISE_COMM, or `auto` without this variable
+    | device   device of this rank's tensors; None for GPU number LOCAL_RANK, or the CPU without GPUs. A second call for
+    |          the same device returns the same world, even if it was closed
+    | comm     how CPU ranks of one host communicate: `local` (shared memory), `gloo`, or `auto`; None for the value of
+    |          MESHWISE_COMM, or `auto` without this variable
 
     The world is closed at exit. Raises ValueError when ranks are on CPU and on CUDA, `local` is impossible, a requested
     GPU is missing, or the environment is incomplete. Raises torch's DistError when ranks are missing."""
     with comm_setting(comm):
-        return connected_world(device, stall_seconds=stall_seconds, sink=report_to_stderr)
+        return connected_world(device)
 
 
-def connected_world(
-    device: torch.device | str | None, *, stall_seconds: float | None = None, sink: ReportSink = report_to_stderr
-) -> World:
+def connected_world(device: torch.device | str | None, *, sink: ReportSink = report_to_stderr) -> World:
     """Return the world of this process as `connect` does. sink: receives the reports of the watchdog."""
     wanted = default_device() if device is None else torch.device(device)
     if wanted.type == "cuda":
@@ -54,7 +49,7 @@ def connected_world(
         streams_of(wanted).select()
     worlds = _worlds(os.getpid())
     if wanted not in worlds:
-        worlds[wanted] = _join(wanted, stall_seconds, sink)
+        worlds[wanted] = _join(wanted, sink)
     return worlds[wanted]
 
 
@@ -69,14 +64,14 @@ def has_world() -> bool:
     return bool(_worlds(os.getpid()))
 
 
-def _join(device: torch.device, stall_seconds: float | None, sink: ReportSink) -> World:
+def _join(device: torch.device, sink: ReportSink) -> World:
     store = job_store()
     world = process_world(device, store=store, comm=comm_from_environment())
     watch = None
     if store is not None:
         launcher = LauncherProcess() if "TORCHELASTIC_RUN_ID" in os.environ else None
         own = c10d.PrefixStore(device.type, store)
-        watch = Watchdog(world, store=own, stall_seconds=stall_seconds, sink=sink, launcher=launcher)
+        watch = Watchdog(world, store=own, sink=sink, launcher=launcher)
         watch.start()
         if not is_opened_by_launcher():
             atexit.register(_leave_store, own, rank=world.rank, size=world.size)

@@ -33,7 +33,6 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from meshwise.comm.api.collective_buffers import copy
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
 from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.world import Group, Work, World
@@ -384,28 +383,18 @@ class GroupQueue:
 
     def tensor(self, call: QueuedCall, *, index: int, like: Tensor, which: int) -> Tensor:
         """Return tensor `which` of group index `index`, with the size and dtype of `like`, or raise RanksDisagree."""
-        place, offset, size = self._given(call, index, like, which)
+        side = self._side(index)
+        assert side is not None, "the rank has called it"
+        place, offset, size = side.location(call.number, which=which)
+        if size != like.nbytes:
+            raise RanksDisagree(
+                f"rank {self.ranks[index]} gives {size} bytes where rank {self._host.rank} takes {like.nbytes} in "
+                f"{call.record}"
+            )
         if place == IN_PAYLOAD:
             return self._board(index).view(offset, size, like.dtype)
         self._is_awaited = True  # the owner waits until this rank has used the tensor
         return self._host.peers[self.ranks[index]].slabs.at(place)[offset : offset + size].view(like.dtype)
-
-    def take(self, call: QueuedCall, *, index: int, into: Tensor, which: int) -> None:
-        """Copy tensor `which` that group index `index` gave to this call into `into`, of its size and dtype. Raises
-        RanksDisagree when the tensor has another size, OSError when the other process's memory cannot be mapped."""
-        copy(self.tensor(call, index=index, like=into, which=which), into=into)
-
-    def _given(self, call: QueuedCall, index: int, like: Tensor, which: int) -> TensorLocation:
-        """Return the location of tensor `which` of group index `index`. Raises RanksDisagree if it does not fit."""
-        side = self._side(index)
-        assert side is not None, "the rank has called it"
-        found = side.location(call.number, which=which)
-        if found[2] != like.nbytes:
-            raise RanksDisagree(
-                f"rank {self.ranks[index]} gives {found[2]} bytes where rank {self._host.rank} takes {like.nbytes} "
-                f"in {call.record}"
-            )
-        return found
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
         """Return whether group index `index` has posted the same call. A rank that posted a different call counts as

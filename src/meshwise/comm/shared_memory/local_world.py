@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh, even_split
-from meshwise.comm.api.collective_buffers import put, reduce_in_order
+from meshwise.comm.api.collective_buffers import copy, put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.job_processes import lost
 from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode, message_group
@@ -91,7 +91,8 @@ class LocalWorld(World):
             if own is not None and me in take:
                 put(own, into=take[me])
             for index in needs:
-                call.queue.take(call, index=index, into=take[index], which=me if has_parts else 0)
+                given = call.queue.tensor(call, index=index, like=take[index], which=me if has_parts else 0)
+                copy(given, into=take[index])
 
         gives = list(give.values()) if users else []
         gives = self._for_others(gives, group) if has_parts else gives[:1]
@@ -202,6 +203,6 @@ class LocalWorld(World):
         sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]
         memory = host.slabs.lend(sum(sizes), dtype=torch.uint8).split(sizes)
         copies = [lent[: x.nbytes].view(x.dtype) for lent, x in zip(memory, tensors, strict=True)]
-        for copy, x in zip(copies, tensors, strict=True):
-            put(x, into=copy)
+        for target, x in zip(copies, tensors, strict=True):
+            put(x, into=target)
         return copies
