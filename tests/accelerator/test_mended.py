@@ -6,18 +6,20 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional
 
 from accelerator.simulated_accelerators import SimulatedAccelerators
 from accelerator.training import check, losses, parsed
 from meshwise.comm.api.streams import streams_of, use_deterministic_kernels
 from meshwise.comm.api.world import World
-from meshwise.comm.network import process_world
+from meshwise.comm.network import nccl_world, process_world
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import StateBeforeUpdate
 from meshwise.memory.activation_offload import HostMover
@@ -256,6 +258,22 @@ def test_ranks_of_a_host_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.delenv("SLURM_LOCALID")
     assert process_world.default_device() == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "version, asked, expected",
+    [("2.14.0", None, "old"), ("2.15.0a0+git1", None, "new"), ("2.15.1", "0", "old"), ("2.14.0", "1", "new")],
+)
+def test_the_class_of_nccl_groups_is_the_one_that_torch_prefers(
+    version: str, asked: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setitem(vars(c10d), "ProcessGroupNCCL", SimpleNamespace(name="old"))
+    monkeypatch.setitem(vars(c10d), "ProcessGroupNCCL2", SimpleNamespace(name="new"))
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", asked)
+    assert nccl_world._preferred_class().name == expected
 
 
 def test_exchanged_bytes_are_not_decoded_one_by_one() -> None:

@@ -13,6 +13,7 @@ All ranks of a communicator create it together, and block. `prepare` creates all
 rank. An unprepared communicator is created at its first call: two ranks that both send to each other first deadlock."""
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -48,20 +49,30 @@ _OPS: Mapping[str, c10d.ReduceOp] = {
 
 def nccl(store: c10d.Store) -> Backend:
     """Return the function that makes NCCL process groups; their ranks meet over `store`, the store of the job."""
+    kind = _preferred_class()
 
     def make(purpose: str, ranks: tuple[int, ...], rank: int) -> c10d.ProcessGroup:
-        options = c10d.ProcessGroupNCCL.Options()
+        options = kind.Options()
         options._timeout = NO_TIMEOUT
-        options.is_high_priority_stream = purpose == POINT_TO_POINT
+        if "is_high_priority_stream" in dir(options):
+            options.is_high_priority_stream = purpose == POINT_TO_POINT
         own = c10d.PrefixStore(f"{purpose}{'-'.join(map(str, ranks))}", store)
         index, size = ranks.index(rank), len(ranks)
-        backend = c10d.ProcessGroupNCCL(own, index, size, options)
+        backend = kind(own, index, size, options)
         group = c10d.ProcessGroup(own, index, size)
         group._set_default_backend(c10d.ProcessGroup.BackendType.NCCL)
         group._register_backend(torch.device("cuda"), c10d.ProcessGroup.BackendType.NCCL, backend)
         return group
 
     return make
+
+
+def _preferred_class() -> Any:
+    """Return the class of NCCL groups that torch prefers: NCCL2 from torch 2.15, or by TORCH_DIST_USE_NCCL2."""
+    new = vars(c10d).get("ProcessGroupNCCL2")
+    default = "1" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15) else "0"
+    is_new = os.environ.get("TORCH_DIST_USE_NCCL2", default) == "1"
+    return new if new is not None and is_new else c10d.ProcessGroupNCCL
 
 
 class Communicators:
