@@ -242,7 +242,7 @@ CODECS: Mapping[str, Callable[[float], Codec]] = {
 }
 """Codec for each name in the key `wire`, from its number."""
 
-_WORDS = {0: torch.uint8, 1: torch.int16, 7: torch.int64}
+_WORDS = MappingProxyType({0: torch.uint8, 1: torch.int16, 7: torch.int64})
 """Type that holds one byte more than its key."""
 _SMALLEST = 1e-30
 """Least divisor of a block, so that a block of zeros stays zero."""
