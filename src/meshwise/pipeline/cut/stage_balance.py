@@ -2,8 +2,8 @@
 
 An item is one call of a piece of the model. `divide` partitions the items into contiguous stages whose largest load is
 as small as possible. Most pipelines round a running sum instead. Its error is up to the largest item, and a language
-model's embedding and head are large. The lists are short, so the best bounds are found exactly. `improve_bounds` then
-shortens the step of a schedule.
+model's embedding and head are large. The lists are short, so the best bounds are found exactly. For the step of a
+schedule, several such bounds are compared by its clock.
 
 `balance` tries boundaries between pieces first. A boundary inside a block (`piece_calls.inner_modules`) is used if it
 gains enough. Its cost includes the values that are sent there, and the code that runs on both sides.
@@ -12,15 +12,15 @@ gains enough. Its cost includes the values that are sent there, and the code tha
 import difflib
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 from torch import nn
 
 from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult, has_no_values
-from meshwise.pipeline.schedules.schedule_clock import StepClock
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 
 STATE_COPIES = 4
@@ -29,8 +29,8 @@ STATE_COPIES = 4
 MIN_GAIN = 0.02
 """Least gain (a fraction) for which a boundary inside a block is used; also the `slack` of `divide` in its search."""
 
-MAX_EVENTS = 4_000_000
-"""Most events that `StepClock` computes in the search for the best bounds; this takes some seconds."""
+FRONT_SLACKS = (0.02, 0.1)
+"""Values of `slack` with which `divide` makes the first stages large, for the step of a schedule."""
 
 SECONDS_PER_BYTE = 2e-10
 """Cost of a sent byte, if costs are measured in seconds: a copy of 5 GB/s."""
@@ -80,11 +80,12 @@ class PartitionItems:
         return self._sums[stage][end] - self._sums[stage][start]
 
 
-def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
+def divide(items: PartitionItems, *, slack: float = 0.0, front: float = 0.0) -> tuple[int, ...]:
     """Return the bounds of the stages: stage k has items[bounds[k]:bounds[k + 1]].
 
     Take all bounds whose largest load exceeds the least possible by at most the fraction `slack`. Of these, return the
-    bounds that send the fewest bytes; if several do, the most even. Dynamic programming, O(stages · items²).
+    bounds that send the fewest bytes; if several do, the most even: the least sum of squared loads. In this sum, the
+    weight of a stage grows by `front` from the first stage to the last. Dynamic programming, O(stages · items²).
 
     Raises CutError, with the number of stages that fit, when there are fewer solid items than stages."""
     stages, count = len(items.loads), len(items.solid)
@@ -103,64 +104,23 @@ def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
             least = min(least, max(everything[stage][start], items.load(stage, start=start, end=end)))
         everything[stage + 1][end] = least
     limit = everything[stages][count] * (1 + slack) * (1 + 1e-12)
-    return _cheapest(items, limit)
+    return _cheapest(items, limit, front)
 
 
-def improve_bounds(
-    items: PartitionItems, *, bounds: tuple[int, ...], clock: StepClock, tries: int = 10_000
-) -> tuple[tuple[int, ...], float]:
-    """Improve bounds by a local search; return bounds that no move improves, and the time of a step with them.
-
-    The search ends when no move shortens the training step, or when `tries` moves were timed. Moves whose largest stage
-    is smallest come first. One kind of move shifts several neighbouring bounds by one, so one item moves from stage i
-    to stage j. The other shifts one bound by up to REACH items, past items of other kinds to an equal item."""
-
-    def taken_with(loads: Sequence[float], bounds: tuple[int, ...], limit: float) -> float:
-        return clock(loads=loads, sent_bytes=[items.sent_bytes[bound] for bound in bounds[1:-1]], limit=limit)
-
-    best = taken_with(items.stage_loads(bounds), bounds, math.inf)
-    moved = True
-    while moved:
-        moved = False
-        loads = {other: items.stage_loads(other) for other in _moves(bounds, len(items.solid))}
-        for other in sorted(loads, key=lambda other: max(loads[other])):
-            if tries == 0 or max(loads[other]) == math.inf:
-                break
-            taken = taken_with(loads[other], other, best)
-            tries -= taken < math.inf
-            if taken < best * (1 - 1e-6):
-                best, bounds, moved = taken, other, True
-                break
-    return bounds, best
-
-
-REACH = 4
-"""Most items by which a move of `improve_bounds` shifts a single bound."""
-
-
-def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the bounds after each move: one bound shifted by up to REACH items, or several neighbours by one."""
-    for first, last in itertools.combinations_with_replacement(range(1, len(bounds) - 1), 2):
-        reach = REACH if first == last else 1
-        for by in (by for by in range(-reach, reach + 1) if by):
-            moved = (*bounds[:first], *(bound + by for bound in bounds[first : last + 1]), *bounds[last + 1 :])
-            if all(start < stop for start, stop in pairwise(moved)) and moved[-1] == count:
-                yield moved
-
-
-def _cheapest(items: PartitionItems, limit: float) -> tuple[int, ...]:
-    """Return the bounds without a load above `limit` that send the fewest bytes; then, with the least squared loads."""
+def _cheapest(items: PartitionItems, limit: float, front: float) -> tuple[int, ...]:
+    """Return the bounds without a load above `limit` that `divide` prefers."""
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
     count = len(items.solid)
     for stage in range(len(items.loads)):
         ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
+        weight = 1 + front * stage / len(items.loads)
         for start, ((sent, squares), bounds) in best[-1].items():
             for end in range(start + 1, count + 1):
                 if items.alone(stage, start=start, end=end) > limit:
                     break
                 load = items.load(stage, start=start, end=end)
                 if load <= limit:
-                    price = (sent + (items.sent_bytes[start] if start else 0.0), squares + load**2)
+                    price = (sent + (items.sent_bytes[start] if start else 0.0), squares + weight * load**2)
                     if end not in ends or price < ends[end][0]:
                         ends[end] = (price, (*bounds, end))
         best.append(ends)
@@ -212,21 +172,21 @@ def balance(
 
     `by`: quantity to balance, `time`, `params` or `memory`. `schedule`: None balances the loads of the stages, whatever
     their schedule. Raises CutError when fewer than `stages` stages fit."""
-    clock = None
+    timed = None
     if by == "time" and schedule is not None:
         byte = OPERATIONS_PER_BYTE if has_no_values(model) else SECONDS_PER_BYTE
-        clock = StepClock(schedule, seconds_per_byte=byte)
+        timed = partial(_step_time, schedule=schedule, seconds_per_byte=byte)
     split = seen.with_split_blocks(splittable)
     whole, fine = (
         _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule), never=never)
         for row, never in ((seen, ()), (split, splittable))
     )
     fits = sum(whole.solid) >= stages
-    bounds, price = _best(whole, clock) if fits or not splittable else ((), math.inf)
+    bounds, price = _best(whole, timed) if fits or not splittable else ((), math.inf)
     if splittable:
         begins = seen.begins(splittable)
         pieces = [*(begins[called.key] for called in seen.calls), len(split.calls)]
-        found, finer = _best(fine, clock, also=tuple(pieces[bound] for bound in bounds), slack=MIN_GAIN)
+        found, finer = _best(fine, timed, also=tuple(pieces[bound] for bound in bounds), slack=MIN_GAIN)
         if finer < price * (1 - MIN_GAIN):
             return _with_needed_splits(seen, splittable, found)
     return StageBounds(seen, bounds)
@@ -241,19 +201,32 @@ def _with_needed_splits(seen: ProbeResult, splittable: Collection[str], bounds: 
     return StageBounds(row, (*(begins[name] for name in names), len(row.calls)), tuple(needed))
 
 
-def _best(
-    items: PartitionItems, clock: StepClock | None, *, also: tuple[int, ...] = (), slack: float = 0.0
-) -> tuple[tuple[int, ...], float]:
-    """Return the best bounds, and the price: the step's time; without a clock, the largest load.
+def _step_time(items: PartitionItems, bounds: Sequence[int], *, schedule: Schedule, seconds_per_byte: float) -> float:
+    """Return the time of a step of the schedule; F, I and W take a third of a stage's load each."""
+    links = (seconds_per_byte * items.sent_bytes[bound] for bound in bounds[1:-1])
+    thirds = (load / 3 for load in items.stage_loads(bounds))
+    costs = [ActionCost(third, third, third, link=link) for third, link in zip(thirds, (*links, 0.0), strict=True)]
+    return clock(schedule, costs=costs).seconds
 
-    `slack` is as in `divide`. With a clock, a search starts from the bounds of `divide`, and another from `also`."""
+
+def _best(
+    items: PartitionItems,
+    timed: Callable[[PartitionItems, Sequence[int]], float] | None,
+    *,
+    also: tuple[int, ...] = (),
+    slack: float = 0.0,
+) -> tuple[tuple[int, ...], float]:
+    """Return the best bounds, and the price: the step's time by `timed`; without it, the largest load.
+
+    `slack` is as in `divide`. With `timed`, the bounds of `divide`, some with large first stages, and `also` are tried.
+    """
     even = divide(items, slack=slack)
-    if clock is None:
+    if timed is None:
         return even, max(items.stage_loads(even))
-    tries = MAX_EVENTS // len(clock)
-    starts = [even, also] if also else [even]
-    found = [improve_bounds(items, bounds=start, clock=clock, tries=tries) for start in starts]
-    return min(found, key=lambda one: one[1])
+    tried = {even, *(divide(items, slack=slack, front=0.3) for slack in FRONT_SLACKS), *([also] if also else [])}
+    price = {bounds: timed(items, bounds) for bounds in sorted(tried)}
+    found = min(price, key=price.__getitem__)
+    return found, price[found]
 
 
 def _items(seen: ProbeResult, loads: Sequence[Sequence[float]], *, never: Collection[str]) -> PartitionItems:

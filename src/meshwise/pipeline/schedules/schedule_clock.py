@@ -5,7 +5,6 @@ send takes no time of the rank: the message leaves at once, or when the message 
 and reductions overlap with computations, and run one after the other on each rank. A computation waits for the gather
 of its stage, and the step waits for the last reduction."""
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,45 +60,6 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
         start = ends[before] if action.kind in RECEIVES else ready
         events.append(event_of(action, rank=rank, start=start, stop=ends[-1]))
     return Timeline(tuple(events), (tuple(range(schedule.ranks)),))
-
-
-class StepClock:
-    """Callable that returns the time of a training step of one schedule for given loads of the stages.
-
-    F, I and W take a third of a load each. Events and their dependencies are computed once for many calls."""
-
-    def __init__(self, schedule: Schedule, *, seconds_per_byte: float = 1.0) -> None:
-        self._schedule, self._seconds_per_byte = schedule, seconds_per_byte
-        self._events: list[tuple[int, int, int]] = []
-        for _, action, before, other in _dependencies(add_transfers(schedule)):
-            duration = 0
-            if action.kind in SENDS:
-                duration = 1 + 2 * schedule.stages + action.stage - (action.kind is ActionKind.SEND_B)
-            elif action.kind in COMPUTE:
-                duration = 1 + 2 * action.stage + (action.kind is ActionKind.B)
-            self._events.append((before, other, duration))
-
-    def __len__(self) -> int:
-        """Return the number of events in a step."""
-        return len(self._events)
-
-    def __call__(self, *, loads: Sequence[float], sent_bytes: Sequence[float] = (), limit: float = math.inf) -> float:
-        """Return the time of a step. `loads`: time of each stage per micro-batch. `sent_bytes`: what each stage sends.
-
-        Return infinity, without a computation, if the work of one rank alone takes at least `limit`."""
-        ranks = [0.0] * self._schedule.ranks
-        for load, rank in zip(loads, self._schedule.rank_of, strict=True):
-            ranks[rank] += load * self._schedule.microbatches
-        if max(ranks) >= limit:
-            return math.inf
-        thirds = [part for load in loads for part in (load / 3, 2 * load / 3)]
-        links = [self._seconds_per_byte * sent for sent in sent_bytes] or [0.0] * len(loads)
-        durations = [0.0, *thirds, *links]
-        ends = [0.0]
-        for before, other, duration in self._events:
-            first, second = ends[before], ends[other]
-            ends.append((first if first > second else second) + durations[duration])  # noqa: FURB136 -- a call is slower
-        return max(ends)
 
 
 def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:
