@@ -78,24 +78,10 @@ def test_less_is_sent_for_a_little_unevenness() -> None:
     assert divide(items, slack=0.05) == (0, 3, 4)
 
 
-@given(st.data())
-def test_what_cuts_cost_is_counted_against_all_cuts(data: st.DataObject) -> None:
-    count, stages = data.draw(st.integers(2, 7)), data.draw(st.integers(1, 3))
-    numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
-    before, after = ([0.0, *data.draw(numbers)[1:]] for _ in range(2))
-    items = PartitionItems([data.draw(numbers)] * stages, [True] * count, [0.0] * count, before, after)
-    if stages > count:
-        return
-
-    def heaviest(bounds: tuple[int, ...]) -> float:
-        loads = [
-            sum(items.loads[0][a:b]) + after[a] + (before[b] if b < count else 0.0)
-            for a, b in itertools.pairwise(bounds)
-        ]
-        return max(loads)
-
-    bounds = divide(items)
-    assert heaviest(bounds) == max(items.stage_loads(bounds)) == min(map(heaviest, every(items)))
+def test_a_stage_begins_only_where_it_may() -> None:
+    items = PartitionItems([[1.0] * 4] * 2, [True] * 4, [0.0] * 4, [True, True, False, True])
+    assert divide(items) == (0, 1, 4)
+    assert items.load(1, start=2, end=4) == math.inf
 
 
 def test_for_a_schedule_the_large_stages_come_first() -> None:

@@ -6,7 +6,7 @@ model's embedding and head are large. The lists are short, so the best bounds ar
 schedule, several such bounds are compared by its clock.
 
 `balance` tries boundaries between pieces first. A boundary inside a block (`piece_calls.inner_modules`) is used if it
-gains enough. Its cost includes the values that are sent there, and the code that runs on both sides.
+gains enough. Its cost includes the values that are sent there.
 `bounds_by_name` returns the boundaries that a user has chosen."""
 
 import difflib
@@ -49,10 +49,8 @@ class PartitionItems:
     """True for items with parameters; each stage needs at least one."""
     sent_bytes: Sequence[float]
     """Bytes that are sent per micro-batch if a stage begins at the item."""
-    before: Sequence[float] = ()
-    """Load that is added to the preceding stage if a stage begins at the item; empty: nothing is added."""
-    after: Sequence[float] = ()
-    """Load that is added to the stage that begins at the item; empty: nothing is added."""
+    begins: Sequence[bool] = ()
+    """True for items at which a stage may begin; empty: at all."""
 
     @cached_property
     def _sums(self) -> Sequence[Sequence[float]]:
@@ -68,15 +66,14 @@ class PartitionItems:
         return [self.load(stage, start=start, end=end) for stage, (start, end) in enumerate(pairwise(bounds))]
 
     def load(self, stage: int, *, start: int, end: int) -> float:
-        """Return the load of stage `stage` with the items from start to end; infinite if no item has parameters."""
-        if self._solid_before[end] == self._solid_before[start]:
+        """Return the load of stage `stage` with the items from start to end; infinite if they can be no stage."""
+        closed = self.begins and not self.begins[start]
+        if closed or self._solid_before[end] == self._solid_before[start]:
             return math.inf
-        after = self.after[start] if self.after else 0.0
-        before = self.before[end] if self.before and end < len(self.before) else 0.0
-        return self.alone(stage, start=start, end=end) + after + before
+        return self.sum(stage, start=start, end=end)
 
-    def alone(self, stage: int, *, start: int, end: int) -> float:
-        """Return the load without the added loads of `before` and `after`; it never falls as the range grows."""
+    def sum(self, stage: int, *, start: int, end: int) -> float:
+        """Return the sum of the loads of the items on a stage; it never falls as the range grows."""
         return self._sums[stage][end] - self._sums[stage][start]
 
 
@@ -99,7 +96,7 @@ def divide(items: PartitionItems, *, slack: float = 0.0, front: float = 0.0) -> 
     for stage, end in itertools.product(range(stages), range(1, count + 1)):
         least = math.inf
         for start in range(end - 1, -1, -1):
-            if items.alone(stage, start=start, end=end) >= least:
+            if items.sum(stage, start=start, end=end) >= least:
                 break
             least = min(least, max(everything[stage][start], items.load(stage, start=start, end=end)))
         everything[stage + 1][end] = least
@@ -116,7 +113,7 @@ def _cheapest(items: PartitionItems, limit: float, front: float) -> tuple[int, .
         weight = 1 + front * stage / len(items.loads)
         for start, ((sent, squares), bounds) in best[-1].items():
             for end in range(start + 1, count + 1):
-                if items.alone(stage, start=start, end=end) > limit:
+                if items.sum(stage, start=start, end=end) > limit:
                     break
                 load = items.load(stage, start=start, end=end)
                 if load <= limit:
@@ -230,12 +227,9 @@ def _best(
 
 
 def _items(seen: ProbeResult, loads: Sequence[Sequence[float]], *, never: Collection[str]) -> PartitionItems:
-    """Return the load of each call, and the cost of a stage boundary before it (0 if no time was measured).
-
-    No stage begins at a call with a key of `never`: the rest of the code of a split block."""
-    solid, cost = [bool(called.parameters) for called in seen.calls], [called.cost for called in seen.calls]
-    after = [math.inf if called.key in never else called.cost.earlier for called in seen.calls]
-    return PartitionItems(loads, solid, seen.sent_bytes, [one.between for one in cost], after)
+    """Return the calls as items; no stage begins at a key of `never`: the rest of the code of a split block."""
+    solid, begins = zip(*((bool(called.parameters), called.key not in never) for called in seen.calls), strict=True)
+    return PartitionItems(loads, solid, seen.sent_bytes, begins)
 
 
 def loads_of(
