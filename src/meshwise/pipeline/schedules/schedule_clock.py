@@ -6,7 +6,7 @@ and reductions overlap with computations, and run one after the other on each ra
 of its stage, and the step waits for the last reduction."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,40 +53,31 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
     each = (costs,) * schedule.stages if isinstance(costs, ActionCost) else tuple(costs)
     if len(each) != schedule.stages:
         raise ScheduleError(f"{len(each)} costs for {schedule.stages} stages; give one for each, or one for all")
-    ends, events = [0.0], []
-    for rank, action, before, other in _dependencies(add_transfers(schedule)):
-        ready = max(ends[before], ends[other])
-        ends.append(ready + _seconds(action, each))
-        start = ends[before] if action.kind in RECEIVES else ready
-        events.append(event_of(action, rank=rank, start=start, stop=ends[-1]))
+    lowered, events = add_transfers(schedule), []
+    now, links, collectives, gathered = (defaultdict[Any, float](float) for _ in range(4))
+    arrivals: dict[tuple[int, int], deque[float]] = defaultdict(deque)
+    for rank, action in walk(lowered):
+        kind, before, other = action.kind, now[rank], 0.0
+        end = (rank, other_end(action, schedule=lowered)) if kind in SENDS | RECEIVES else (rank, rank)
+        if kind in SENDS:
+            other = links[end]  # the message before has left
+        elif kind in RECEIVES:
+            other = arrivals[end[::-1]].popleft()
+        else:
+            other = gathered[action.stage] if kind in COMPUTE else collectives[rank]
+        start = before if kind is ActionKind.FREE else max(before, other)
+        stop = start + _seconds(action, each)
+        if kind in COMPUTE | RECEIVES:
+            now[rank] = stop
+        elif kind in SENDS:
+            links[end] = stop
+            arrivals[end].append(stop)
+        elif kind is not ActionKind.FREE:
+            collectives[rank] = stop
+            if kind is ActionKind.GATHER:
+                gathered[action.stage] = stop
+        events.append(event_of(action, rank=rank, start=before if kind in RECEIVES else start, stop=stop))
     return Timeline(tuple(events), (tuple(range(schedule.ranks)),))
-
-
-def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:
-    """Yield (rank, action, before, other) for each event; the event waits for the events `before` and `other`.
-
-    Events are numbered from 1, in the order in which they are yielded; 0 is the start of the step. `before` is the
-    rank's last computation or receive. `other` is the message for a receive, and the link's last message for a send.
-    For a computation it is the gather of its stage, for a gather or reduction the rank's last collective."""
-    now, links, collectives, gathered = (defaultdict[Any, int](int) for _ in range(4))
-    arrivals: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-    for number, (rank, action) in enumerate(walk(lowered), start=1):
-        before, other = now[rank], 0
-        if action.kind in SENDS:
-            link = rank, other_end(action, schedule=lowered)
-            other, links[link] = links[link], number
-            arrivals[link].append(number)
-        elif action.kind in RECEIVES:
-            other = arrivals[other_end(action, schedule=lowered), rank].popleft()
-        elif action.kind in COMPUTE:
-            other = gathered[action.stage]
-        elif action.kind is not ActionKind.FREE:
-            other, collectives[rank] = collectives[rank], number
-            if action.kind is ActionKind.GATHER:
-                gathered[action.stage] = number
-        if action.kind in COMPUTE | RECEIVES:
-            now[rank] = number
-        yield rank, action, before, other
 
 
 def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
