@@ -6,20 +6,20 @@ model's embedding and head are large. The lists are short, so the best bounds ar
 schedule, several such bounds are compared by its clock.
 
 `balance` tries boundaries between pieces first. A boundary inside a block (`piece_calls.inner_modules`) is used if it
-gains enough. Its cost includes the values that are sent there.
+gains enough. Of boundaries that are nearly as good, the one that sends the fewest bytes is taken.
 `bounds_by_name` returns the boundaries that a user has chosen."""
 
 import difflib
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from torch import nn
 
-from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult, has_no_values
+from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 
@@ -32,12 +32,6 @@ MIN_GAIN = 0.02
 FRONT_SLACKS = (0.02, 0.1)
 """Values of `slack` with which `divide` makes the first stages large, for the step of a schedule."""
 
-SECONDS_PER_BYTE = 2e-10
-"""Cost of a sent byte, if costs are measured in seconds: a copy of 5 GB/s."""
-
-OPERATIONS_PER_BYTE = 10.0
-"""Cost of a sent byte, if costs are counted in operations: a CPU computes as many while it copies a byte."""
-
 
 @dataclass(frozen=True)
 class PartitionItems:
@@ -46,20 +40,14 @@ class PartitionItems:
     loads: Sequence[Sequence[float]]
     """One list for each stage: the load of each item on this stage. Early stages hold more activations."""
     solid: Sequence[bool]
-    """True for items with parameters; each stage needs at least one."""
+    """True for items with parameters: each stage needs at least one, and only there a later stage begins."""
     sent_bytes: Sequence[float]
     """Bytes that are sent per micro-batch if a stage begins at the item."""
-    begins: Sequence[bool] = ()
-    """True for items at which a stage may begin; empty: at all."""
 
     @cached_property
     def _sums(self) -> Sequence[Sequence[float]]:
         """Running sums of `loads`, so that the load of a range is a difference."""
         return [[0.0, *accumulate(row)] for row in self.loads]
-
-    @cached_property
-    def _solid_before(self) -> Sequence[int]:
-        return [0, *accumulate(self.solid)]
 
     def stage_loads(self, bounds: Sequence[int]) -> list[float]:
         """Return the load of each stage; stage k has the items from bounds[k] to bounds[k + 1]."""
@@ -67,10 +55,8 @@ class PartitionItems:
 
     def load(self, stage: int, *, start: int, end: int) -> float:
         """Return the load of stage `stage` with the items from start to end; infinite if they can be no stage."""
-        closed = self.begins and not self.begins[start]
-        if closed or self._solid_before[end] == self._solid_before[start]:
-            return math.inf
-        return self.sum(stage, start=start, end=end)
+        fits = self.solid[start] if start else any(self.solid[:end])
+        return self.sum(stage, start=start, end=end) if fits else math.inf
 
     def sum(self, stage: int, *, start: int, end: int) -> float:
         """Return the sum of the loads of the items on a stage; it never falls as the range grows."""
@@ -169,21 +155,19 @@ def balance(
 
     `by`: quantity to balance, `time`, `params` or `memory`. `schedule`: None balances the loads of the stages, whatever
     their schedule. Raises CutError when fewer than `stages` stages fit."""
-    timed = None
-    if by == "time" and schedule is not None:
-        byte = OPERATIONS_PER_BYTE if has_no_values(model) else SECONDS_PER_BYTE
-        timed = partial(_step_time, schedule=schedule, seconds_per_byte=byte)
-    split = seen.with_split_blocks(splittable)
+    timed = schedule if by == "time" else None
     whole, fine = (
-        _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule), never=never)
-        for row, never in ((seen, ()), (split, splittable))
+        PartitionItems(
+            loads_of(model, seen=row, by=by, stages=stages, schedule=schedule),
+            [bool(called.parameters) for called in row.calls],
+            row.sent_bytes,
+        )
+        for row in (seen, seen.with_split_blocks(splittable))
     )
     fits = sum(whole.solid) >= stages
     bounds, price = _best(whole, timed) if fits or not splittable else ((), math.inf)
     if splittable:
-        begins = seen.begins(splittable)
-        pieces = [*(begins[called.key] for called in seen.calls), len(split.calls)]
-        found, finer = _best(fine, timed, also=tuple(pieces[bound] for bound in bounds), slack=MIN_GAIN)
+        found, finer = _best(fine, timed, slack=MIN_GAIN)
         if finer < price * (1 - MIN_GAIN):
             return _with_needed_splits(seen, splittable, found)
     return StageBounds(seen, bounds)
@@ -198,38 +182,19 @@ def _with_needed_splits(seen: ProbeResult, splittable: Collection[str], bounds: 
     return StageBounds(row, (*(begins[name] for name in names), len(row.calls)), tuple(needed))
 
 
-def _step_time(items: PartitionItems, bounds: Sequence[int], *, schedule: Schedule, seconds_per_byte: float) -> float:
-    """Return the time of a step of the schedule; F, I and W take a third of a stage's load each."""
-    links = (seconds_per_byte * items.sent_bytes[bound] for bound in bounds[1:-1])
-    thirds = (load / 3 for load in items.stage_loads(bounds))
-    costs = [ActionCost(third, third, third, link=link) for third, link in zip(thirds, (*links, 0.0), strict=True)]
-    return clock(schedule, costs=costs).seconds
+def _best(items: PartitionItems, schedule: Schedule | None, *, slack: float = 0.0) -> tuple[tuple[int, ...], float]:
+    """Return the best bounds, and the price: the time of the schedule's step; without a schedule, the largest load.
 
-
-def _best(
-    items: PartitionItems,
-    timed: Callable[[PartitionItems, Sequence[int]], float] | None,
-    *,
-    also: tuple[int, ...] = (),
-    slack: float = 0.0,
-) -> tuple[tuple[int, ...], float]:
-    """Return the best bounds, and the price: the step's time by `timed`; without it, the largest load.
-
-    `slack` is as in `divide`. With `timed`, the bounds of `divide`, some with large first stages, and `also` are tried.
-    """
+    `slack` is as in `divide`. With a schedule, cuts with large first stages are tried too."""
     even = divide(items, slack=slack)
-    if timed is None:
+    if schedule is None:
         return even, max(items.stage_loads(even))
-    tried = {even, *(divide(items, slack=slack, front=0.3) for slack in FRONT_SLACKS), *([also] if also else [])}
-    price = {bounds: timed(items, bounds) for bounds in sorted(tried)}
+    price = {}
+    for bounds in (even, *(divide(items, slack=slack, front=0.3) for slack in FRONT_SLACKS)):
+        thirds = [load / 3 for load in items.stage_loads(bounds)]  # F, I and W take a third each
+        price[bounds] = clock(schedule, costs=[ActionCost(third, third, third) for third in thirds]).seconds
     found = min(price, key=price.__getitem__)
     return found, price[found]
-
-
-def _items(seen: ProbeResult, loads: Sequence[Sequence[float]], *, never: Collection[str]) -> PartitionItems:
-    """Return the calls as items; no stage begins at a key of `never`: the rest of the code of a split block."""
-    solid, begins = zip(*((bool(called.parameters), called.key not in never) for called in seen.calls), strict=True)
-    return PartitionItems(loads, solid, seen.sent_bytes, begins)
 
 
 def loads_of(
