@@ -26,7 +26,7 @@ from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, cut_model
 from meshwise.pipeline.cut.piece_calls import CallCost, CutError, ProbeResult, inner_modules, with_typical_costs
 from meshwise.pipeline.cut.probe import probe
 from meshwise.pipeline.schedules.named_schedules import make_schedule
-from meshwise.pipeline.schedules.schedule_clock import StepClock
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, run
@@ -122,12 +122,12 @@ def test_split_blocks_shorten_the_step_of_a_schedule() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(vocabulary=128, context=12, layers=8, heads=HEADS, width=WIDTH))
     schedule = make_schedule("1f1b", pp=4, microbatches=8)
-    clock = StepClock(schedule)
     taken = {}
     for how in ("blocks", "auto"):
         request = CutRequest("time", where=CutOptions(how=how), schedule=schedule)
         cut = cut_model(model, stages=4, call=lambda model: model(TOKENS), request=request)
-        taken[how] = clock(loads=cut.loads) / (sum(cut.loads) * 8 / 4)
+        costs = [ActionCost(load / 3, load / 3, load / 3) for load in cut.loads]
+        taken[how] = clock(schedule, costs=costs).seconds / (sum(cut.loads) * 8 / 4)
     assert taken["auto"] < 0.98 * taken["blocks"]
     assert taken["auto"] < 1.06 * 11 / 8
 

@@ -32,8 +32,6 @@ CPU_TILE = 256
 """Tokens in one tile of queries or of keys on the CPU."""
 DEVICE_TILE = 1024
 """Tokens in one tile of queries or of keys on other devices."""
-KEPT_BLOCK = 31 * 2**20
-"""Bytes of the block by which `keep_freed_memory` raises the thresholds of malloc; glibc heeds at most 32 MiB."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,6 @@ class TiledAttention:
 
     def __init__(self, rules: ScoreRules, *, queries: TokenRanges, progress: Callable[[], None] = lambda: None) -> None:
         """Keep the positions of the queries, and `progress`, which is called between tiles for pending collectives."""
-        keep_freed_memory()
         self.rules = rules
         self._queries = queries
         self._progress = progress
@@ -286,15 +283,6 @@ class TiledAttention:
         if rules.pattern.relative and rules.mask is None:
             self._masks[place] = found
         return found
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Let malloc keep some freed memory of this process for the results of the next tile, in place of new pages.
-
-    glibc maps blocks as large as the largest freed one by themselves, and returns free memory beyond twice its size to
-    the system (mallopt(3), M_MMAP_THRESHOLD). So a block is allocated and freed, once in a process."""
-    bytearray(KEPT_BLOCK)  # not a tensor: the account of memory counts those
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -172,7 +172,7 @@ def token_dims(x: Tensor, *, count: int) -> Iterable[int]:
     return tuple(dim for dim in range(1, min(dims, 4) - 1) if x.shape[dim] == count)
 
 
-_SDPA: Mapping[str, Any] = {
+ATTENTION_DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(("query", "key", "value", "attn_mask")),
     "dropout_p": 0.0,
     "is_causal": False,
@@ -236,7 +236,7 @@ class TokenAttention:
             bound = _MULTIHEAD.bind(*args, **kwargs)
             bound.apply_defaults()
             return self._multihead(state, **bound.arguments)
-        given = {**_SDPA, **dict(zip(_SDPA, args, strict=False)), **kwargs}
+        given = {**ATTENTION_DEFAULTS, **dict(zip(ATTENTION_DEFAULTS, args, strict=False)), **kwargs}
         pattern = causal() if given["is_causal"] else None
         if self.dense:
             return self._dense(given, pattern)

@@ -9,7 +9,6 @@ On a CPU operations are timed by the processor time of the calling thread, which
 import functools
 import itertools
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from meshwise.bench.collective_benchmark import SizeSweep, measure
-from meshwise.bench.machine import processor_name
+from meshwise.bench.machine import main_memory, processor_name
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
@@ -61,10 +60,11 @@ def calibrate(world: World, *, effort: CalibrationEffort = CalibrationEffort()) 
     best = {dtype: _peak(rows) for dtype, rows in products.items()}
     main = dtypes[-1]
     between, step = _between(world, effort)
+    memory = streams_of(world.device).memory
     device = Device(
         name=gpu_properties(world.device).name if world.device.type == "cuda" else f"a core of {processor_name()}",
         kind=world.device.type,
-        memory=float(_memory(world)),
+        memory=float(main_memory() // world.size if memory is None else memory.total),
         peak={str(dtype).removeprefix("torch."): rate for dtype, rate in best.items()},
         products=_fitted(products[main], best[main]),
         attention=_fitted(_attention(seconds, main, effort), best[main]),
@@ -278,10 +278,3 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
 
     apart = {kind: curve(kind) for kind in (*sums[1:], SEND_RECV)}
     return Link(latency=latency, bandwidth=curve("all_reduce"), collectives=apart)
-
-
-def _memory(world: World) -> int:
-    """Return the bytes of memory for each rank: of its GPU, or an equal part of the main memory."""
-    if (memory := streams_of(world.device).memory) is not None:
-        return memory.total
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // world.size

@@ -65,7 +65,7 @@ def machine_facts() -> Machine:
         software=tuple(software.items()),
         processor=processor_name(),
         cores=cores(),
-        memory=_memory(),
+        memory=main_memory(),
         shared_memory=shutil.disk_usage(_SHARED_MEMORY).total if _SHARED_MEMORY.is_dir() else 0,
         gpus=tuple(
             f"{gpu.name}, {gpu.total_memory / _GIB:.1f} GiB, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus
@@ -84,7 +84,7 @@ def processor_name() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def _memory() -> int:
+def main_memory() -> int:
     """Return the bytes of main memory, or the limit of the control group (cgroup) if that is smaller."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _first_line(Path("/sys/fs/cgroup/memory.max"))

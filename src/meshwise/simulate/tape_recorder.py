@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from meshwise.attention.token_attention import ATTENTION_DEFAULTS
 from meshwise.base.mesh import Mesh
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.collective_buffers import Parts
@@ -259,27 +260,12 @@ class KernelChoice(ForwardAndBackwardMode):
         if func in _ON_GPU and self._kind == "cuda" and args[0].is_meta:
             return _ON_GPU[func](*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
-            given = {**_ATTENTION, **dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+            given = {**ATTENTION_DEFAULTS, **dict(zip(ATTENTION_DEFAULTS, args, strict=False)), **kwargs}
             if not given["query"].is_meta:
                 return func(*args, **kwargs)
             fused = not given["dropout_p"] or (self._local and self._kind == "cuda")
             return _attention(self._kind, given) if fused else torch._scaled_dot_product_attention_math(**given)[0]
         return func(*args, **kwargs)
-
-
-_ATTENTION = MappingProxyType(
-    {
-        "query": None,
-        "key": None,
-        "value": None,
-        "attn_mask": None,
-        "dropout_p": 0.0,
-        "is_causal": False,
-        "scale": None,
-        "enable_gqa": False,
-    }
-)
-"""Parameters of `scaled_dot_product_attention` in their order, with their defaults."""
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002

@@ -46,10 +46,6 @@ class CallCost:
     """Bytes that the forward keeps for the backward."""
     work: float
     """Forward and backward, in seconds (on the meta device, in floating-point operations); 0 if not measured."""
-    between: float = 0.0
-    """For a module in a block: forward of the block's own code since the previous module; `work` includes it."""
-    earlier: float = 0.0
-    """For a module in a block: forward of the block's own code before the previous module."""
 
 
 @dataclass(frozen=True)
@@ -73,15 +69,14 @@ class PieceCall:
     """For a block that can be split: the calls of its modules, then (under the block's key) the rest of its code."""
 
     def parts(self) -> "Iterator[PieceCall]":
-        """Yield the calls inside this block, with costs scaled so that their sum is the cost of the block."""
+        """Yield the calls inside this block, with costs scaled so that their sum is the cost of the block.
+
+        So each call has a part of the cost of the block's own code."""
         kept = self.cost.activations / (sum(called.cost.activations for called in self.inside) or 1.0)
         worked = self.cost.work / (sum(called.cost.work for called in self.inside) or 1.0)
-        earlier = 0.0
         for called in self.inside:
-            between = called.cost.between * worked if called is not self.inside[0] else 0.0
-            cost = CallCost(called.cost.activations * kept, called.cost.work * worked, between, earlier)
+            cost = CallCost(called.cost.activations * kept, called.cost.work * worked)
             yield dataclasses.replace(called, cost=cost)
-            earlier += called.cost.between * worked
 
 
 @dataclass(frozen=True)
@@ -174,10 +169,7 @@ def with_typical_costs(seen: ProbeResult, *, runs: Sequence[ProbeResult], model:
     for run in runs:
         for kind, called in _kinds(run.calls, model):
             found.setdefault(kind, []).append(called.cost)
-    medians = {
-        kind: CallCost(some[0].activations, median(one.work for one in some), median(one.between for one in some))
-        for kind, some in found.items()
-    }
+    medians = {kind: CallCost(some[0].activations, median(one.work for one in some)) for kind, some in found.items()}
 
     def with_medians(calls: Sequence[PieceCall], timed: Sequence[PieceCall], *within: Any) -> tuple[PieceCall, ...]:
         kinds = [(kind, one.inside) for kind, one in _kinds(timed, model, *within) if kind[:-1] == within]

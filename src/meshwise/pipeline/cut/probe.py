@@ -270,10 +270,6 @@ class _Watched:
         return _own_forward(module, watch, key=key, name=self._name, parameters=parameters, inputs=inputs)
 
 
-_WITH_BACKWARD = 3.0
-"""Cost of forward and backward, as a multiple of the forward: the backward computes two products per product."""
-
-
 class _Inside:
     """Run of a block in which calls of its modules are recorded like pieces."""
 
@@ -284,54 +280,35 @@ class _Inside:
         self._held = {p: tuple(names[id(one)] for one in module.get_submodule(p).parameters()) for p in parts}
         self._found: list[PieceCall] = []
         self._repeated = False
-        self._kept: dict[int, int] = {}
-        self._read: Callable[[], float] = float
-        self._since = 0.0
 
     def run(self, args: Any, kwargs: Any) -> Any:
         """Return the block's output, and set `calls`; without `calls` if a module runs other than once, or repeats."""
         inputs, parts = (args, kwargs), {name: self._module.get_submodule(name) for name in self._parts}
-        keep = saved_bytes_hook(self._kept, parameters=self._module.parameters())
         for name, part in parts.items():
             part.forward = partial(self._part, name, part)
         try:
-            with cost_meter(inputs, timed=self._watch.timed) as self._read, saved_tensors_hooks(keep, unchanged):
-                self._since = self._read()
-                output = type(self._module).forward(self._module, *args, **kwargs)
-                between, kept = self._between()
+            output = type(self._module).forward(self._module, *args, **kwargs)
         finally:
             for part in parts.values():
                 del part.forward
         found = sorted(called.module for called in self._found)
         if not self._repeated and found == sorted(f"{self._name}.{name}" for name in parts):
-            cost = CallCost(kept, _WITH_BACKWARD * between, between)
             needed, same_shape = self._watch.tracer.of(output), has_input_shape(output, inputs=inputs)
             self.calls = (
                 *self._found,
-                PieceCall(self._name, self._name, (), needed, bytes_of(output), cost, same_shape),
+                PieceCall(self._name, self._name, (), needed, bytes_of(output), CallCost(0.0, 0.0), same_shape),
             )
         return output
 
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a module of the block, record the call, and return the output."""
         self._repeated |= is_repeated()
-        between, kept = self._between()
         inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
         needed = watch.tracer.of(inputs)
         held = self._held[name]
         output, called = _own_forward(module, watch, key=full, name=full, parameters=held, inputs=inputs)
-        work = called.cost.work + _WITH_BACKWARD * between
-        cost = CallCost(called.cost.activations + kept, work, between)
-        self._found.append(dataclasses.replace(called, dependencies=needed | called.dependencies, cost=cost))
-        output = watch.output(output, key=full)
-        self._since = self._read()
-        return output
-
-    def _between(self) -> tuple[float, int]:
-        """Return the work and the saved bytes of the block's own code since its last module."""
-        kept = sum(self._kept.values())
-        self._kept.clear()
-        return self._read() - self._since, kept
+        self._found.append(dataclasses.replace(called, dependencies=needed | called.dependencies))
+        return watch.output(output, key=full)
 
 
 def _own_forward(

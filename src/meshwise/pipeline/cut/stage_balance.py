@@ -2,25 +2,25 @@
 
 An item is one call of a piece of the model. `divide` partitions the items into contiguous stages whose largest load is
 as small as possible. Most pipelines round a running sum instead. Its error is up to the largest item, and a language
-model's embedding and head are large. The lists are short, so the best bounds are found exactly. `improve_bounds` then
-shortens the step of a schedule.
+model's embedding and head are large. The lists are short, so the best bounds are found exactly. For the step of a
+schedule, several such bounds are compared by its clock.
 
 `balance` tries boundaries between pieces first. A boundary inside a block (`piece_calls.inner_modules`) is used if it
-gains enough. Its cost includes the values that are sent there, and the code that runs on both sides.
+gains enough. Of boundaries that are nearly as good, the one that sends the fewest bytes is taken.
 `bounds_by_name` returns the boundaries that a user has chosen."""
 
 import difflib
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 from torch import nn
 
-from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult, has_no_values
-from meshwise.pipeline.schedules.schedule_clock import StepClock
+from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult
+from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 
 STATE_COPIES = 4
@@ -29,14 +29,8 @@ STATE_COPIES = 4
 MIN_GAIN = 0.02
 """Least gain (a fraction) for which a boundary inside a block is used; also the `slack` of `divide` in its search."""
 
-MAX_EVENTS = 4_000_000
-"""Most events that `StepClock` computes in the search for the best bounds; this takes some seconds."""
-
-SECONDS_PER_BYTE = 2e-10
-"""Cost of a sent byte, if costs are measured in seconds: a copy of 5 GB/s."""
-
-OPERATIONS_PER_BYTE = 10.0
-"""Cost of a sent byte, if costs are counted in operations: a CPU computes as many while it copies a byte."""
+FRONT_SLACKS = (0.02, 0.1)
+"""Values of `slack` with which `divide` makes the first stages large, for the step of a schedule."""
 
 
 @dataclass(frozen=True)
@@ -46,45 +40,35 @@ class PartitionItems:
     loads: Sequence[Sequence[float]]
     """One list for each stage: the load of each item on this stage. Early stages hold more activations."""
     solid: Sequence[bool]
-    """True for items with parameters; each stage needs at least one."""
+    """True for items with parameters: each stage needs at least one, and only there a later stage begins."""
     sent_bytes: Sequence[float]
     """Bytes that are sent per micro-batch if a stage begins at the item."""
-    before: Sequence[float] = ()
-    """Load that is added to the preceding stage if a stage begins at the item; empty: nothing is added."""
-    after: Sequence[float] = ()
-    """Load that is added to the stage that begins at the item; empty: nothing is added."""
 
     @cached_property
     def _sums(self) -> Sequence[Sequence[float]]:
         """Running sums of `loads`, so that the load of a range is a difference."""
         return [[0.0, *accumulate(row)] for row in self.loads]
 
-    @cached_property
-    def _solid_before(self) -> Sequence[int]:
-        return [0, *accumulate(self.solid)]
-
     def stage_loads(self, bounds: Sequence[int]) -> list[float]:
         """Return the load of each stage; stage k has the items from bounds[k] to bounds[k + 1]."""
         return [self.load(stage, start=start, end=end) for stage, (start, end) in enumerate(pairwise(bounds))]
 
     def load(self, stage: int, *, start: int, end: int) -> float:
-        """Return the load of stage `stage` with the items from start to end; infinite if no item has parameters."""
-        if self._solid_before[end] == self._solid_before[start]:
-            return math.inf
-        after = self.after[start] if self.after else 0.0
-        before = self.before[end] if self.before and end < len(self.before) else 0.0
-        return self.alone(stage, start=start, end=end) + after + before
+        """Return the load of stage `stage` with the items from start to end; infinite if they can be no stage."""
+        fits = self.solid[start] if start else any(self.solid[:end])
+        return self.sum(stage, start=start, end=end) if fits else math.inf
 
-    def alone(self, stage: int, *, start: int, end: int) -> float:
-        """Return the load without the added loads of `before` and `after`; it never falls as the range grows."""
+    def sum(self, stage: int, *, start: int, end: int) -> float:
+        """Return the sum of the loads of the items on a stage; it never falls as the range grows."""
         return self._sums[stage][end] - self._sums[stage][start]
 
 
-def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
+def divide(items: PartitionItems, *, slack: float = 0.0, front: float = 0.0) -> tuple[int, ...]:
     """Return the bounds of the stages: stage k has items[bounds[k]:bounds[k + 1]].
 
     Take all bounds whose largest load exceeds the least possible by at most the fraction `slack`. Of these, return the
-    bounds that send the fewest bytes; if several do, the most even. Dynamic programming, O(stages · items²).
+    bounds that send the fewest bytes; if several do, the most even: the least sum of squared loads. In this sum, the
+    weight of a stage grows by `front` from the first stage to the last. Dynamic programming, O(stages · items²).
 
     Raises CutError, with the number of stages that fit, when there are fewer solid items than stages."""
     stages, count = len(items.loads), len(items.solid)
@@ -98,69 +82,28 @@ def divide(items: PartitionItems, *, slack: float = 0.0) -> tuple[int, ...]:
     for stage, end in itertools.product(range(stages), range(1, count + 1)):
         least = math.inf
         for start in range(end - 1, -1, -1):
-            if items.alone(stage, start=start, end=end) >= least:
+            if items.sum(stage, start=start, end=end) >= least:
                 break
             least = min(least, max(everything[stage][start], items.load(stage, start=start, end=end)))
         everything[stage + 1][end] = least
     limit = everything[stages][count] * (1 + slack) * (1 + 1e-12)
-    return _cheapest(items, limit)
+    return _cheapest(items, limit, front)
 
 
-def improve_bounds(
-    items: PartitionItems, *, bounds: tuple[int, ...], clock: StepClock, tries: int = 10_000
-) -> tuple[tuple[int, ...], float]:
-    """Improve bounds by a local search; return bounds that no move improves, and the time of a step with them.
-
-    The search ends when no move shortens the training step, or when `tries` moves were timed. Moves whose largest stage
-    is smallest come first. One kind of move shifts several neighbouring bounds by one, so one item moves from stage i
-    to stage j. The other shifts one bound by up to REACH items, past items of other kinds to an equal item."""
-
-    def taken_with(loads: Sequence[float], bounds: tuple[int, ...], limit: float) -> float:
-        return clock(loads=loads, sent_bytes=[items.sent_bytes[bound] for bound in bounds[1:-1]], limit=limit)
-
-    best = taken_with(items.stage_loads(bounds), bounds, math.inf)
-    moved = True
-    while moved:
-        moved = False
-        loads = {other: items.stage_loads(other) for other in _moves(bounds, len(items.solid))}
-        for other in sorted(loads, key=lambda other: max(loads[other])):
-            if tries == 0 or max(loads[other]) == math.inf:
-                break
-            taken = taken_with(loads[other], other, best)
-            tries -= taken < math.inf
-            if taken < best * (1 - 1e-6):
-                best, bounds, moved = taken, other, True
-                break
-    return bounds, best
-
-
-REACH = 4
-"""Most items by which a move of `improve_bounds` shifts a single bound."""
-
-
-def _moves(bounds: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the bounds after each move: one bound shifted by up to REACH items, or several neighbours by one."""
-    for first, last in itertools.combinations_with_replacement(range(1, len(bounds) - 1), 2):
-        reach = REACH if first == last else 1
-        for by in (by for by in range(-reach, reach + 1) if by):
-            moved = (*bounds[:first], *(bound + by for bound in bounds[first : last + 1]), *bounds[last + 1 :])
-            if all(start < stop for start, stop in pairwise(moved)) and moved[-1] == count:
-                yield moved
-
-
-def _cheapest(items: PartitionItems, limit: float) -> tuple[int, ...]:
-    """Return the bounds without a load above `limit` that send the fewest bytes; then, with the least squared loads."""
+def _cheapest(items: PartitionItems, limit: float, front: float) -> tuple[int, ...]:
+    """Return the bounds without a load above `limit` that `divide` prefers."""
     best: list[dict[int, tuple[tuple[float, float], tuple[int, ...]]]] = [{0: ((0.0, 0.0), (0,))}]
     count = len(items.solid)
     for stage in range(len(items.loads)):
         ends: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
+        weight = 1 + front * stage / len(items.loads)
         for start, ((sent, squares), bounds) in best[-1].items():
             for end in range(start + 1, count + 1):
-                if items.alone(stage, start=start, end=end) > limit:
+                if items.sum(stage, start=start, end=end) > limit:
                     break
                 load = items.load(stage, start=start, end=end)
                 if load <= limit:
-                    price = (sent + (items.sent_bytes[start] if start else 0.0), squares + load**2)
+                    price = (sent + (items.sent_bytes[start] if start else 0.0), squares + weight * load**2)
                     if end not in ends or price < ends[end][0]:
                         ends[end] = (price, (*bounds, end))
         best.append(ends)
@@ -212,21 +155,19 @@ def balance(
 
     `by`: quantity to balance, `time`, `params` or `memory`. `schedule`: None balances the loads of the stages, whatever
     their schedule. Raises CutError when fewer than `stages` stages fit."""
-    clock = None
-    if by == "time" and schedule is not None:
-        byte = OPERATIONS_PER_BYTE if has_no_values(model) else SECONDS_PER_BYTE
-        clock = StepClock(schedule, seconds_per_byte=byte)
-    split = seen.with_split_blocks(splittable)
+    timed = schedule if by == "time" else None
     whole, fine = (
-        _items(row, loads_of(model, seen=row, by=by, stages=stages, schedule=schedule), never=never)
-        for row, never in ((seen, ()), (split, splittable))
+        PartitionItems(
+            loads_of(model, seen=row, by=by, stages=stages, schedule=schedule),
+            [bool(called.parameters) for called in row.calls],
+            row.sent_bytes,
+        )
+        for row in (seen, seen.with_split_blocks(splittable))
     )
     fits = sum(whole.solid) >= stages
-    bounds, price = _best(whole, clock) if fits or not splittable else ((), math.inf)
+    bounds, price = _best(whole, timed) if fits or not splittable else ((), math.inf)
     if splittable:
-        begins = seen.begins(splittable)
-        pieces = [*(begins[called.key] for called in seen.calls), len(split.calls)]
-        found, finer = _best(fine, clock, also=tuple(pieces[bound] for bound in bounds), slack=MIN_GAIN)
+        found, finer = _best(fine, timed, slack=MIN_GAIN)
         if finer < price * (1 - MIN_GAIN):
             return _with_needed_splits(seen, splittable, found)
     return StageBounds(seen, bounds)
@@ -241,28 +182,19 @@ def _with_needed_splits(seen: ProbeResult, splittable: Collection[str], bounds: 
     return StageBounds(row, (*(begins[name] for name in names), len(row.calls)), tuple(needed))
 
 
-def _best(
-    items: PartitionItems, clock: StepClock | None, *, also: tuple[int, ...] = (), slack: float = 0.0
-) -> tuple[tuple[int, ...], float]:
-    """Return the best bounds, and the price: the step's time; without a clock, the largest load.
+def _best(items: PartitionItems, schedule: Schedule | None, *, slack: float = 0.0) -> tuple[tuple[int, ...], float]:
+    """Return the best bounds, and the price: the time of the schedule's step; without a schedule, the largest load.
 
-    `slack` is as in `divide`. With a clock, a search starts from the bounds of `divide`, and another from `also`."""
+    `slack` is as in `divide`. With a schedule, cuts with large first stages are tried too."""
     even = divide(items, slack=slack)
-    if clock is None:
+    if schedule is None:
         return even, max(items.stage_loads(even))
-    tries = MAX_EVENTS // len(clock)
-    starts = [even, also] if also else [even]
-    found = [improve_bounds(items, bounds=start, clock=clock, tries=tries) for start in starts]
-    return min(found, key=lambda one: one[1])
-
-
-def _items(seen: ProbeResult, loads: Sequence[Sequence[float]], *, never: Collection[str]) -> PartitionItems:
-    """Return the load of each call, and the cost of a stage boundary before it (0 if no time was measured).
-
-    No stage begins at a call with a key of `never`: the rest of the code of a split block."""
-    solid, cost = [bool(called.parameters) for called in seen.calls], [called.cost for called in seen.calls]
-    after = [math.inf if called.key in never else called.cost.earlier for called in seen.calls]
-    return PartitionItems(loads, solid, seen.sent_bytes, [one.between for one in cost], after)
+    price = {}
+    for bounds in (even, *(divide(items, slack=slack, front=0.3) for slack in FRONT_SLACKS)):
+        thirds = [load / 3 for load in items.stage_loads(bounds)]  # F, I and W take a third each
+        price[bounds] = clock(schedule, costs=[ActionCost(third, third, third) for third in thirds]).seconds
+    found = min(price, key=price.__getitem__)
+    return found, price[found]
 
 
 def loads_of(

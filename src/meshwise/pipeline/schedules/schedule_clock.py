@@ -5,9 +5,8 @@ send takes no time of the rank: the message leaves at once, or when the message 
 and reductions overlap with computations, and run one after the other on each rank. A computation waits for the gather
 of its stage, and the step waits for the last reduction."""
 
-import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,79 +53,31 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
     each = (costs,) * schedule.stages if isinstance(costs, ActionCost) else tuple(costs)
     if len(each) != schedule.stages:
         raise ScheduleError(f"{len(each)} costs for {schedule.stages} stages; give one for each, or one for all")
-    ends, events = [0.0], []
-    for rank, action, before, other in _dependencies(add_transfers(schedule)):
-        ready = max(ends[before], ends[other])
-        ends.append(ready + _seconds(action, each))
-        start = ends[before] if action.kind in RECEIVES else ready
-        events.append(event_of(action, rank=rank, start=start, stop=ends[-1]))
+    lowered, events = add_transfers(schedule), []
+    now, links, collectives, gathered = (defaultdict[Any, float](float) for _ in range(4))
+    arrivals: dict[tuple[int, int], deque[float]] = defaultdict(deque)
+    for rank, action in walk(lowered):
+        kind, before, other = action.kind, now[rank], 0.0
+        end = (rank, other_end(action, schedule=lowered)) if kind in SENDS | RECEIVES else (rank, rank)
+        if kind in SENDS:
+            other = links[end]  # the message before has left
+        elif kind in RECEIVES:
+            other = arrivals[end[::-1]].popleft()
+        else:
+            other = gathered[action.stage] if kind in COMPUTE else collectives[rank]
+        start = before if kind is ActionKind.FREE else max(before, other)
+        stop = start + _seconds(action, each)
+        if kind in COMPUTE | RECEIVES:
+            now[rank] = stop
+        elif kind in SENDS:
+            links[end] = stop
+            arrivals[end].append(stop)
+        elif kind is not ActionKind.FREE:
+            collectives[rank] = stop
+            if kind is ActionKind.GATHER:
+                gathered[action.stage] = stop
+        events.append(event_of(action, rank=rank, start=before if kind in RECEIVES else start, stop=stop))
     return Timeline(tuple(events), (tuple(range(schedule.ranks)),))
-
-
-class StepClock:
-    """Callable that returns the time of a training step of one schedule for given loads of the stages.
-
-    F, I and W take a third of a load each. Events and their dependencies are computed once for many calls."""
-
-    def __init__(self, schedule: Schedule, *, seconds_per_byte: float = 1.0) -> None:
-        self._schedule, self._seconds_per_byte = schedule, seconds_per_byte
-        self._events: list[tuple[int, int, int]] = []
-        for _, action, before, other in _dependencies(add_transfers(schedule)):
-            duration = 0
-            if action.kind in SENDS:
-                duration = 1 + 2 * schedule.stages + action.stage - (action.kind is ActionKind.SEND_B)
-            elif action.kind in COMPUTE:
-                duration = 1 + 2 * action.stage + (action.kind is ActionKind.B)
-            self._events.append((before, other, duration))
-
-    def __len__(self) -> int:
-        """Return the number of events in a step."""
-        return len(self._events)
-
-    def __call__(self, *, loads: Sequence[float], sent_bytes: Sequence[float] = (), limit: float = math.inf) -> float:
-        """Return the time of a step. `loads`: time of each stage per micro-batch. `sent_bytes`: what each stage sends.
-
-        Return infinity, without a computation, if the work of one rank alone takes at least `limit`."""
-        ranks = [0.0] * self._schedule.ranks
-        for load, rank in zip(loads, self._schedule.rank_of, strict=True):
-            ranks[rank] += load * self._schedule.microbatches
-        if max(ranks) >= limit:
-            return math.inf
-        thirds = [part for load in loads for part in (load / 3, 2 * load / 3)]
-        links = [self._seconds_per_byte * sent for sent in sent_bytes] or [0.0] * len(loads)
-        durations = [0.0, *thirds, *links]
-        ends = [0.0]
-        for before, other, duration in self._events:
-            first, second = ends[before], ends[other]
-            ends.append((first if first > second else second) + durations[duration])  # noqa: FURB136 -- a call is slower
-        return max(ends)
-
-
-def _dependencies(lowered: Schedule) -> Iterator[tuple[int, Action, int, int]]:
-    """Yield (rank, action, before, other) for each event; the event waits for the events `before` and `other`.
-
-    Events are numbered from 1, in the order in which they are yielded; 0 is the start of the step. `before` is the
-    rank's last computation or receive. `other` is the message for a receive, and the link's last message for a send.
-    For a computation it is the gather of its stage, for a gather or reduction the rank's last collective."""
-    now, links, collectives, gathered = (defaultdict[Any, int](int) for _ in range(4))
-    arrivals: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-    for number, (rank, action) in enumerate(walk(lowered), start=1):
-        before, other = now[rank], 0
-        if action.kind in SENDS:
-            link = rank, other_end(action, schedule=lowered)
-            other, links[link] = links[link], number
-            arrivals[link].append(number)
-        elif action.kind in RECEIVES:
-            other = arrivals[other_end(action, schedule=lowered), rank].popleft()
-        elif action.kind in COMPUTE:
-            other = gathered[action.stage]
-        elif action.kind is not ActionKind.FREE:
-            other, collectives[rank] = collectives[rank], number
-            if action.kind is ActionKind.GATHER:
-                gathered[action.stage] = number
-        if action.kind in COMPUTE | RECEIVES:
-            now[rank] = number
-        yield rank, action, before, other
 
 
 def event_of(action: Action, *, rank: int, start: float, stop: float) -> Event:
