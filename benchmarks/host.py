@@ -66,7 +66,8 @@ def _norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def _loop(model: nn.Module, shape: gpt.Shape, rank: int, size: int) -> Step:
+def checked_loop(model: nn.Module, shape: gpt.Shape, rank: int, size: int) -> Step:
+    """A step of plain torch that computes the norm of the gradient, tests it for being finite and reads the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), **gpt.ADAMW)
 
     def step(number: int) -> float:
@@ -82,10 +83,9 @@ def _loop(model: nn.Module, shape: gpt.Shape, rank: int, size: int) -> Step:
     return step
 
 
-def _plain(*, dropout: bool = False, compiled: bool = False) -> Builder:
+def _plain(*, dropout: bool = False) -> Builder:
     def build(shape: gpt.Shape, rank: int, size: int) -> Step:
-        model = model_of(shape, dropout=dropout)
-        return _loop(torch.compile(model) if compiled else model, shape, 0, 1)  # type: ignore[arg-type]
+        return checked_loop(model_of(shape, dropout=dropout), shape, 0, 1)
 
     return build
 
@@ -103,13 +103,13 @@ def _selective(shape: gpt.Shape, rank: int, size: int) -> Step:
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
-    return _loop(model, shape, 0, 1)
+    return checked_loop(model, shape, 0, 1)
 
 
 def _data_parallel(shape: gpt.Shape, rank: int, size: int) -> Step:
     torch.distributed.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(model_of(shape), gradient_as_bucket_view=True, static_graph=True)
-    return _loop(model, shape, rank, size)
+    return checked_loop(model, shape, rank, size)
 
 
 def _fsdp2(shape: gpt.Shape, rank: int, size: int) -> Step:
@@ -120,10 +120,12 @@ def _fsdp2(shape: gpt.Shape, rank: int, size: int) -> Step:
     model, mesh = model_of(shape), init_device_mesh("cpu", (size,))
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
-    return _loop(model, shape, rank, size)
+    return checked_loop(model, shape, rank, size)
 
 
-def _meshwise(plan: str, *, dropout: bool = False) -> Builder:
+def meshwise_loop(plan: str, *, dropout: bool = False) -> Builder:
+    """A step of meshwise under a plan, on the model of `model_of`."""
+
     def build(shape: gpt.Shape, rank: int, size: int) -> Step:
         import meshwise as mw
 
@@ -145,7 +147,7 @@ def _one(name: str, build: Builder, *, package: str = "torch") -> Contestant:
 
 
 def _ours(plan: str, *, dropout: bool = False) -> Contestant:
-    return _one(f"`{plan}`{', dropout' if dropout else ''}", _meshwise(plan, dropout=dropout), package="meshwise")
+    return _one(f"`{plan}`{', dropout' if dropout else ''}", meshwise_loop(plan, dropout=dropout), package="meshwise")
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,24 @@ def test_a_value_that_is_no_plan_is_refused() -> None:
         parallelize(nn.Linear(2, 2), table, loss=lambda output, _: (output.sum(), 1))
 
 
+@pytest.mark.parametrize(
+    "asked, on_gpus",
+    [
+        ("dp=auto compile=auto", "dp=2 compile=blocks"),
+        ("dp=2 recompute=full compile=auto", "dp=2 recompute=full compile=blocks"),
+        ("dp=2 recompute=selective compile=auto", "dp=2 recompute=selective"),
+        ("dp=2 budget=1G compile=auto", "dp=2 budget=1G"),
+        ("cp=2 compile=auto", "cp=2"),
+        ("dp=2", "dp=2"),
+    ],
+)
+def test_blocks_are_compiled_by_themselves_where_a_gpu_and_the_plan_allow_it(asked: str, on_gpus: str) -> None:
+    plan = Plan.parse(asked)
+    assert plan.resolve(2, compiles=True) == Plan.parse(on_gpus)
+    assert plan.resolve(2, compiles=False).compile == "off"
+    assert plan.resolve(2).compile == plan.compile
+
+
 def test_a_world_has_at_least_one_rank() -> None:
     with pytest.raises(PlanError, match="at least one rank, not 0"):
         Plan(dp=None).resolve(0)

@@ -4,21 +4,27 @@ import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.model.compiled_blocks import CompiledBlocks
+from meshwise.model import compiled_blocks
+from meshwise.model.compiled_blocks import CompiledBlocks, compiles_on
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.reference.mixture_gpt import MixtureConfig, MixtureGPT
+from meshwise.simulate.rehearsal import rehearse
 from meshwise.testing import agree, alone, outcome, run
+from meshwise.verify import verify
+from simulate.subjects import gpt_subject
+from warm_processes import Processes
 
 # torch.compile itself reads `.grad` of tensors that are no leaves.
 pytestmark = [
@@ -157,20 +163,30 @@ def test_compiled_plans_agree_with_one_process(plan: str) -> None:
 def transformer(kind: str, *, layers: int = 2, cache: bool = False) -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4}
     more = {"vocab_size": 32, "num_key_value_heads": 2, "use_cache": cache, "num_local_experts": 4}
-    built: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more))
+    no_dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)  # GPT-2's
+    no_dropout |= dict.fromkeys(("attention_probs_dropout_prob", "hidden_dropout_prob"), 0.0)  # BERT's and ViT's
+    pictures = {"image_size": 8, "patch_size": 4, "num_labels": 32}
+    model = {"bert": AutoModelForMaskedLM, "vit": AutoModelForImageClassification}.get(kind, AutoModelForCausalLM)
+    built: nn.Module = model.from_config(AutoConfig.for_model(kind, **sizes, **more, **no_dropout, **pictures))
     return built
+
+
+def pictures(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(32, (4,), generator=generator)
+
+
+def logits_loss(output: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+    targets = batch[1].flatten()
+    return functional.cross_entropy(output.logits.view(targets.numel(), -1), targets, reduction="sum"), len(targets)
 
 
 def test_a_cache_that_differs_in_each_layer_is_told() -> None:
     """Without a cache the layers share their code."""
-
-    def loss(output: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-        return functional.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), 32
-
     for cache, recompilations in ((False, 0), (True, 3)):
         torch.compiler.reset()
         build, options = partial(transformer, "llama", layers=4, cache=cache), Options(compiler="eager")
-        trainer = parallelize(build, "dp=1 compile=blocks", loss=loss, options=options, lr=1e-2)
+        trainer = parallelize(build, "dp=1 compile=blocks", loss=logits_loss, options=options, lr=1e-2)
         trainer.step(tokens(0))
         said = pytest.warns(UserWarning, match="4 times, .* set use_cache=False") if cache else nullcontext()
         with said:
@@ -178,20 +194,54 @@ def test_a_cache_that_differs_in_each_layer_is_told() -> None:
         assert trainer.compiled.recompilations == recompilations
 
 
+def steps_of(
+    world: World, kind: str, plan: str
+) -> tuple[list[tuple[float, float]], list[Tensor], tuple[int, int, int]]:
+    """Losses and norms of three steps, the parameters after them, and numbers of blocks, graphs and graph breaks."""
+    build, options, batch = partial(transformer, kind), Options(compiler="eager"), pictures if kind == "vit" else tokens
+    trainer = parallelize(build, plan, world=world, loss=logits_loss, options=options, lr=1e-2)
+    results = [trainer.step(batch(number)) for number in range(3)]
+    numbers, counts = [(result.loss, result.grad_norm) for result in results], trainer.compiled
+    values = [value.clone() for _, value in trainer.full_parameters()]
+    return numbers, values, (counts.blocks, counts.graphs, counts.graph_breaks)
+
+
 @pytest.mark.parametrize("kind, plan", [("llama", "tp=2"), ("mixtral", "tp=2"), ("mixtral", "dp=2 ep=2")])
 def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan: str) -> None:
-    def loss(output: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
-        return functional.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten(), reduction="sum"), 32
+    """Losses alone: while a thread compiles, `torch.compiler.is_compiling()` holds in all threads."""
+    expected, found = run(2, steps_of, args=(kind, plan)), run(2, steps_of, args=(kind, f"{plan} compile=blocks"))
+    assert [[loss for loss, _ in each[0]] for each in found] == [[loss for loss, _ in each[0]] for each in expected]
+    assert sum(graphs for _, _, (_, graphs, _) in found) > 0
 
-    def losses(world: World, more: str) -> tuple[list[float], int]:
-        options = Options(compiler="eager")
-        build = partial(transformer, kind)
-        trainer = parallelize(build, f"{plan} {more}", world=world, loss=loss, options=options, lr=1e-2)
-        return [trainer.step(tokens(number)).loss for number in range(3)], trainer.compiled.graphs
 
-    expected, found = run(2, losses, args=("",)), run(2, losses, args=("compile=blocks",))
-    assert [one for one, _ in found] == [one for one, _ in expected]
-    assert sum(graphs for _, graphs in found) > 0
+@pytest.mark.parametrize(
+    "kind, plan",
+    [
+        ("qwen2", "dp=1 microbatches=2"),
+        ("qwen3", "dp=1"),
+        ("gpt2", "dp=1"),
+        ("bert", "dp=1 recompute=full"),
+        ("vit", "dp=1"),
+        ("qwen3", "dp=1 precision=bf16"),
+    ],
+)
+def test_each_family_of_transformers_keeps_its_bits(kind: str, plan: str) -> None:
+    [(expected, values, _)] = run(1, steps_of, args=(kind, plan))
+    [(found, others, (blocks, graphs, breaks))] = run(1, steps_of, args=(kind, f"{plan} compile=blocks"))
+    assert found == expected
+    assert all(map(torch.equal, others, values))
+    assert (blocks, breaks) == (2, 0)
+    assert graphs > 0
+
+
+@pytest.mark.parametrize("kind, plan", [("qwen2", "tp=2"), ("qwen3", "dp=2 zero=3 precision=bf16")])
+def test_processes_that_compile_keep_the_bits(kind: str, plan: str, processes: Processes) -> None:
+    expected = run(2, steps_of, args=(kind, plan), on=processes)
+    found = run(2, steps_of, args=(kind, f"{plan} compile=blocks"), on=processes)
+    for (numbers, values, _), (others, compiled, (_, graphs, _)) in zip(expected, found, strict=True):
+        assert others == numbers
+        assert all(map(torch.equal, compiled, values))
+        assert graphs > 0
 
 
 def test_blocks_of_one_shape_are_compiled_once() -> None:
@@ -245,6 +295,46 @@ def test_a_graph_break_is_counted_and_named() -> None:
     with pytest.warns(UserWarning, match="cut the forward of .* into 2 graphs; TORCH_LOGS=graph_breaks"):
         trainer.step(torch.ones(2, 4))
     assert trainer.compiled.graph_breaks == 1
+
+
+def test_blocks_compile_by_themselves_on_gpus_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton: dict[str, object] = {}
+    monkeypatch.setattr(compiled_blocks, "find_spec", triton.get)
+    monkeypatch.setattr(compiled_blocks, "gpu_properties", lambda device: SimpleNamespace(major=device.index))
+    cpu, old, new = torch.device("cpu"), torch.device("cuda", 6), torch.device("cuda", 7)
+    assert not any(map(compiles_on, (cpu, old, new)))
+    triton["triton"] = object()
+    assert list(map(compiles_on, (cpu, old, new))) == [False, False, True]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_trainer_shows_whether_its_blocks_are_compiled(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwise.engine.parallelize.compiles_on", lambda _device: there)
+    options = Options(compiler="eager")
+    trainer = parallelize(model, "dp=1 compile=auto", loss=next_token_loss, options=options, lr=1e-2)
+    trainer.step(tokens(0))
+    trainer.step(tokens(1))
+    assert str(trainer.plan) == ("compile=blocks" if there else "dp=1")
+    assert trainer.compiled.graphs == there
+
+
+def test_verify_compares_a_plan_with_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(compiler="eager")
+    monkeypatch.setattr("meshwise.engine.parallelize.compiles_on", lambda _device: True)
+    for asked in ("blocks", "auto"):
+        plan = f"dp=2 zero=1 compile={asked}"
+        report = verify(model, next_token_loss, [tokens(0), tokens(1)], plan, lr=1e-2, options=options)
+        assert report.ok, str(report)
+        assert report.plan == "dp=2 zero=1 compile=blocks"
+
+
+def test_a_rehearsal_takes_a_plan_with_compiled_blocks() -> None:
+    """It runs uncompiled: it has the operations of the same plan without compiled blocks."""
+    subject = gpt_subject()
+    compiled, plain = (rehearse(subject, plan=f"dp=2 {more}", ranks=2) for more in ("compile=blocks", ""))
+    assert compiled.tapes == plain.tapes
+    assert str(rehearse(subject, plan="dp=2 compile=auto", ranks=2, device="cpu").plan) == "dp=2"
+    assert str(rehearse(subject, plan="dp=2 compile=auto", ranks=2, device="cuda").plan) == "dp=2 compile=blocks"
 
 
 @pytest.mark.parametrize("plan", ["cp=2", "recompute=selective", "budget=1G"])

@@ -46,7 +46,7 @@ from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.memory.tiers import Tiers
-from meshwise.model.compiled_blocks import CompiledBlocks
+from meshwise.model.compiled_blocks import CompiledBlocks, compiles_on
 from meshwise.model.deferred_init import ParameterSource, build_with_values, set_quantized_aside, shapes_of
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
 from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call_with, default_forward, no_loss
@@ -166,7 +166,7 @@ def parallelize(
     options = options or Options()
     plan = Plan.of(plan)
     world = world or connect()
-    plan = plan.resolve(world.size)
+    plan = plan.resolve(world.size, compiles=compiles_on(world.device))
     if options.clip_norm is not None and not options.clip_norm > 0:
         raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
     nonfinite = SkipPolicy.parse(options.nonfinite)

@@ -10,16 +10,23 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwise.comm.api.streams import gpu_properties
 from meshwise.model.random_draws import RandomDraws
 from meshwise.model.torch_private import compiler_backend, dispatch_mode_count, without_function_modes
 
 _MANY = 4
 """Number of compilations of one forward (for other shapes, modes or gradients) at which a warning is given."""
+
+
+def compiles_on(device: torch.device) -> bool:
+    """Return True for a GPU for which torch.compile has Triton: there `compile=auto` means `blocks`."""
+    return device.type == "cuda" and find_spec("triton") is not None and gpu_properties(device).major >= 7
 
 
 class CompiledBlocks:

@@ -127,7 +127,7 @@ class Plan:
         "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit",
         size=True,
     ).field(0)
-    compile: str = one_of("off blocks", means="blocks: the forward of each block is compiled by torch.compile")
+    compile: str = one_of("off auto blocks", means="blocks: torch.compile for each block's forward; auto: only on GPUs")
     deterministic: int = whole_number(
         0, means="1: kernels of torch that give equal bits in every run; slower on GPUs", least=0, most=1
     )
@@ -252,12 +252,17 @@ class Plan:
             nearest = nearest._unchecked(refusal.changes(nearest))
         return nearest, reasons
 
-    def resolve(self, world_size: int) -> "Plan":
+    def resolve(self, world_size: int, *, compiles: bool | None = None) -> "Plan":
         """Return this plan with `dp=auto` replaced by the degree that fills `world_size` ranks.
+
+        `compiles`: whether `compile=auto` becomes `blocks` where other keys allow it, or `off`; None: it stays `auto`.
 
         Raises PlanError, with the nearest plans that work, when the degrees do not multiply to `world_size`."""
         if world_size < 1:
             raise PlanError(f"a world has at least one rank, not {world_size}")
+        if compiles is not None and self.compile == "auto":
+            works = compiles and not self._unchecked({"compile": "blocks"})._working()[1]
+            return dataclasses.replace(self, compile="blocks" if works else "off").resolve(world_size)
         others = math.prod(degree for axis, degree in self._degrees().items() if axis != "dp")
         computing = world_size - self.server
         if self.dp is None and computing > 0 and computing % others == 0:

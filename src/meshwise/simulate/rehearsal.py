@@ -399,7 +399,7 @@ def rehearse(
     Raises the errors of `parallelize` and of a step: PlanError if the plan does not fit the ranks or the model,
     ValueError for a model, an optimizer, an option or a batch that cannot work, RuntimeError if the model reads values.
     """
-    plan = Plan.of(plan).resolve(ranks)
+    plan = Plan.of(plan).resolve(ranks, compiles=device == "cuda")
     rows = tree.row_count(subject.batch) if rows is None else rows
     if not rows:
         raise ValueError("the batch has no rows; rehearse with a batch of one row or more")

@@ -186,7 +186,7 @@ class _Run:
     def _start_event(self) -> run_events.Start:
         job, trainer = self._job, self._trainer
         return run_events.Start(
-            plan=str(job.plan),
+            plan=str(trainer.plan),
             mesh=trainer.world.mesh.picture() + f"\nserver={job.plan.server}: the last of dp" * (job.plan.server > 0),
             stages="" if trainer.cut is None else str(trainer.cut),
             device=_device(trainer.world),
