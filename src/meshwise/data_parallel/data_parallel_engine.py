@@ -18,11 +18,7 @@ used again in the same pass is gathered again. Recomputation adds no gather: the
 backward. Ranks of one host that share the memory of the parameters replace the gathers of zero=3 by one all-gather of
 P, as under zero=2; this all-gather copies nothing.
 
-With `gather`, the all-gathers of zero=3 send the bytes of a codec. With `hpz`, P is gathered from all ranks once after
-each update, and frozen parameters once. All other gathers, of m (2 P + 2 F - L) in sum, are inside a node.
-
-Under `dp=4x8`, N is 8. Once a step, the sums of the groups of 8 are added: an all-reduce of P/8 over the 4 replicas. It
-starts for each bucket when its last reduce-scatter has ended, and overlaps with the rest of the backward.
+docs/synchronisation.md has the bytes with `gather`, `hpz`, codecs and replicas of groups (`dp=4x8`).
 
 Units are reduced in one fixed order: the reverse of the parameter table. A reduction starts when the gradients of its
 unit and of all units before it are complete on this rank, or at the end of the backward. So the collectives match even

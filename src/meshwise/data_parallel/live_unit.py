@@ -116,7 +116,8 @@ class LiveUnit:
         fixed_by: what forbids to freeze trainable parameters; "" if nothing does. Call it between two steps, while
         ZeRO-3 units are freed."""
         for bucket, parameters, state in zip(self.buckets, self.parameters, self._state, strict=True):
-            for name, parameter in zip((one.row.name for one in bucket.place.pieces), parameters, strict=True):
+            for piece, parameter in zip(bucket.place.pieces, parameters, strict=True):
+                name = piece.row.name
                 if parameter.requires_grad and not bucket.trainable:
                     return (
                         f"{name!r} was frozen when the model was parallelized, so it has no room for gradients; build "

@@ -17,12 +17,6 @@ rank's message is its gradient plus the error of its last message. N ranks, a bu
     | codec      1 encode N shards, all-to-all ─ 2 each owner adds up its shard ─ 3 encode, all-gather (zero=0 alone)
     | powersgd   1 all-reduce M Q = P ─ 2 orthogonalise P ─ 3 all-reduce Mᵀ P = Q; the sum is P Qᵀ
 
-    | collectives of a bucket    1                 3
-    | codec, zero=0              all-to-all c(P)   all-gather c(P)     c: bytes of the codec, for each of the N shards
-    | codec, zero 1 to 3         all-to-all c(P)   none                with `hpz=H` also c(P / H) between nodes
-    | codec, dp=RxS, replicas    all-to-all c(P/S) all-gather c(P/S)
-    | powersgd:r                 all-reduce r Σm   all-reduce r Σn     m, n: sizes of each matrix; vectors go along in 1
-
 What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and the errors of all ranks
 add up to the sums of the true gradients. The owner's error of step 3 is a part of it. PowerSGD (Vogels et al., arXiv
 1905.13727) takes Q of the last step for the next one; after a load it begins anew.

@@ -212,9 +212,9 @@ class _Walk:
             flight.gradients = [torch.ones_like(output) for output in flight.outputs]
             return
         skeleton, parts = pack(result)
-        self._keep_gradients(stage, index, skeleton)
-        sent = zip(tensor_specs(skeleton), parts, strict=True)
-        flight.outputs = [tensor for spec, tensor in sent if spec.requires_grad]
+        specs = tensor_specs(skeleton)
+        self._keep_gradients(stage, index, specs)
+        flight.outputs = [tensor for spec, tensor in zip(specs, parts, strict=True) if spec.requires_grad]
         detached = [tensor.detach() for tensor in parts]
         if self._ranks[stage.index + 1] == self._rank:
             self._agreed.setdefault((stage.index, self._jobs[index].shapes), (skeleton, stage.state.shapes))
@@ -222,15 +222,18 @@ class _Walk:
         else:
             self._leaving[ActionKind.SEND_F, place] = self._header(stage, index, skeleton), detached
 
-    def _keep_gradients(self, stage: Stage, index: int, skeleton: Mapping[str, Any]) -> None:
+    def _keep_gradients(self, stage: Stage, index: int, specs: Sequence[Tensor]) -> None:
         """Let gradients come back for the same tensors in each step, whatever parameters are frozen in it.
 
         The next stage does not know what is frozen here. It sends gradients that `_backward` ignores."""
         agreed, _ = self._agreed.get((stage.index, self._jobs[index].shapes), (None, None))
-        frozen = torch.is_grad_enabled() and not all(one.requires_grad for one in self._trained[stage.index])
-        before = [None] * len(tensor_specs(skeleton)) if agreed is None else tensor_specs(agreed)
-        for spec, known in zip(tensor_specs(skeleton), before, strict=False):
-            if spec.is_floating_point() and (frozen if known is None else known.requires_grad):
+        if agreed is None:
+            frozen = torch.is_grad_enabled() and not all(one.requires_grad for one in self._trained[stage.index])
+            keeps = [frozen] * len(specs)
+        else:
+            keeps = [known.requires_grad for known in tensor_specs(agreed)]
+        for spec, kept in zip(specs, keeps, strict=False):
+            if kept and spec.is_floating_point():
                 spec.requires_grad_()
 
     def _backward(self, place: Place, *, whole: bool) -> None:
