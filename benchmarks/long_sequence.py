@@ -3,8 +3,8 @@
     python benchmarks/long_sequence.py cp=4 --tokens 16384
     python benchmarks/long_sequence.py dp=1 cp=2 cp=4 --tokens 16384
 
-Each rank is a process. Under `ulimit -d` (KiB of data of a process), cp=4 trains where dp=1 has too little memory. The
-last column multiplies the step's memory by the number of ranks, and divides it by the first plan's."""
+Each rank is a process. Under `ulimit -d` (KiB of data of a process), cp=4 trains where dp=1 has too little memory. After
+`dp=1`, a last column multiplies the step's memory by the number of ranks, and divides it by that of one process."""
 
 import argparse
 import resource
@@ -38,9 +38,9 @@ def main() -> None:
     for plan in given.plans:
         ranks = mw.Plan.parse(plan).mesh().size
         loss, before, after = mw.run(ranks, peak, args=(plan, given.tokens))[0]
-        one = one or after - before
+        one = after - before if ranks == 1 else one
         line = f"{plan}  {given.tokens} tokens  loss {loss:.4f}  {before:.2f} GiB before the step, peak {after:.2f} GiB"
-        print(f"{line}, {ranks * (after - before) / one:.2f}", flush=True)
+        print(line if one is None else f"{line}, {ranks * (after - before) / one:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class LiveUnit:
         self._unused: list[list[Tensor]] = []
         self._used: list[list[Tensor]] | None = None
         self._state: list[list[tuple[Any, ...]]] = []
+        self._touched = False
         self.whole = True
         self.stays_gathered = False
         self._gathering: list[Work] = []
@@ -108,7 +109,9 @@ class LiveUnit:
             # `.data` has a separate version counter, which writes to the buffer do not change.
             self.parameters.append([place(piece.row, value.data) for piece, value in zip(pieces, values, strict=True)])
         self.whole = not self.is_sharded
-        self._state = [[(one._version, one.data_ptr()) for one in parameters] for parameters in self.parameters]
+        self._state = [
+            [(one.requires_grad, one._version, one.data_ptr()) for one in parameters] for parameters in self.parameters
+        ]
 
     def change_message(self, *, fixed_by: str) -> str:
         """Return an error message with its remedy if a parameter was changed or written to since `load`, else "".
@@ -116,8 +119,13 @@ class LiveUnit:
         fixed_by: what forbids to freeze trainable parameters; "" if nothing does. Call it between two steps, while
         ZeRO-3 units are freed."""
         for bucket, parameters, state in zip(self.buckets, self.parameters, self._state, strict=True):
-            for piece, parameter in zip(bucket.place.pieces, parameters, strict=True):
-                name = piece.row.name
+            if state == [(one.requires_grad, one._version, one.data_ptr()) for one in parameters]:
+                continue
+            self._touched = True
+            freed = bucket.is_sharded and not self.whole
+            memory = bucket.whole.untyped_storage().data_ptr()
+            for piece, parameter, (_, version, _) in zip(bucket.place.pieces, parameters, state, strict=True):
+                name, held = piece.row.name, parameter.untyped_storage()
                 if parameter.requires_grad and not bucket.trainable:
                     return (
                         f"{name!r} was frozen when the model was parallelized, so it has no room for gradients; build "
@@ -129,12 +137,6 @@ class LiveUnit:
                         f"requires_grad of {name!r} was turned off, and {fixed_by} moves parameters without a gradient "
                         "too; freeze it before parallelize, or turn it on again"
                     )
-            if state == [(one._version, one.data_ptr()) for one in parameters]:
-                continue
-            freed = bucket.is_sharded and not self.whole
-            memory = bucket.whole.untyped_storage().data_ptr()
-            for piece, parameter, (version, _) in zip(bucket.place.pieces, parameters, state, strict=True):
-                name, held = piece.row.name, parameter.untyped_storage()
                 gone = held.nbytes() != bucket.dtype.itemsize if freed else held.data_ptr() != memory
                 if gone or parameter.dtype != bucket.dtype:
                     return (
@@ -150,13 +152,16 @@ class LiveUnit:
         return ""
 
     def follow_requires_grad(self) -> dict[nn.Parameter, list[nn.Parameter]] | None:
-        """Freeze and unfreeze by `requires_grad`; return what `Bucket.cut` returns, or None if nothing changed."""
+        """Freeze and unfreeze as `change_message` has found; return what `Bucket.cut` does, or None."""
         parts: dict[nn.Parameter, list[nn.Parameter]] | None = None
-        for bucket, parameters in zip(self.buckets, self.parameters, strict=True):
-            off = [bucket.trainable and not one.requires_grad for one in parameters]
+        for number, (bucket, parameters) in enumerate(zip(self.buckets, self.parameters, strict=True)):
+            off = [bucket.trainable and not one.requires_grad for one in parameters] if self._touched else bucket.frozen
             if off != bucket.frozen:
                 bucket.frozen = off
                 parts = (parts or {}) | bucket.cut(off)
+                known = zip(parameters, self._state[number], strict=True)
+                self._state[number] = [(one.requires_grad, *others) for one, (_, *others) in known]
+        self._touched = False
         return parts
 
     def fetch_shards(self) -> None:
