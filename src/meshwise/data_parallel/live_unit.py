@@ -281,7 +281,7 @@ class UnitGradients:
         """Expect gradients of all parameters, or of those with an id in `leaves`; return True if fewer than all.
 
         `in_place`: until `stop`, autograd adds to the accumulated gradients, except where the user has hooks."""
-        if self._all_in_place:
+        if self._parameters and self._all_in_place:
             return False
         self._expected = (
             self._parameters if leaves is None else [each for each in self._parameters if id(each) in leaves]
@@ -388,8 +388,9 @@ class UnitGradients:
             self.complete = True
             self._on_complete(self)
             return
-        if parameter is self._last:
-            self._move(missing[0])
+        waiting = [each for each in missing if each.requires_grad]  # others were frozen inside of an open step
+        if parameter is self._last and waiting:
+            self._move(waiting[0])
         if self._progress is not None:
             self._progress()
 

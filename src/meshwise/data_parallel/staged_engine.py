@@ -122,10 +122,18 @@ class Engine:
         return {whole: own for parts in found for whole, own in parts.items()}
 
     def frozen(self) -> dict[str, bool]:
-        """Return for each trainable parameter of this rank, by name, True if its `requires_grad` is off."""
-        return {
-            piece.row.name: off for one in self.buckets for piece, off in zip(one.place.pieces, one.frozen, strict=True)
-        }
+        """Return for each trainable parameter of this rank, by name, True if its `requires_grad` is off.
+
+        Raises ValueError if two stages of this rank hold a tied parameter and one of them has frozen it."""
+        found: dict[str, bool] = {}
+        for bucket in self.buckets:
+            for piece, off in zip(bucket.place.pieces, bucket.frozen, strict=True):
+                if found.setdefault(piece.row.name, off) != off:
+                    raise ValueError(
+                        f"requires_grad of {piece.row.name!r} differs between two stages of this rank, which share it; "
+                        "set it for all parameters of that name in trainer.model"
+                    )
+        return found
 
     def squared_norm(self) -> Tensor:
         """Return this rank's share of the squared norm of the summed gradient, fp64."""

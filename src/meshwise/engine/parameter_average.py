@@ -50,6 +50,7 @@ class ParameterAverage:
 
         Evaluate, predict or call `state_dict` and `save_pretrained` of the trainer inside; steps, saves and loads raise
         RuntimeError. Raises RuntimeError before the first update."""
+        self.look()
         if self.swapped or not self._begun:
             raise RuntimeError("there is no average before the first update; train a step, or load a checkpoint of one")
         self._swap()

@@ -161,10 +161,13 @@ class SplitExperts(nn.Module):
 
             def compute_copies(rows: Tensor, local: Tensor) -> Tensor:
                 own, counts = dict(self._parameters), {key: vars(self)[key] for key in self.sharding.mixture.counts}
+                copies = {key: each.wait() for key, each in pending.items()}
+                # On every rank, each copy takes part in the backward, which is a collective.
+                none = torch.stack([each.flatten()[:0].sum() for each in copies.values()]).sum()
                 try:
-                    self._parameters.update({key: each.wait() for key, each in pending.items()})  # type: ignore[misc]
+                    self._parameters.update(copies)  # type: ignore[arg-type]
                     vars(self).update(dict.fromkeys(counts, self.sharding.exchange.copies))
-                    return computed(rows, local)
+                    return computed(rows, local) + none
                 finally:
                     self._parameters.update(own)
                     vars(self).update(counts)

@@ -242,6 +242,7 @@ class ExpertExchange:
             pairs = math.ceil(len(chosen) * number / self._experts)
             sizes = [stop - start for start, stop in even_split(number, len(self.shares))]
             own, moving = index.new_empty(sizes[self.index]), chosen[pairs:].unsqueeze(-1)
+            self._world.all_reduce(index.new_empty(self._experts), axes=self._axes.experts).wait()
             routing = _unmoved(index, pairs)
         else:
             hot = self._recall.once(lambda: self._hottest(chosen))
