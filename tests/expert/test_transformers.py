@@ -68,7 +68,7 @@ def test_a_plan_that_divides_experts_needs_enough_of_them() -> None:
     ):
         planned_mixtures(nn.Linear(2, 2), plan=Plan.parse("dp=2 ep=2"))
     with pytest.raises(
-        PlanError, match=r"model\.encoder\.layers\.1\.ffn\.experts has modules as experts.*'replicate=0'"
+        PlanError, match=r"model\.encoder\.layers\.1\.ffn\.experts has a module per expert.*'replicate=0'"
     ):
         planned_mixtures(build("Nllb"), plan=Plan.parse("dp=2 ep=2 replicate=1"))
     with pytest.raises(PlanError, match=r"ep=8: model\.layers\.0\.mlp\.experts has only 4 experts.*'ep=4'"):

@@ -268,7 +268,7 @@ def test_a_block_that_saves_other_tensors_is_an_error() -> None:
             module(torch.ones(2, 4, requires_grad=True)).sum().backward()
 
     fails(lambda x, calls: x.exp() if calls == 1 else x, "fewer tensors")
-    fails(lambda x, calls: x[: 3 - calls].exp(), r"a tensor of shape \(1, 4\) for \(2, 4\)")
+    fails(lambda x, calls: x[: 3 - calls].exp(), r"a tensor of .*\[1, 4\].* instead of .*\[2, 4\].*cpu.*")
 
 
 @pytest.mark.parametrize("measures", [False, True])

@@ -488,7 +488,7 @@ JOB_ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "wrong LoRA": ({"lora": {"rank": 3}}, {}, "lora = .* unexpected keyword argument 'rank'"),
     "no such module": ({"lora": {"r": 3, "target_modules": ["qq"]}}, {}, "Target modules .*qq.* not found"),
     "LoRA of gpt": ({"name": "gpt", "lora": {"r": 3}}, {}, 'model.lora needs model.name = "hf:FOLDER"'),
-    "bytes": ({}, {"dataset": None, "tokenizer": None}, 'cannot read bytes of text; data.dataset = "json:train.jsonl"'),
+    "bytes": ({}, {"dataset": None, "tokenizer": None}, 'cannot read bytes; set data.dataset = "json:train.jsonl"'),
     "bytes, packed": ({}, {"dataset": None, "pack": True}, "data.pack and data.tokenizer are for records"),
     "a long context": ({}, {"context": 65}, "exceeds the model's max_position_embeddings = 64; use 64"),
     "an unknown field": ({}, {"arguments": {"txt": "a"}}, "data.arguments: 'txt' is none of text, prompt"),

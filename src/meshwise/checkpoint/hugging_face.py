@@ -15,8 +15,8 @@ parts of fused experts. No tensor is transposed.
     | of PEFT, merged   the files of its base model                            from_pretrained of the base's class
     | any other         model.safetensors (or parts)                           the function that builds the model
 
-An export writes its files to a folder beside the target, and reads the model back. Only if that model has the logits of
-the saved model, the files are moved into the target. So a failed export leaves nothing."""
+An export writes its files to a folder beside the target, and reads the model back. It moves the files into the target
+only if both models compute the same logits, up to rounding. So a failed export leaves the target unchanged."""
 
 import contextlib
 import errno
@@ -63,7 +63,7 @@ _FUSED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"
 _OTHER_NAMES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Names of an expert's matrices in Mixtral's folders."""
 _RENAMED = (".block_sparse_moe.", ".mlp.")
-"""Part of the names in Mixtral's folders, and the name in its modules."""
+"""Part of each name in Mixtral's folders, and the same part in the names of its modules."""
 
 
 def read_pretrained(folder: Path) -> CheckpointIndex:
@@ -138,13 +138,13 @@ def _files(folder: Path) -> list[str]:
 def with_model_names(
     index: CheckpointIndex, *, names: Mapping[str, Sequence[str]], base: str = ""
 ) -> tuple[CheckpointIndex, list[str]]:
-    """Return an index and the sorted unused names: names of tensors in the files that the model does not have.
+    """Return an index that also lists each tensor of the model under its first name, and the sorted unused names.
 
-    In the index each tensor of the model is also listed under its first name.
+    An unused name is the name of a tensor in the files that the model does not have.
 
     | names   all names of each parameter or buffer of the model, by its first name
-    | base    prefix of the base model, such as `transformer`; "" for none. A folder without the head has `h.0` for
-    |         `transformer.h.0`, so a name that is not found is also looked up with and without this prefix"""
+    | base    prefix of the base model, such as `transformer`; "" for none. A folder saved without the head lacks
+    |         the prefix (`h.0`, not `transformer.h.0`). So each name is looked up as it is, without it and with it"""
     tensors = dict(index.tensors)
     unused = {part.entry for stored in index.tensors.values() for part in stored.parts}
     for first, all_of_them in names.items():
@@ -213,7 +213,7 @@ def export(
             saved = _base(saved, merge=merge) if merge else saved
             saved.save_pretrained(new)  # type: ignore[operator] # a method of both libraries
         else:
-            # The checkpoint has fp32 masters of narrower parameters; TrainingState puts the dtypes into extra.
+            # The checkpoint has the fp32 master of a narrower parameter; `extra` has the parameter's dtype.
             dtypes = {name: DTYPES[word] for name, word in index.extra.get("dtypes", {}).items()}
             _write({name: one.to(dtypes.get(name, one.dtype)) for name, one in tensors.items()}, into=new)
             config = getattr(saved, "config", None)
@@ -286,7 +286,7 @@ def _fill(module: nn.Module, reader: CheckpointReader) -> dict[str, Tensor]:
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module], reader: CheckpointReader) -> nn.Module:
-    """Return the model of a folder, read as the table of this file says; the base of adapters is `build`'s."""
+    """Return the model of a folder, read as in the table of this file. Adapters get the base model of `build`."""
     if _is_of("peft", saved):
         from peft import PeftModel  # noqa: PLC0415 - an extra
 
@@ -305,7 +305,7 @@ def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module], r
 
 
 def _base(adapted: Any, *, merge: bool) -> nn.Module:
-    """Return the base model of a PEFT model, with its adapters added or removed. Raises ValueError for prompts."""
+    """Return a PEFT model's base model, with adapters added or removed. Raises ValueError if prompts are merged."""
     if any(config.is_prompt_learning for config in adapted.peft_config.values()):
         if merge:
             raise ValueError("merge=True, but learned prompts are inputs and cannot be added to weights; leave it out")

@@ -3,9 +3,9 @@
 Each trial is a run in the folder `folder`, beside `study.html`, `study.png` and `study.csv`. A second call trains the
 trials that are missing, so a study can be stopped at any time (`train_trials`).
 
-All trials read the same number of samples, at a constant rate after a warm-up over the first tenth. So the steps to a
-loss do not depend on the length of a trial. `BatchStudy` fits S_min and E_min of McCandlish et al. (arXiv 1812.06162,
-eq. 2.11): (S / S_min - 1) (E / E_min - 1) = 1 for the steps S and samples E to a loss. See docs/large_batch.md."""
+All trials read the same number of samples, at a constant rate after a warm-up over the first tenth. The rate does not
+decay, so the steps to a loss do not depend on later samples. `BatchStudy` fits S_min and E_min of McCandlish et al.
+(arXiv 1812.06162, eq. 2.11; docs/large_batch.md): (S / S_min - 1) (E / E_min - 1) = 1 for S steps and E samples."""
 
 import base64
 import contextlib
@@ -43,7 +43,7 @@ TRIAL = "trial.toml"
 
 
 def trial_job(job: Job, *, batch: int, lr: float, samples: int, folder: str) -> Job:
-    """Return the job of one trial in `folder`. Its noise is measured if its micro-batches are of one size."""
+    """Return the job of one trial in `folder`. A noise scale is measured if a step has several equal micro-batches."""
     parts = (job.plan.dp or 1) * job.plan.microbatches
     warmup = ScheduleJob(shape="constant", warmup_samples=max(1, samples // 10))
     size = {"batch": batch, "steps": samples // batch, "ramp": None, "auto_batch": None}
@@ -88,8 +88,8 @@ def has_ended(job: Job) -> bool:
 class Trial:
     """One trial that has ended.
 
-    | losses     after each step, mean loss of the last steps, a twentieth of all; inf for fewer steps, and for a trial
-    |            whose loss was not finite
+    | losses     after each step, mean loss of the last 5 % of all steps; inf in the first steps, which are too few, and
+    |            in a trial whose loss was not finite
     | critical   critical batch by the noise scale at the end, in samples; NaN if it was not measured"""
 
     batch: int
@@ -118,7 +118,7 @@ def read_trial(job: Job) -> Trial:
 
 @dataclass(frozen=True)
 class BatchStudy:
-    """Trials that have ended, and the loss to reach; None: the lowest that every batch size reaches with some rate."""
+    """Trials that have ended, and the loss to reach. `target`: None for the lowest that every batch size reaches."""
 
     trials: tuple[Trial, ...]
     target: float | None = None

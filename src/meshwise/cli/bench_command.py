@@ -119,8 +119,8 @@ def _time_collectives(world: World, sweep: SizeSweep) -> list[Measurement]:
 def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measurement]) -> None:
     console = console_of_width(_WIDTH)
     caption = (
-        "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: all ranks of the group copy as much "
-        "in their own memory, at the same time."
+        "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: at the same time, "
+        "each rank of the group copies a tensor of this size in its own memory."
     )
     console.show(text_table(as_table(measurements)))
     console.show(caption)
@@ -156,7 +156,7 @@ def _calibrate_rank(world: World, effort: CalibrationEffort) -> Cluster:
 
 
 def _ranks(flags: BenchFlags, *, least: int) -> int:
-    """Return the number of ranks: torchrun's, else `--ranks`, else one per GPU, else one per core (`least` to 4)."""
+    """Return the number of ranks: torchrun's, else `--ranks`, else GPUs, else cores (at least `least`, at most 4)."""
     if launched := launched_ranks():
         return launched
     gpus = gpu_count() if flags.device != "cpu" else 0

@@ -65,7 +65,7 @@ class LiveStage(LiveModel):
 
     @contextlib.contextmanager
     def running(self, index: int, *, batch: MicroBatch | None, again: bool) -> Iterator[None]:
-        """Run micro-batch `index` inside the block: its forward, or with `again` its backward."""
+        """Run micro-batch `index` in a context: its forward, or its backward if `again`. `predict` has no `batch`."""
         self._index = index
         if batch is None:
             yield
@@ -121,7 +121,7 @@ class StagedRunner:
         cut: ModelCut,
         shares_rows: bool,
     ) -> None:
-        """`schedule`: computations alone, no transfers. `shares_rows`: several ranks split the rows of one matmul."""
+        """`schedule`: computations only. `shares_rows`: ranks split the rows of one matmul, so `runs_empty` is True."""
         self.runs_empty = shares_rows or any(live.statistics.joined for live in stages.values())
         self.cut = cut
         self.counts = True

@@ -1,12 +1,12 @@
 """Configure glibc's allocator for CPU tensors, and explain out-of-memory errors.
 
-Until the end of the first step (`first_step_of`), freed memory is returned to the system. When the model's values are
-in the buckets, the user's model is freed, between blocks of memory that stay. The first step would also put the
-optimizer's state among its activations. Both leave holes that are too small for later activations and count in every
-peak. So in the first step every large tensor has its own mapping, and the heap holds only memory that this step frees.
+A training sets options only if several ranks run on CPUs. In the first step (`first_step_of`) every large tensor has
+its own mapping, which returns to the system when the tensor is freed. Freed tensors in the heap would leave holes: the
+user's model beside the buckets with its values, and activations beside the optimizer's new state. Such holes are too
+small for later activations, and count in every memory peak.
 
-From the second step on, freed memory is kept, and each step reuses the memory that the step before has freed. Returned
-memory would come back page by page: the system clears each page, and the cache misses it. docs/memory.md has the cost.
+From the second step on, freed memory is kept, and each step reuses the memory of the step before. For returned memory,
+the system would clear each page again, and the cache would miss the page. docs/memory.md has the cost.
 
 An out-of-memory error itself names only the bytes of the allocation that failed, not the tensors that filled the
 memory. `memory_errors_explained` adds a note with this rank's memory by category to an error of a user's script."""
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_errors_explained(
     plan: Plan, *, memory: Callable[[], Mapping[str, int]] = dict, hint: Callable[[], str] = str
 ) -> Iterator[None]:
-    """Add a note to an out-of-memory error inside the block: bytes of `memory()`, `hint()`, how to predict a plan."""
+    """Add a note to out-of-memory errors: bytes by category (`memory()`), `hint()`, and a call that predicts memory."""
     try:
         yield
     except Exception as error:
@@ -102,7 +102,7 @@ def keep_freed_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_step_of(world: World) -> Iterator[None]:
-    """Map each large tensor of one of several CPU ranks separately inside the block; afterwards keep freed memory."""
+    """Map large tensors separately in this context, then keep freed memory; sets no options for one rank or on GPUs."""
     set_malloc(MAP_SEPARATELY if _keeps(world) else ())
     try:
         yield

@@ -1,8 +1,8 @@
 """Recompute a block: keep its inputs, and compute everything else again in its backward.
 
-torch's `checkpoint` does this for one call of backward, to which the recomputed values belong. If a backward has two
-parts (a zero-bubble pipeline), it would recompute the values for each product of the second part. Here a recomputed
-value belongs to the slot of its saved tensor, and lives as long as the slot:
+In torch's `checkpoint` the recomputed values belong to one call of backward. A zero-bubble pipeline splits the backward
+into two parts, and each weight product of the second part would recompute the values. Here a recomputed value belongs
+to the slot of its saved tensor, and lives as long as the slot:
 
     forward     every tensor that autograd saves becomes an empty slot
     backward    the first slot that autograd reads repeats the whole forward, which fills all slots in order and stops
@@ -11,8 +11,8 @@ value belongs to the slot of its saved tensor, and lives as long as the slot:
 
 A separate node saves the block's inputs, so that they can be offloaded like other saved activations. The repeated
 forward finds the state of the first forward: torch's generators, autocast, and the state that `ForwardReplay`
-remembers. Only the module's `forward` is repeated, so hooks on the block itself do not run again. In the
-repetition norms update copies of their running statistics, because the first forward has updated the real ones.
+remembers. Only the module's `forward` is repeated, so hooks on the block itself do not run again. During
+the repetition, norms update copies of their running statistics, because the first forward has updated the real ones.
 A block that writes to another buffer is refused, because its repeated forward might read the changed buffer.
 
 A block may receive an object (a list, a dict, an instance of a class) and change it in its forward. For example, a
@@ -91,11 +91,11 @@ class RecomputedBlock:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Watch a forward inside the block that will be repeated. Raises RecomputeError if it writes to a buffer."""
+        """Check the first forward, which runs in this context. Raises RecomputeError if it writes to a buffer."""
         before = self._buffers()
         try:
             yield
-        finally:  # also if a pipeline stage ends inside the block and leaves its forward by an exception
+        finally:  # a pipeline stage that ends inside the block leaves the block's forward by an exception
             if written := [name for name, state in self._buffers().items() if before.get(name) != state]:
                 raise RecomputeError(
                     f"{self.name} writes to its buffer {written[0]!r} in its forward; a repeated forward would write "
@@ -143,7 +143,7 @@ class RecomputedBlock:
 
 @dataclass
 class _Slot:
-    """Saved tensor: its kind, and its recomputed value (or None)."""
+    """Saved tensor: its kind (shape, dtype and device), and its recomputed value (or None)."""
 
     call: "_Call"
     kind: tuple[torch.Size, torch.dtype, torch.device]
@@ -168,7 +168,7 @@ class _Call:
 
     @contextlib.contextmanager
     def first(self, *, clock: DeviceTimer | None = None) -> Iterator[None]:
-        """Run the first forward inside the block; keep slow results under `selective`, or if there is a `clock`.
+        """Run the first forward in this context. Keep slow results under `selective`, and whenever `clock` is given.
 
         `clock` times the operations whose results are kept. Results after the last saved tensor are dropped."""
         recall = self._block.recall
@@ -232,10 +232,8 @@ class _Call:
             raise RecomputeError(self._differs("more tensors"))
         slot, kept = left.popleft()(), tensor.detach()
         if slot is not None:
-            if slot.kind != (tensor.shape, tensor.dtype, tensor.device):
-                raise RecomputeError(
-                    self._differs(f"a tensor of shape {tuple(tensor.shape)} for {tuple(slot.kind[0])}")
-                )
+            if slot.kind != (kind := (tensor.shape, tensor.dtype, tensor.device)):
+                raise RecomputeError(self._differs(f"a tensor of {kind} instead of {slot.kind}"))
             slot.value = kept
         if not left:
             raise _Enough
@@ -304,7 +302,7 @@ class _Save(torch.autograd.Function):
 
 
 def _torch_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a maker of contexts in which casts, the default device and torch's generators are as they are now."""
+    """Return a function whose contexts restore the present casts, default device and generators of torch."""
     devices = ["cpu", "cuda"] if cuda_in_use() else ["cpu"]
     casts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
     cached = torch.is_autocast_cache_enabled()
@@ -342,7 +340,7 @@ class BlockInputs:
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
-        """Restore the containers' content from before the first forward inside the block, and the present one after."""
+        """Restore the content from before the first forward, until the context ends; then the present content."""
         now = [(one, _copied(one)) for one, _ in self._before]
         try:
             _put(self._before)

@@ -29,7 +29,7 @@ class ParameterSource:
     """Source of the values of a model's parameters and buffers; the values exist, or are computed on demand."""
 
     def __init__(self, module: nn.Module, *, record: ConstructionRecord | None, shapes_only: bool = False) -> None:
-        """`record`: computes the values of a model on meta; None: they exist. `shapes_only`: there are no values."""
+        """`record`: computes values of a model on meta; None if they exist. `shapes_only`: True if they never do."""
         self.module = module
         self.deferred = record is not None or shapes_only
         """True if the parameters of `module` are on the meta device, and get their values later."""
@@ -50,7 +50,7 @@ class ParameterSource:
     def full(self, name: str) -> Tensor:
         """Return the full tensor of a parameter or buffer, by any of its names.
 
-        With a record, the values are computed on the CPU; otherwise it is the model's own tensor, not a copy."""
+        A record computes the values on the CPU. With `shapes_only` it is a meta tensor, else the model's tensor."""
         wanted = self._tensors[name]
         if self._shapes_only:
             return wanted.to("meta")
@@ -77,7 +77,7 @@ class ParameterSource:
         return staged
 
     def for_module(self, module: nn.Module) -> "ParameterSource":
-        """Return a source for `module`, a part of the model on meta whose parameters have the same names."""
+        """Return this source for another module on meta: a part of the model, with the model's parameter names."""
         part = copy.copy(self)
         part.module, part.deferred = module, True
         return part

@@ -2,8 +2,8 @@
 
     | form      parameters                             forward
     | stacked   experts are the first dim of each      tokens (n, features), experts (n, k), weights (n, k)
-    | rows      as above, without biases               rows (experts · n, features): all tokens for each
-    | called    a child module for each expert         any: it, or the module around it, calls each expert with rows
+    | rows      as for stacked, without biases         rows (experts · n, features): all n tokens, once per expert
+    | called    a child module for each expert         any; the module or its parent calls each expert with rows
 
 A list without its own forward is found only by a rule: {"blocks.*.moe": "experts"}. In transformers 5, Llama 4
 has the form `rows`, Switch Transformers and NLLB have `called`, all others `stacked`."""
@@ -43,9 +43,9 @@ def find_mixtures(module: nn.Module) -> Mapping[str, Mixture]:
 
 
 def ruled_mixtures(module: nn.Module, *, rules: Mapping[str, str] | None) -> Mapping[str, Mixture]:
-    """Return the lists of experts that rules name, by name of the ModuleList.
+    """Return the mixtures that rules name, by the name of their ModuleList.
 
-    A rule names a list, or a module around one list. Raises ValueError for a module around no list or several."""
+    A rule names a ModuleList, or a module with exactly one ModuleList as child. Raises ValueError for others."""
     found = {}
     modules = dict(module.named_modules())
     for pattern in (pattern for pattern, role in (rules or {}).items() if role == "experts"):
@@ -57,8 +57,8 @@ def ruled_mixtures(module: nn.Module, *, rules: Mapping[str, str] | None) -> Map
             if len(lists) != 1:
                 near = f"Name one of its lists: {{'{lists[0]}': 'experts'}}" if lists else "Name a module with one list"
                 raise ValueError(
-                    f"rule {pattern!r}: {name} ({type(modules[name]).__name__}) has {len(lists)} ModuleLists, and "
-                    f"'experts' divides one. {near}"
+                    f"rule {pattern!r}: {name} ({type(modules[name]).__name__}) has {len(lists)} ModuleLists, but "
+                    f"'experts' needs exactly one. {near}"
                 )
             found[lists[0]] = Mixture(len(list(modules[lists[0]].children())), (), "called")
     return found
@@ -84,7 +84,7 @@ def planned_mixtures(module: nn.Module, *, plan: Plan, rules: Mapping[str, str] 
             )
         if plan.replicate and (plan.replicate >= mixture.experts or mixture.form == "called"):
             has = (
-                f"only {mixture.experts} experts" if mixture.form != "called" else "modules as experts, not one tensor"
+                f"only {mixture.experts} experts" if mixture.form != "called" else "a module per expert, not one tensor"
             )
             raise PlanError(f"replicate={plan.replicate}: {name} has {has}. Nearest that works: 'replicate=0'")
     return found
@@ -96,7 +96,7 @@ def compute_experts_by_loops(module: nn.Module) -> None:
     Each module with experts gets its own copy of its configuration, because several models may share one."""
     for name in find_mixtures(module):
         experts = module.get_submodule(name)
-        if "has_gate" in vars(experts):  # an attribute of all experts that choose an implementation
+        if "has_gate" in vars(experts):  # transformers sets it if the implementation can be chosen
             config: Any = copy.copy(vars(experts)["config"])
             config._experts_implementation = "eager"
             experts.config = config

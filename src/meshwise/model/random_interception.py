@@ -2,24 +2,24 @@
 
 There are two modes. `RandomInterception` sees the functions that Python code calls, at a cost of one microsecond each,
 but not the operations inside them. `_DrawReplacement` sees every operation below autograd, at five microseconds each.
-So the first mode runs only the functions that may draw inside the second mode, which replaces the draws. One
+So the first mode enters the second mode only for functions that may draw; the second mode replaces the draws. One
 replacement of `bernoulli_` then serves dropout of any kind, attention, and a model's own stochastic depth.
 
 Two functions are rewritten. Attention with dropout uses torch's plain implementation, because the fused kernels draw
 inside. `F.dropout`, the most frequent function, keeps the mask of a large tensor as booleans.
 
-A draw with an explicit generator (`generator=`) and a draw of complex numbers are not replaced.
+Draws with `generator=` are left to torch. So are complex numbers and other operations (`randperm`), with a warning.
 
-torch's generators are sequences: an element's number depends on the draws before it, and so on the tensor's shape and
-on the rank's slice. Here the bits of an element are a hash of a key and of the element's index in the full tensor. The
-bits are the same in any slice and on any device.
+torch's generators are sequences: an element's number depends on all earlier draws, so it changes with the tensor's
+shape and the rank's slice. Here the bits of an element are a hash of a key and of the element's index in the full
+tensor. The bits are the same in any slice and on any device.
 
     key, index along every dim but the last ──► 64 bits for each row:  a (32 bits), c (32 bits, odd)
     key, index along the last dim           ──► 32 bits for each column: b
     word = c · f((a xor b) · m),   f(x) = x xor x>>15            32-bit arithmetic, six passes over the tensor
 
 Rows and columns are hashed by the finalizer of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-Generators, 2014). So the cheap last line starts from mixed bits, and rows hardly ever share a multiplier c. The hash is
+Generators, 2014). So the last line combines mixed bits, and two rows rarely share a multiplier c. The hash is
 good enough for masks and noise, not for cryptography."""
 
 import abc
@@ -55,7 +55,7 @@ _BLOCK = 2**16
 class IndexBlock:
     """A slice of a full tensor: along dim d, the `shape[d]` elements from `starts[d]` on.
 
-    `places`: for each dim, the indices in the full tensor, or None if they are neighbours; () for None in all dims."""
+    `places`: per dim, the indices in the full tensor, or None if they are consecutive; () if all dims have None."""
 
     shape: tuple[int, ...]
     starts: tuple[int, ...]
@@ -83,29 +83,29 @@ class Distribution:
 
 
 def draw(part: IndexBlock, *, key: int, kind: Distribution, device: torch.device, into: Tensor | None = None) -> Tensor:
-    """Return random values of `kind` for a slice, with two dims or more, of a full tensor.
+    """Return random values of `kind` for a slice of a full tensor; the slice has at least two dims.
 
     | key    any signed 64-bit integer; equal keys give equal draws
-    | into   contiguous tensor of the kind's dtype to fill and return, with as many elements; None: a new tensor"""
+    | into   contiguous tensor to fill and return, of the kind's dtype and the slice's size; None: a new tensor"""
     filled = torch.empty(part.shape, dtype=kind.dtype, device=device) if into is None else into
     _fill(filled.view(1, *part.shape).flatten(1, -2), part=part, keys=[key], kind=kind)
     return filled
 
 
 def draw_many(part: IndexBlock, *, keys: Sequence[int], kind: Distribution, device: torch.device) -> Tensor:
-    """Return the values of `draw` for each key, (keys, *shape of the part), with the operations of a single draw."""
+    """Return the values of `draw` for each key, (keys, *part.shape). One torch operation serves several keys."""
     filled = torch.empty((len(keys), *part.shape), dtype=kind.dtype, device=device)
     _fill(filled.flatten(1, -2), part=part, keys=keys, kind=kind)
     return filled
 
 
 def shaped(drawn: Tensor, *, shape: Sequence[int], turned: bool) -> Tensor:
-    """Return a drawn slice in the `shape` of its tensor; `turned`: the first two dims are swapped in the slice."""
+    """Return `drawn` in the shape `shape`. `turned`: True if `drawn` has the first two dims in the opposite order."""
     return drawn.view(shape[1], shape[0], *shape[2:]).transpose(0, 1) if turned else drawn.view(shape)
 
 
 def _fill(lines: Tensor, *, part: IndexBlock, keys: Sequence[int], kind: Distribution) -> None:
-    """Fill `lines` (keys, rows, columns)."""
+    """Fill `lines` (keys, rows, columns) with random values of `kind` for a slice, one draw per key."""
     rows, column = _hashed(part, keys, lines.device)
     first, factor = _high(rows).unsqueeze(-1), (_high(rows << 32) | 1).unsqueeze(-1)
     number, height, width = lines.shape
@@ -126,7 +126,7 @@ def _fill(lines: Tensor, *, part: IndexBlock, keys: Sequence[int], kind: Distrib
 def _hashed(part: IndexBlock, keys: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return 64-bit hashes of the rows of a slice, (keys, rows), and 32-bit hashes of its columns, (keys, 1, columns).
 
-    The index of an element enters times `_GOLDEN`."""
+    As in splitmix64, an index is multiplied by `_GOLDEN`, so that neighbours differ in many bits."""
     key = torch.tensor(keys, dtype=torch.int64).to(device, non_blocking=True)
     ends = [part.indices(dim, device=device).mul_(_GOLDEN) for dim in range(len(part.shape))]
     column = _high(_mixed((key ^ _COLUMNS).unsqueeze(-1) + ends[-1]))
@@ -138,7 +138,7 @@ def _hashed(part: IndexBlock, keys: Sequence[int], device: torch.device) -> tupl
 
 @lru_cache(maxsize=256)
 def keep_mask(probability: float, *, dtype: torch.dtype = torch.bool, scaled: bool = False) -> Distribution:
-    """Return the distribution of a dropout mask: True with about this probability; with `scaled`, 1 / probability."""
+    """Return a dropout mask's distribution: True (1 / probability if `scaled`) with about this probability, else 0."""
     most = round(probability * 2**32) - 2**31 - 1
     if most < -(2**31):
         return Distribution(dtype, lambda _word, out: out.zero_())
@@ -166,7 +166,7 @@ def exponential(dtype: torch.dtype) -> Distribution:
 
 
 def _middle(word: Tensor) -> Tensor:
-    """Return the middle of each word's interval, of the 2^32 equal intervals of [0, 1]."""
+    """Map each int32 word to the middle of one of the 2^32 equal intervals of [0, 1], in float64."""
     return word.double().add_(2**31 + 0.5).mul_(math.ldexp(1, -32))
 
 
@@ -237,7 +237,7 @@ class ForwardAndBackwardMode(TorchFunctionMode, abc.ABC):
 
 
 class RandomInterception(ForwardAndBackwardMode):
-    """Mode that runs the functions that may draw, and replaces their draws by the draws of `source`."""
+    """Mode that replaces the draws of functions by draws of `source`, or seeds torch's generator if `source.local`."""
 
     def __init__(self, source: DrawSource) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class RandomInterception(ForwardAndBackwardMode):
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of `func`, with meshwise's draws in place of torch's."""
         name = getattr(func, "__name__", "")
-        if name == "attend":  # of `attention/split_attention.py`, which takes its draws from their source
+        if name == "attend":  # meshwise's own attention gets the source of its draws as an argument
             return func(*args, **{"draws": self._source, **kwargs})
         if name not in MAY_DRAW or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
@@ -291,9 +291,9 @@ class RandomInterception(ForwardAndBackwardMode):
         return self._masked_attention(given, seen, dropping)
 
     def _masked_attention(self, given: Mapping[str, Any], seen: Tensor | None, dropping: float) -> Tensor:
-        """Return what torch's plain implementation computes, without a mode that sees each of its operations.
+        """Return the result of torch's plain implementation, without a mode that sees each of its operations.
 
-        It returns the probabilities for a value without features; dropout and the product with the value follow."""
+        For a value without features, torch computes only the probabilities. Dropout and the product follow here."""
         value, causal, scale = given["value"], bool(given.get("is_causal")), given.get("scale")
         with torch._C.DisableTorchFunction():
             _, weights = torch.ops.aten._scaled_dot_product_attention_math(
@@ -313,7 +313,7 @@ class RandomInterception(ForwardAndBackwardMode):
     def _unfused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], query: Tensor) -> Any:
         """Run torch's attention by its plain implementation, with its draws replaced.
 
-        On the CPU torch has no fused kernel with dropout, so no kernel is chosen: all threads share such a choice."""
+        The choice of a kernel affects all threads. It is not made on CPUs, where no fused kernel supports dropout."""
         self._replacement.scores = True
         plain = sdpa_kernel(SDPBackend.MATH) if query.is_cuda else contextlib.nullcontext()
         with plain, self._replacement:

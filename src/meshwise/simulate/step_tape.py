@@ -33,7 +33,7 @@ class Category(StrEnum):
     GATHERED = "gathered"  # full parameters while they are used (ZeRO-3)
     GRADIENTS = "gradients"
     OPTIMIZER = "optimizer"
-    REDUCTION = "reduction"  # state of a compressed reduction, such as the error that a step has left
+    REDUCTION = "reduction"  # state of a compressed reduction, such as its error feedback
     ACTIVATIONS = "activations"  # tensors kept for the backward, and temporary tensors
     STAGING = "staging"  # buffers for tensors on their way to another tier
     COMMUNICATION = "communication"  # received tensors, and tensors being sent
@@ -141,7 +141,7 @@ class Tape:
     first: tuple[TapeSegment, ...]
     """First step, with one micro-batch; this step allocates the optimizer's state."""
     steady: tuple[TapeSegment, ...]
-    """Second step, with the micro-batches that stand for all."""
+    """Second step. It has only the recorded micro-batches; the simulator repeats them for the others."""
     away: Mapping[str, int]
     """Bytes of the rank's state off the device, by tier: `cpu`, `disk`."""
     microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)
@@ -294,7 +294,7 @@ def _product(
 
 
 def _grouped(a: Tensor, b: Tensor, output: Tensor) -> MatrixProduct:
-    """Return the sizes of a grouped matrix product, in which groups divide the rows, columns or summed terms."""
+    """Return the sizes of a grouped matrix product: one per group if the output has 3 dims, else one for all groups."""
     batch = output.shape[0] if output.dim() == 3 else 1
     terms = a.shape[-1] // (batch if a.dim() == b.dim() == 2 else 1)
     return MatrixProduct(batch, a.shape[-2], max(1, terms), b.shape[-1])

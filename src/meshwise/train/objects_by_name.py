@@ -49,7 +49,7 @@ def answer_loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy in nats, summed over the tokens with a target, and their number: two scalar tensors.
 
     | output   logits (batch, tokens, vocabulary), or an output of transformers that has them
-    | batch    a pair (inputs, targets); or a mapping with `targets`, or with `labels`, which are one token later"""
+    | batch    a pair (inputs, targets); or a mapping with `targets`, or with `labels` (targets are the next labels)"""
     logits = getattr(output, "logits", output)
     if not isinstance(batch, Mapping):
         return next_token_loss(logits, batch)
@@ -97,7 +97,7 @@ def model_function(job: Job) -> Callable[[], nn.Module] | nn.Module:
 def check_text(job: Job) -> None:
     """Raise JobError if the model cannot read bytes: an `hf:` model, or a GPT with a small vocabulary or context."""
     if job.model.name.startswith(HUB):
-        raise JobError(f'model.name = {job.model.name!r} cannot read bytes of text; data.dataset = "json:train.jsonl"')
+        raise JobError(f'model.name = {job.model.name!r} cannot read bytes; set data.dataset = "json:train.jsonl"')
     if job.model.name not in ("gpt", "mixture"):
         return
     shape, name = _configuration(job), job.model.name
@@ -145,8 +145,8 @@ def optimizer_options(job: OptimizerJob, *, model: Callable[[], nn.Module]) -> P
             raise JobError(f"optimizer.groups: {pattern!r}: unknown option {unknown[0]!r}; {hint}")
         if (chosen := options.get("optimizer")) not in (None, *kinds):
             raise JobError(
-                f"optimizer.groups: {pattern!r}: optimizer = {chosen!r} is neither 'hidden' nor 'rest' of a job with "
-                'two optimizers; write rest = {name = "AdamW", lr = 3e-4}'
+                f"optimizer.groups: {pattern!r}: optimizer = {chosen!r} is unknown. A job with two optimizers has "
+                '"hidden" and "rest"; write rest = {name = "AdamW", lr = 3e-4}'
             )
     with as_job_error(of="optimizer.groups: "):
         return parameter_rule(
@@ -170,7 +170,7 @@ def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> Optim
     if ":" not in name and name not in kinds:
         near, known = nearest(name, known=kinds), ", ".join(kinds)
         hint = near if known in near else f"{near} The classes are {known}"
-        raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}. Of a library: 'module:Class'")
+        raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}. Or write 'module:Class'")
     found: Any = kinds[name] if name in kinds else locate(name, key=f"{key}.name")
     try:
         found = whole(found) if is_whole else found

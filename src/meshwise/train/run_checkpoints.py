@@ -1,7 +1,7 @@
 """Make or find the folder of a training run, write its checkpoints, and resume from one.
 
-docs/checkpoints.md shows the folder. Ranks that torchrun starts again find it by the run ID in `launch`, and resume
-from its checkpoints. If it has none, they begin where the first start began.
+docs/checkpoints.md shows the folder. Ranks that torchrun starts again find the folder by the run ID in its file
+`launch`, and resume from its checkpoints. Without a checkpoint, they begin as the first start did.
 
 A resumed run reads the samples and sets the learning rates of a run without interruption (`restore_run`). The trainer
 restores the model, the optimizer and (under the same plan) the random generators. In addition, a run has three counts
@@ -52,7 +52,8 @@ CHECKPOINTS, BEST, PROFILE, LAUNCH, STOP = "checkpoints", "best", "profile", "la
 def claim_run_folder(job: Job, *, path: Path | None = None, attempt: JobAttempt | None = None) -> Path:
     """Return the folder at `path` (None: a new folder at `train.output`) and write the job into it.
 
-    If the name of a new folder exists, `-2`, `-3` … is appended. Raises JobError when the folder cannot be written."""
+    If the name of a new folder exists, `-2`, `-3` … is appended. `attempt`: this start by torchrun; if torchrun may
+    restart the ranks, its run ID is written to `launch`. Raises JobError when the folder cannot be written."""
     try:
         folder = _new_folder(Path(job.train.output)) if path is None else path
         if attempt is not None and attempt.max_restarts:
@@ -76,14 +77,14 @@ class RunStart:
     """Where a run begins: its folder, and its first checkpoint.
 
     | folder    the existing folder in which the run continues; None: a new folder
-    | roots     folders of checkpoints, or a checkpoint; from the first one with a checkpoint, the newest valid one is
-    |           restored. Without a checkpoint, the run begins at the start"""
+    | roots     folders of checkpoints, or a checkpoint. From the first root with a valid checkpoint, the newest valid
+    |           checkpoint is restored. If no root has a checkpoint, the run begins at step 0"""
 
     folder: Path | None = None
     roots: tuple[Path, ...] = ()
 
     def candidate(self) -> Path | None:
-        """Return the checkpoint to restore, unless loading finds damage in it; None if there is no checkpoint."""
+        """Return the checkpoint to restore, or None. If loading it finds damage, an older checkpoint is restored."""
         return next(filter(None, (newest_valid(root)[0] for root in self.roots)), None)
 
 
@@ -164,7 +165,7 @@ _SILENT_KEYS = (
 class RunProgress:
     """The progress of a run: steps, samples read and updates applied so far, and the loss of the last step.
 
-    | shares  relative rows of the replicas with `train.shares = "auto"`
+    | shares  rows of each replica relative to the others, with `train.shares = "auto"`
     | batch   size of the next batch, with `train.auto_batch`; 0: none chosen yet
     | noise   averaged gradient noise, if it is measured
     | best    lowest validation loss so far, with `train.keep_best`
@@ -214,7 +215,7 @@ def restore_run(
 ) -> RunProgress:
     """Restore the trainer, emit `Resume`, and return the progress (zero without a checkpoint). Every rank calls it.
 
-    A checkpoint without a job, from a script or an import, continues at its `steps`, with the job's batches.
+    A checkpoint of a script or an import has no job: the run continues at its `steps`, each of one batch of the job.
 
     Raises JobError for a checkpoint of another job, and DamageError when there are checkpoints but no valid one."""
     found = _restored(trainer, start, own=prepared.hyperparameters)

@@ -6,12 +6,12 @@ forward calls collectives, so under compile=blocks it runs uncompiled, between t
 *Embedding*: a rank looks up the tokens in its part of the vocabulary, and has zeros for all other tokens. The ranks sum
 the results. The sum equals the product of one-hot rows and the table.
 
-*Norms*: LayerNorm needs the mean and the variance over all features of a token, but a rank has only some features. From
-sums of squares the variance would be inexact where the mean is large. So each rank sends the mean and variance of its
-own features, which are combined exactly (Chan, Golub and LeVeque, 1979). It sends 2 numbers per token in the forward
-and 2 in the backward. RMSNorm sends 1 and 1, because it needs only the mean of squares.
+*Norms*: LayerNorm needs the mean and the variance over all features of a token, but a rank has only some features. A
+variance computed from sums of squares would be inexact for a large mean. So each rank sends the mean and variance of
+its own features, which are combined exactly (Chan, Golub and LeVeque, 1979). Per token it sends 2 numbers in the
+forward and 2 in the backward. RMSNorm sends 1 in each, because it needs only the mean of squares.
 
-    x̂ = (x - mean) / σ    dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight    RMSNorm: no mean, mean(g)
+    x̂ = (x - mean) / σ    dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight   RMSNorm omits mean and mean(g)
 
 *nn.MultiheadAttention* holds the matrices of q, k and v as parameters, not as linear layers. It passes them to one
 functional (in eval mode, to a fused kernel) that cannot be split. So it gets a new forward over two projections, with
@@ -80,14 +80,14 @@ class Projection(BoundToRank):
 
     @property
     def weight_placement(self) -> Placement:
-        """Placement of the weight. Its gradient is still to be summed over the row axes that the matmul leaves out."""
+        """Placement of the weight. `summed`: its replicas, and the row axes over which the matmul sums no gradient."""
         done = (*self.product.w.axes, *self.product.y.axes)
         return Placement(
             self.layout, (*self.context.scheme.replicas, *(axis for axis in self.product.rows if axis not in done))
         )
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Map (…, local in) to (…, local out). The scheme decides which rows and tokens the result has."""
+        """Map (…, in) to (…, out), both local. The scheme sets the rows and tokens, and for `single` the features."""
         context, product = self.context, self.product
         if self.part.role != "rowwise" and not self.part.gathered:
             x = context.take_features(x, sizes=self._stream)
@@ -109,7 +109,7 @@ class Projection(BoundToRank):
         return y
 
     def logits(self, x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return a head's logits: `SplitLogits`, or whole logits if one rank has all or the part demands it."""
+        """Return a head's logits: `SplitLogits`; a plain tensor if one rank has all, or with `part.whole_features`."""
         local, axes = self(x, weight, bias), self.product.features
         if self.context.degree(axes) == 1:
             return local
@@ -153,7 +153,7 @@ class ShardedHead(ShardedLinear):
 
     @gradient.uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
-        """Return the logits as `SplitLogits`, or as a plain tensor if one rank has them all."""
+        """Return the logits as `SplitLogits`, or as a plain tensor (see `Projection.logits`)."""
         return self.sharding.logits(input, weight=self.weight, bias=self.bias)
 
 
@@ -258,7 +258,7 @@ class SplitNorm(BoundToRank, DimShards):
             return x.new_zeros(()), (own[0] / self.size)[..., None]
         parts = own.new_empty(len(self.sizes), *own.shape)
         self.world.all_gather(own, into=parts, axes=self.axes).wait()
-        counts = torch.cat([own.new_full([1] * own.dim(), size) for size in self.sizes])  # copies nothing from the host
+        counts = torch.cat([own.new_full([1] * own.dim(), size) for size in self.sizes])  # avoids a copy to the GPU
         means, variances = parts.unbind(1)
         mean = (counts * means).sum(0) / self.size
         variance = (counts * (variances + (means - mean).square())).sum(0) / self.size
@@ -428,7 +428,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return k, v, k.size(1) - length
 
     def _mask(self, call: SimpleNamespace, *, like: Tensor, appended: int) -> Tensor | None:
-        """Return one mask to add to the scores, (N or 1, H or 1, L or 1, S), from both masks; None without masks."""
+        """Return `attn_mask` plus `key_padding_mask` for scores, (N or 1, H or 1, L or 1, S); None without masks."""
         masks, context = [], self.sharding.context
         given, padding = (
             None if mask is None else sum_gradient_over_heads(mask, context=context)
