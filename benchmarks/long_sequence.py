@@ -4,7 +4,7 @@
     python benchmarks/long_sequence.py dp=1 cp=2 cp=4 --tokens 16384
 
 Each rank is a process. Under `ulimit -d` (KiB of data of a process), cp=4 trains where dp=1 has too little memory.
-After `dp=1`, a last column multiplies the step's memory by the number of ranks, and divides it by that of one process."""
+After `dp=1`, a last column divides a step's memory times the number of ranks by that of one process."""
 
 import argparse
 import resource
