@@ -350,6 +350,62 @@ def test_under_pp_the_given_model_is_not_the_one_to_change() -> None:
     run(2, main)
 
 
+def test_copies_of_a_tied_weight_in_two_stages_of_a_rank_are_frozen_together() -> None:
+    def main(world: World) -> None:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocabulary=16, context=8, layers=4, heads=2, width=8, mlp_ratio=2, tied=True))
+        options, plan = Options(example=tokens(0)), "pp=2 microbatches=4 schedule=zb-v virtual_stages=2"
+        training = parallelize(model, plan, world=world, loss=next_token_loss, options=options, lr=1e-2)
+        engine = training._engine
+        for module in training.modules if world.rank == 0 else ():
+            module.get_parameter("embedding.weight").requires_grad_(False)
+            engine.check_parameters()
+            if module is training.modules[0]:
+                with pytest.raises(ValueError, match=r"'embedding.weight' differs between two stages of this rank"):
+                    engine.follow_requires_grad()
+        engine.follow_requires_grad()
+        assert engine.frozen().get("embedding.weight", world.rank == 0) == (world.rank == 0)
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=0", "dp=2 zero=2"])
+def test_a_parameter_that_is_frozen_inside_of_an_open_step_stays_from_the_next_step_on(plan: str) -> None:
+    def main(world: World) -> None:
+        training = trainer(world, plan)
+        frozen = training.model.get_submodule("blocks.1.mlp_norm")
+        for number in range(4):
+            before = parameters(training)
+            with training.open_step() as step:
+                loss = step.loss(tokens(number))
+                if number == 2:
+                    frozen.requires_grad_(False)
+                step.backward(loss)
+                step.update()
+        after = parameters(training)
+        changed = {name for name in after if not torch.equal(before[name], after[name])}
+        assert changed == {name for name in after if "blocks.1.mlp_norm" not in name}
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("frozen", ["", "norm", "blocks.3"])
+def test_reductions_begin_in_the_backward_beside_a_frozen_unit(frozen: str) -> None:
+    def main(world: World) -> int:
+        training = trainer(world, "dp=2 zero=2")
+        for name in filter(None, (frozen, frozen and "head")):
+            training.model.get_submodule(name).requires_grad_(False)
+        training.step(tokens(0))
+        begun = []
+        with world.record() as calls:
+            first = training.model.get_submodule("blocks.0")
+            first.register_full_backward_pre_hook(lambda *_: begun.append(len(calls)))
+            training.step(tokens(1))
+        return begun[0]
+
+    assert min(run(2, main)) > 0
+
+
 @pytest.mark.parametrize(
     "plan,kind,what",
     [("dp=2 sync=local every=2", torch.optim.AdamW, "sync=local"), ("dp=2", OneBitAdam, "OneBitAdam")],

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from expert.test_agreement import batches, build, check, training
 from grid import Grid
@@ -77,6 +78,29 @@ def test_copies_of_a_hot_expert_even_out_the_rows_of_the_ranks() -> None:
         assert sum(size for _, size in moved) == 4 * layers * pairs * features * 8 + layers * experts * ranks * 8
     for name in ("all_gather[dp]", "reduce_scatter[dp]"):  # two matrices of expert 0, and their gradients
         assert [counted[name] for _, counted, _ in copied] == [(2 * layers, layers * 2 * 8 * 16 * 8)] * ranks
+
+
+def test_a_rank_without_a_pair_for_a_hot_expert_takes_part_in_its_backward() -> None:
+    def built() -> nn.Module:
+        model = build("top-2", tied=False)
+        for block in (0, 1):  # a parameter that no forward reads
+            model.get_submodule(f"blocks.{block}.mlp.experts").register_parameter(
+                "unread", nn.Parameter(torch.zeros(4, 8, dtype=torch.float64))
+            )
+        return model
+
+    def main(world: World) -> list[float]:
+        trainer = parallelize(built, "dp=2 ep=2 replicate=1", world=world, **training())
+        for block in (0, 1):
+            router = trainer.model.get_submodule(f"blocks.{block}.mlp.router")
+            own = torch.tensor([0, 1] if world.rank == 0 else [2, 3])
+            router.register_forward_hook(
+                lambda _m, _g, output, own=own: (own.expand_as(output[0]).clone(), *output[1:])
+            )
+        return [trainer.step(batches()[0]).loss for _ in range(2)]
+
+    first, second = run(2, main)
+    assert first == second
 
 
 REFUSED = {
