@@ -1,8 +1,7 @@
 """Bucket: flat buffers with the parameters, gradients and masters of one unit, and the slice that this rank owns.
 
 The `Reduction` (the ZeRO stage) decides which of these buffers a rank keeps in full and which only as its shard. Under
-zero=3 the full parameters exist only while their unit is in use. `StorageConfig` names the plan's reduction, dtypes and
-tiers."""
+zero=3 the full parameters exist only while their unit is in use. `StorageConfig` names reduction, dtypes and tiers."""
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Sequence

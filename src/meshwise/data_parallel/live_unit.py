@@ -1,7 +1,6 @@
 """A unit on this rank: the buckets that are gathered, freed and reduced together, and the model's view of them.
 
-`UnitGradients` takes the gradients of a unit from `.grad` all at once, with one hook per unit instead of one per
-parameter.
+`UnitGradients` takes the gradients of a unit from `.grad` all at once, with one hook per unit.
 
 Autograd leaves a new gradient in `.grad` without a copy. A hook on one parameter of the unit runs when its gradient
 arrives. If other gradients of the unit are still missing, the hook moves to a parameter without one. So after the first
@@ -116,8 +115,7 @@ class LiveUnit:
     def change_message(self, *, fixed_by: str) -> str:
         """Return an error message with its remedy if a parameter was changed or written to since `load`, else "".
 
-        fixed_by: what forbids to freeze trainable parameters; "" if nothing does. Call it between two steps, while
-        ZeRO-3 units are freed."""
+        fixed_by: what forbids to freeze trainable parameters; "" if nothing does. Call it between two steps."""
         for bucket, parameters, state in zip(self.buckets, self.parameters, self._state, strict=True):
             if state == [(one.requires_grad, one._version, one.data_ptr()) for one in parameters]:
                 continue

@@ -296,8 +296,7 @@ class CodecReduction(Reduction):
     def _send(self, gradients: Tensor, peers: ReducingRanks, done: Callable[[Tensor], Any]) -> Work:
         """Start to send each rank its encoded shard; at the end call `done` with the sum of this rank's shard.
 
-        With nodes, each rank of a node gets the shards of the ranks with its index in all nodes, and sends on their
-        sums."""
+        With nodes, each rank of a node gets the shards of the ranks with its index in all nodes, and sends sums."""
         far = [axis for axis in peers.axes if axis not in peers.near]
         nodes, size = peers.world.group(far).size, len(gradients) // peers.size
         packed = self._encoded(gradients, peers, name="error", start=0, nodes=nodes)

@@ -95,8 +95,7 @@ def gathers(plan: Plan, *, choices: int, experts: int) -> bool:
     """Return whether `plan` dispatches by all-gather, for `choices` of each token among `experts` experts.
 
     For each token of H features, the all-to-alls move 2 · choices · H (ep-1)/ep elements in a forward, and all-gather
-    and reduce-scatter move 2 · H (ep-1). `auto` takes the fewer. A choice of all experts is a mask with drops: it takes
-    the all-to-all."""
+    and reduce-scatter move 2 · H (ep-1). `auto` takes the fewer. A choice of all experts takes the all-to-all."""
     chosen = plan.dispatch == "auto" and plan.dispatch_parts == 1 and not plan.replicate
     return plan.dispatch == "all-gather" or (chosen and 1 < plan.ep < choices < experts)
 

@@ -10,8 +10,7 @@ plan fits the available memory. `needs` does the same before a run.
 If a process exceeds the memory of its machine or cgroup, the system kills it without an error. Then the process
 that started it explains the end with this file (`cli/train_command.py`).
 
-On a GPU `room_left` returns the free memory of the device (`comm/api/streams.py`). On a CPU it returns the smallest of
-these limits:
+On a GPU `room_left` returns the free memory of the device (`comm/api/streams.py`). On a CPU it returns the smallest of:
 
     | of the process   the limits that `ulimit` sets
     | of the host      an equal part for each rank of the free memory of the machine, and of each cgroup of the process
@@ -19,8 +18,7 @@ these limits:
 
 A cgroup counts the page cache as memory in use. As in container runtimes, its inactive pages count as free here.
 
-`measure` runs a few real steps of a plan and returns each rank's peak memory and step times, to compare with a
-prediction."""
+`measure` runs a few real steps, and returns each rank's peak memory and step times to compare with these."""
 
 import math
 import os

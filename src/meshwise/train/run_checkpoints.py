@@ -8,8 +8,7 @@ restores the model, the optimizer and (under the same plan) the random generator
 that do not depend on the plan: steps done, samples read, and updates applied (which set the learning rate).
 
 The job must equal the checkpoint's job (`job_changes`). Keys that do not change the results may differ; the difference
-is printed. Any other difference is refused unless `train.accept` names its key. Data are compared by content, not by
-file name.
+is printed. Any other difference is refused unless `train.accept` names its key. Data are compared by content.
 
 `RunCheckpoints` saves in the background while training continues. Rank 0 emits `Saved` when a checkpoint is complete.
 All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end of the

@@ -2,8 +2,7 @@
 
 Every group of ranks has its own communicator. NCCL runs its operations on its own streams. A call lets NCCL's stream
 wait for the current stream; `wait` lets the current stream wait for NCCL's. Neither blocks the host. Equal parts in one
-piece of memory use NCCL's all-gather and reduce-scatter. All other parts are exchanged by NCCL's grouped sends and
-receives (all-to-all).
+piece of memory use NCCL's all-gather and reduce-scatter. Other parts use grouped sends and receives (all-to-all).
 
 For send and recv each direction between two ranks has a communicator, and so one stream: a send never queues behind a
 receive. These streams are of high priority, because a stage that waits computes nothing. NCCL knows no tags: messages

@@ -7,8 +7,7 @@ with another table, and read from a file. One interpreter runs all tables:
     | 1F0 1B0 1F1 1B1        rank 1 holds stage 1
 
 A function that builds a schedule returns only the computations. Passes turn one table into another: `lower` adds the
-sends, receives, gathers and reductions that a run needs, `send_first` sends gradients earlier. docs/pipeline.md has the
-added actions.
+sends, receives, gathers and reductions that a run needs, `send_first` sends gradients earlier. See docs/pipeline.md.
 
 A faulty schedule hangs, or trains on wrong gradients. `validate` finds both in the table before a run starts: a table
 has each forward and backward once and in order, and no rank deadlocks. `in_flight` and `peaks` count the micro-batches

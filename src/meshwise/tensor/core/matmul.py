@@ -108,8 +108,7 @@ def matmul(x: MatmulInput, *, weight: Tensor, bias: Tensor | None = None, operat
 
     With experts: (local experts, rows, local K) times (local experts, local out, local K) to (local experts, rows,
     local out). Gradients have the shapes of the stored parts. The bias's gradient is the sum over this rank's rows of Y
-    only. Under autocast, operands are converted before they are sent. Raises ValueError if the sizes in `operation` do
-    not fit the parts."""
+    only. Under autocast, operands are converted before they are sent. Raises ValueError for sizes that do not fit."""
     value, weight = to_product_dtype(x.value), to_product_dtype(weight)
     bias = None if bias is None else to_product_dtype(bias)
     kept = x if x.stored is None or x.stored.dtype == value.dtype else MatmulInput(value)

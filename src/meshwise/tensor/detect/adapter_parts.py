@@ -11,8 +11,7 @@ W x, or inputs x of feedforward modules, by learned factors l. Under 1d:
 
 (*) If an attention gathers x, each rank has one term of the gradient of what reads x; `each_head` sums the terms.
 
-`expert/expert_parallel.py` divides the adapters of experts. Learned prompts are whole: they enter the model as
-embeddings of tokens."""
+`expert/expert_parallel.py` divides the adapters of experts. Learned prompts are whole: they enter as embeddings."""
 
 import copy
 import dataclasses
