@@ -1,8 +1,7 @@
 """Split the tokens of every sequence over the ranks of `cp`, without a change to model or loss (`ContextParallel`).
 
 A micro-batch enters the forward with all tokens. Here it is cut to this rank's tokens, and the model and the loss run
-under `TokenInterception`. Each rank returns (sum, count) of its own tokens, and parameters are replicas over `cp`, so
-the engine does the rest.
+under `TokenInterception`. Each rank returns (sum, count) of its own tokens, and parameters are replicas over `cp`.
 
 transformers finds the attention and the mask of a model by name, in two registries. Here both get functions named
 `meshwise`, which call `attend`. The mask is not a tensor but a `Pattern`, translated from transformers' mask functions,

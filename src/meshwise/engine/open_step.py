@@ -8,9 +8,8 @@
     |     step.clip(1.0)
     |     result = step.update()                                         # or step.skip()
 
-`mean` is the mean over the rows of all ranks, and the same number on every rank. Each rank differentiates its own
-rows only. So `backward` gives the whole batch's gradient for any loss made from means: the gradients equal the
-gradients of one process."""
+`mean` is the mean over the rows of all ranks, and the same number on every rank. Each rank differentiates its own rows
+only. So `backward` gives the whole batch's gradient for any loss made from means: they are one process's."""
 
 import dataclasses
 import zlib

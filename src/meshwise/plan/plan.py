@@ -39,8 +39,7 @@ from meshwise.plan.plan_keys import (
 class Plan:
     """Plan for splitting a model over ranks: `Plan.parse("dp=2 zero=1")` or `Plan(dp=2, zero=1)`.
 
-    Prints as the shortest line that parses back. Raises PlanError for a value out of range or a combination that the
-    compatibility table refuses."""
+    Prints as the shortest line that parses back. Raises PlanError for a value out of range or a refused combination."""
 
     dp: int | None = whole_number(
         1, means="replicas of the model, each with its own rows of the batch; `auto`: all remaining ranks", auto=True

@@ -379,8 +379,7 @@ class StageMessages:
     """Messages between the threads that rehearse the ranks along pp.
 
     Only one thread runs at a time, until it waits. Otherwise all threads would compete for Python's interpreter lock,
-    and switch at every operation. If a thread fails, threads that wait for its messages raise
-    threading.BrokenBarrierError."""
+    and switch at every operation. If a thread fails, threads that wait for it raise BrokenBarrierError."""
 
     def __init__(self, rehearsed: Sequence[int]) -> None:
         """`rehearsed`: for each rank along pp, the rank that is rehearsed for it."""

@@ -288,8 +288,7 @@ class HostConnection:
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
     def leave(self) -> None:
-        """Close this rank's file descriptors for shared memory. Call it when no rank waits any more, because afterwards
-        no rank can map this rank's board."""
+        """Close this rank's file descriptors for shared memory. Afterwards no rank can map this rank's board."""
         self.board.hide()
         self.slabs.keep_none()
 

@@ -1,8 +1,7 @@
 """Run a model on an example, and record the order of its pieces, their dependencies and their costs.
 
-A value may reach a later piece through sums, residual connections or any other code between pieces. `dataflow.py`
-finds the outputs on which the value depends; a stage would have to send these outputs. Tracing slows a run down, so
-time is measured in separate runs.
+A value may reach a later piece through sums, residual connections or any other code between pieces. `dataflow.py` finds
+the outputs on which the value depends; a stage would have to send these outputs. Time is measured in separate runs.
 
 If the model is on the meta device, its pieces run there, and operations are counted in place of time. The code between
 the pieces runs on zeros on the example's device, because models read the values of masks and positions.

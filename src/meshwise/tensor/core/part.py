@@ -101,8 +101,7 @@ class Part:
     kv_replicas: int = 1
     """attention: number of ranks that hold the same KV head; more than 1 if there are more ranks than KV heads."""
     shared: bool = False
-    """colwise, norm: True for keys or values that several ranks hold (`kv_replicas`). Their parameters are equal, and
-    their gradients are summed."""
+    """colwise, norm: True for keys or values that several ranks hold (`kv_replicas`). Their gradients are summed."""
     sharded_class: type[nn.Module] | None = None
     """attention: class whose forward replaces the module's own; it becomes the first base class. The forward finds
     `SplitContext` and projections in `self.sharding`. None: the module keeps its forward."""
