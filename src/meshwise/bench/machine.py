@@ -1,6 +1,4 @@
-"""Read the facts about this machine that matter for training: software, processor, memory, GPUs.
-
-The sources are torch, the standard library, files of Linux (/proc, /sys) and nvidia-smi."""
+"""Read the facts about this machine that matter for training, from torch, Linux (/proc, /sys) and nvidia-smi."""
 
 import os
 import platform

@@ -1,6 +1,4 @@
-"""The command `meshwise draw`: draw a schedule, an attention, stages, a mesh, experts, their load or a measured step.
-
-docs/view.md has the drawings."""
+"""The command `meshwise draw`: schedules, attentions, stages, meshes, experts and steps as pictures (docs/view.md)."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

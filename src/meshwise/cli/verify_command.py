@@ -1,6 +1,4 @@
-"""The command `meshwise verify`: train a job under its plan and in one process, and compare losses and parameters.
-
-The exit status is 0 when the differences are within the bounds, else 1."""
+"""The command `meshwise verify`: compare a job under its plan with one process. Status 0: within the bounds, else 1."""
 
 import os
 from collections.abc import Sequence

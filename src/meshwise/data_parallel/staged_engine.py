@@ -124,14 +124,14 @@ class Engine:
         """Return for each trainable parameter of this rank, by name, True if its `requires_grad` is off.
 
         Raises ValueError if two stages of this rank hold a tied parameter and one of them has frozen it."""
+        pieces = ((piece, off) for one in self.buckets for piece, off in zip(one.place.pieces, one.frozen, strict=True))
         found: dict[str, bool] = {}
-        for bucket in self.buckets:
-            for piece, off in zip(bucket.place.pieces, bucket.frozen, strict=True):
-                if found.setdefault(piece.row.name, off) != off:
-                    raise ValueError(
-                        f"requires_grad of {piece.row.name!r} differs between two stages of this rank, which share it; "
-                        "set it for all parameters of that name in trainer.model"
-                    )
+        for piece, off in pieces:
+            if found.setdefault(piece.row.name, off) != off:
+                raise ValueError(
+                    f"requires_grad of {piece.row.name!r} differs between two stages of this rank, which share it; set "
+                    "it for all parameters of that name in trainer.model"
+                )
         return found
 
     def squared_norm(self) -> Tensor:

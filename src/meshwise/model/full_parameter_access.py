@@ -7,25 +7,23 @@ parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and rece
         needs = "norms"                     # or "matrices"
 
         def __init__(self, params, *, logical, lr):
-            super().__init__(params, {"lr": lr})
-            self.logical = logical
+            super().__init__(params, {})
+            self.logical, self.lr = logical, lr
 
         def step(self):
-            gradients = {p: p.grad for group in self.param_groups for p in group["params"]}
+            gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
             squares = self.logical.squared_norms(gradients)
-            for group in self.param_groups:
-                for p in group["params"]:
-                    for part in self.logical.parts(p):
-                        here = slice(part.start, part.stop)
-                        step = gradients[p].view(-1)[here] / squares[part.name].sqrt()
-                        p.data.view(-1)[here] -= group["lr"] * step
+            for p, gradient in gradients.items():
+                for part in self.logical.parts(p):
+                    here = slice(part.start, part.stop)
+                    p.data.view(-1)[here] -= self.lr * gradient.view(-1)[here] / squares[part.name].sqrt()
 
 A class that needs matrices computes each of them on one rank, by a function of a key and the full tensor:
 
     self.logical.map_whole(gradients, groups=self.param_groups, function=lambda key, full: orthogonal(full))
 
 `logical` is a `LogicalTensors`; under a plan it is a `LogicalSlices`. Every rank must call its methods in the same
-order. Every slice has a gradient."""
+order. Slices of frozen parameters have no gradient."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -59,8 +59,7 @@ RATE_FACTORS: Mapping[str, Callable[[int, int], float]] = {
 def orthogonalize(matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
     """Return U S Vᵀ for a matrix U D Vᵀ, (rows, columns), with the diagonal of S between about 0.7 and 1.2.
 
-    A step is X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, with the coefficients (a, b, c). The matrix is first divided by its
-    norm, or by `eps` if larger."""
+    A step is X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, by coefficients (a, b, c); first X is divided by max(norm, eps)."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if tall else matrix

@@ -1,7 +1,6 @@
 """The kinds of keys of a plan: the meaning and range of their values, and how to read, check and show a value.
 
-Each key is a field of the dataclass `Plan` with a `Key` as metadata. The check, the command line and the page
-docs/plans.md all use this metadata.
+Each key is a field of `Plan` with a `Key` as metadata. The check, the command line and docs/plans.md use it.
 
 `read_words` reads the text of a plan word by word. `dp=2 zero=1` and `DP=2, zero = 1` are the same plan, which prints
 as the first text. `dp=4x8` gives two keys: dp and shards. Ambiguous text is refused. A path with spaces is written in

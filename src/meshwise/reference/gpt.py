@@ -1,4 +1,4 @@
-"""A decoder-only transformer (GPT) in plain torch, written for one device.
+"""A decoder-only transformer (GPT) and a multilayer perceptron (MLP) in plain torch, written for one device.
 
           tokens (B, T)
              │
@@ -235,3 +235,30 @@ class GPT(nn.Module):
             x = x + self.positions(torch.arange(length, device=tokens.device))
         hidden: Tensor = self.dropout(x)
         return hidden
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """Sizes of an MLP."""
+
+    widths: tuple[int, ...] = (16, 64, 64, 4)
+    """Features of the input, of every hidden layer and of the output: two or more."""
+    bias: bool = True
+    """Whether every layer adds a bias."""
+
+
+class MLP(nn.Module):
+    """Linear layers with GELU between them."""
+
+    def __init__(self, config: MLPConfig) -> None:
+        super().__init__()
+        self.config = config
+        pairs = zip(config.widths, config.widths[1:], strict=False)
+        self.layers = nn.ModuleList(nn.Linear(wide, narrow, bias=config.bias) for wide, narrow in pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., widths[0]) to (..., widths[-1])."""
+        for layer in self.layers[:-1]:
+            x = functional.gelu(layer(x))
+        output: Tensor = self.layers[-1](x)
+        return output

@@ -327,8 +327,7 @@ class TrainJob:
     (for https://ui.perfetto.dev). Actions, collectives and operations are ranges. 0: no trace."""
     loggers: tuple[str, ...] = ()
     """Trackers that get the numbers of the run: `tensorboard`, `wandb`, `mlflow`, `aim` (each an extra), or a class of
-    your own that gets every event, as `my_module:Callback`: made with (folder, job), then write(event) and close() are
-    called."""
+    your own that gets every event: `my_module:Callback`, made with (folder, job), with write(event) and close()."""
 
     def __post_init__(self) -> None:
         check_least(self, least=1, names="steps batch log_every keep_last validate_batches", table="train.")
