@@ -13,7 +13,7 @@ of an axis is the base of its digit. The ranks of a group differ only in the ind
     dp 1 │ 2  3         dp 1 │ 6  7       group(6, axes=["pp", "tp"])  2 3 6 7
 
 A *joint axis* is a further name for several axes together. Where experts divide the ranks of `dp` anew, the mesh has
-the axes `dp_outer` and `dp_ep`, and `dp` is a joint axis. A mesh takes names of joint axes like those of axes:
+the axes `dp_outer` and `dp_ep`, and `dp` is a joint axis. A mesh takes the name of a joint axis for an axis:
 
     Mesh((("dp_outer", 2), ("dp_ep", 2)), joint=(("dp", ("dp_outer", "dp_ep")), ("ep", ("dp_ep",))))"""
 

@@ -165,8 +165,8 @@ def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: Sto
             stored = storage.precision.parameters or part.weight.dtype
             if copied or storage.precision.master_of(stored) != stored:
                 raise PlanError(
-                    f"{name or type(part).__name__} has max_norm={part.max_norm:g}: its forward rescales the rows of "
-                    f"its weight that it looks up, and under the plan '{plan}' there are copies of the weight: on "
-                    "other ranks, on another tier or in another dtype. Nearest that works: dp=1 offload=none "
-                    "precision=fp32 with a model in fp32, and tp_mode=1d if tp > 1"
+                    f"{name or type(part).__name__} has max_norm={part.max_norm:g}, so its forward rescales rows of "
+                    f"its weight. Under the plan '{plan}' other copies of the weight exist: on other ranks, on another "
+                    "tier or in another dtype. Nearest that works: dp=1 offload=none precision=fp32 with a model in "
+                    "fp32, and tp_mode=1d if tp > 1"
                 )

@@ -165,8 +165,7 @@ def parallelize(
     options = options or Options()
     plan = Plan.of(plan)
     world = world or connect()
-    compiles = plan.compile == "auto" and all(world.exchange(compiles_on(world.device)))
-    plan = plan.resolve(world.size, compiles=compiles)
+    plan = plan.resolve(world.size, compiles=plan.compile == "auto" and all(world.exchange(compiles_on(world.device))))
     if options.clip_norm is not None and not options.clip_norm > 0:
         raise ValueError(f"clip_norm={options.clip_norm}; give a norm above 0, or None to leave gradients as they are")
     nonfinite = SkipPolicy.parse(options.nonfinite)

@@ -21,7 +21,7 @@ left unchanged. Within a rank, one thread at a time may call collectives.
 
 In a `TraceWorld` one rank of a job of any size runs alone: its collectives are recorded and move no data. To compute
 the communication cost of a plan, run a step of one rank in this world, and read its records (`World.record`). Kinds,
-axes, bytes and order are those of the real job. Meta tensors take no memory and no time.
+axes, bytes and order are as in the real job. Meta tensors take no memory and no time.
 
 With tensors that have values, all tensors of other ranks count as zeros. A sum is this rank's own term. A gather fills
 only this rank's part. Received, broadcast and scattered values are zero. `exchange` repeats this rank's value."""
