@@ -28,6 +28,7 @@ from free_port import free_port
 from meshwise.checkpoint.checkpoint_format import DamageError
 from meshwise.checkpoint.dcp_format import export_dcp, import_dcp
 from meshwise.comm.api.world import World
+from meshwise.comm.launch.fork_server import start_context
 from meshwise.engine.parallelize import parallelize
 from meshwise.reference import next_token_loss
 from meshwise.testing import run
@@ -260,6 +261,7 @@ def test_shards_of_fsdp2_are_read_and_written(tmp_path: Path) -> None:
     one_folder(nested(model, optimizer), tmp_path / "torch")
     import_dcp(tmp_path / "torch", into=tmp_path / "in")
     export_dcp(tmp_path / "in", into=tmp_path / "back")
+    start_context()  # its server blocks Ctrl-C, for later tests of this process too
     start_processes(shard, args=(free_port(), tmp_path), nprocs=2, start_method="forkserver")
     assert torch.load(tmp_path / "losses.pt") == pytest.approx(train(GRAPHIC, model, optimizer), rel=1e-9, abs=1e-9)
     import_dcp(tmp_path / "sharded", into=tmp_path / "again")

@@ -81,7 +81,7 @@ def test_adapters_of_experts_are_saved_whole(tmp_path: Path) -> None:
     [
         ("Mixtral", "tp=2 etp=2", "layers.0.mlp.experts': etp splits no adapters of experts; use etp=1"),
         ("Mixtral", "dp=2 ep=2 replicate=1", "experts': copies of experts have no adapters; use replicate=0"),
-        ("GptOss", "dp=4 ep=4", "layers.0.mlp.experts': of matrices .* use 'ep=2'"),
+        ("GptOss", "dp=4 ep=4", "layers.0.mlp.experts': with is_transposed, PEFT needs two .* use 'ep=2'"),
     ],
 )
 def test_adapters_of_experts_that_cannot_be_divided_are_refused(family: str, plan: str, message: str) -> None:
