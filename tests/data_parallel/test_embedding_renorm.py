@@ -51,7 +51,7 @@ def test_one_tensor_is_rescaled_as_torch_does(plan: str) -> None:
 )
 def test_what_would_lose_it_is_refused(plan: str) -> None:
     def train(world: World) -> None:
-        with pytest.raises(PlanError, match="there are copies of the weight"):
+        with pytest.raises(PlanError, match="other copies of the weight exist"):
             parallelize(model(), plan, loss=squares, world=world)
 
     run(2 if "dp=2" in plan else 1, train)
