@@ -1,7 +1,7 @@
 """Test parameters whose `requires_grad` changes between steps: training goes on as in plain torch, under every plan."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +102,23 @@ def built(kind: Any, arguments: dict[str, Any], model: nn.Module) -> torch.optim
     return optimizer
 
 
+def plain_steps(model: nn.Module, optimizer: str, loss: Any = next_token_loss) -> Iterator[Tensor]:
+    """Train with plain torch, and yield the norm of each step after its update."""
+    update = built(*OPTIMIZERS[optimizer], model)
+    for number in range(STEPS):
+        set_trained(model, number)
+        update.zero_grad(set_to_none=True)
+        total, count = loss(model(tokens(number)[0]), tokens(number))
+        (total / count).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        update.step()
+        yield norm
+
+
 def numbers(model: Callable[[], nn.Module], optimizer: str, loss: Any) -> dict[str, Any]:
     """Return norms and parameters of plain torch."""
     single = copied(model)
-    update, norms = built(*OPTIMIZERS[optimizer], single), []
-    for number in range(STEPS):
-        set_trained(single, number)
-        update.zero_grad(set_to_none=True)
-        total, count = loss(single(tokens(number)[0]), tokens(number))
-        (total / count).backward()
-        norms.append(nn.utils.clip_grad_norm_(single.parameters(), CLIP))
-        update.step()
+    norms = list(plain_steps(single, optimizer, loss))
     return {"norms": torch.stack(norms), **{name: value.detach() for name, value in single.named_parameters()}}
 
 
@@ -237,14 +243,7 @@ def test_a_run_resumes_under_another_plan_with_the_state_of_each_parameter(
 def plain_average() -> dict[str, Tensor]:
     model = copied(made)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-    update = built(*OPTIMIZERS["adamw"], model)
-    for number in range(STEPS):
-        set_trained(model, number)
-        update.zero_grad(set_to_none=True)
-        total, count = next_token_loss(model(tokens(number)[0]), tokens(number))
-        (total / count).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        update.step()
+    for _ in plain_steps(model, "adamw"):
         average.update_parameters(model)
     return {name: value.detach() for name, value in average.module.named_parameters()}
 
@@ -270,15 +269,8 @@ def test_hooks_on_parameters_and_compiled_blocks_go_on(compiled: bool) -> None:
     """A hook that doubles gradients acts while its parameter trains."""
     plan = f"dp=2 zero=1 compile={'blocks' if compiled else 'off'}"
     single = copied(made)
-    update = built(*OPTIMIZERS["adamw"], single)
     single.get_parameter("head.weight").register_hook(lambda gradient: 2 * gradient)
-    for number in range(STEPS):
-        set_trained(single, number)
-        update.zero_grad(set_to_none=True)
-        total, count = next_token_loss(single(tokens(number)[0]), tokens(number))
-        (total / count).backward()
-        nn.utils.clip_grad_norm_(single.parameters(), CLIP)
-        update.step()
+    list(plain_steps(single, "adamw"))
 
     def main(world: World) -> Any:
         training = trainer(world, plan, compiler="eager")
