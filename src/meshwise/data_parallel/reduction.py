@@ -171,11 +171,12 @@ class LevelCodec:
         """Return codes times scales, (rows, elements)."""
         scales, body = _scales(packed, elements)
         shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=packed.device)
-        every = torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(-1) if self.bits == 1 else None
-        codes = ((body.unsqueeze(-1) if every is None else every) >> shifts & (1 << self.bits) - 1).to(dtype)
-        if every is None:
-            return _scaled(codes.flatten(1).sub_(self._top).div_(self._top), scales)
-        return _scaled(nn.functional.embedding(body.int(), codes.mul_(2).sub_(1)).flatten(1), scales)
+        if self.bits == 1:  # a table of the eight signs of each byte
+            numbers = torch.arange(256, dtype=torch.uint8, device=packed.device).unsqueeze(-1)
+            signs = (numbers >> shifts & 1).to(dtype).mul_(2).sub_(1)
+            return _scaled(nn.functional.embedding(body.int(), signs).flatten(1), scales)
+        codes = (body.unsqueeze(-1) >> shifts & (1 << self.bits) - 1).flatten(1)
+        return _scaled(codes.to(dtype).sub_(self._top).div_(self._top), scales)
 
     @property
     def _top(self) -> int:
@@ -296,7 +297,7 @@ class CodecReduction(Reduction):
     def _send(self, gradients: Tensor, peers: ReducingRanks, done: Callable[[Tensor], Any]) -> Work:
         """Start to send each rank its encoded shard; at the end call `done` with the sum of this rank's shard.
 
-        With nodes, each rank of a node gets the shards of the ranks with its index in all nodes, and sends sums."""
+        With nodes, a rank gets the shards of the ranks with its index in all nodes, and sends their sums on."""
         far = [axis for axis in peers.axes if axis not in peers.near]
         nodes, size = peers.world.group(far).size, len(gradients) // peers.size
         packed = self._encoded(gradients, peers, name="error", start=0, nodes=nodes)
