@@ -13,7 +13,7 @@ of an axis is the base of its digit. The ranks of a group differ only in the ind
     dp 1 │ 2  3         dp 1 │ 6  7       group(6, axes=["pp", "tp"])  2 3 6 7
 
 A *joint axis* is a further name for several axes together. Where experts divide the ranks of `dp` anew, the mesh has
-the axes `dp_outer` and `dp_ep`, and `dp` is a joint axis. A mesh takes the name of a joint axis for an axis:
+the axes `dp_outer` and `dp_ep`, and `dp` is a joint axis. A joint axis may be named wherever an axis may:
 
     Mesh((("dp_outer", 2), ("dp_ep", 2)), joint=(("dp", ("dp_outer", "dp_ep")), ("ep", ("dp_ep",))))"""
 
@@ -124,7 +124,7 @@ class Mesh:
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
         """Return `rank` and all ranks whose coordinates differ from it only along `axes`, in ascending order.
 
-        Every rank of the group gets the same tuple, for any order of `axes`. Raises ValueError for unknown ones."""
+        Every rank of it gets the same tuple, for any order of `axes`. Raises ValueError for an unknown axis or rank."""
         axes = self.expand(axes)
         index = tuple(slice(None) if name in axes else place for name, place in self.coordinate(rank).items())
         return tuple(np.arange(self.size).reshape(self._shape)[index].flatten().tolist())

@@ -2,7 +2,7 @@
 
 A plan without pp has one stage, on every rank. The engine's table lists the parameters of all stages, its norm covers
 all of this rank's stages. A tied parameter is one that several stages hold. Its gradients are summed on the first of
-these stages, which sends the sum back, so every copy gets the same update. Tables and norms count the first."""
+these stages, which sends the sum back, so all copies get the same update. Tables and norms count the first copy."""
 
 import dataclasses
 import zlib

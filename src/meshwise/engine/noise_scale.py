@@ -8,7 +8,7 @@ The gradient G_b of a micro-batch of a replica (b samples) differs from the step
 
 |G_b|² is the mean over all B/b micro-batches. A hook adds up the squared norm of each gradient of this rank. Both
 norms, by layer, are part of the step's own all-reduce. Parameters whose gradient of a micro-batch is spread over ranks
-are left out: norms under `sequence_parallel`, weights that several stages hold. Micro-batches count as equal."""
+are left out: norms under `sequence_parallel`, weights that several stages hold. All micro-batches weigh the same."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -9,7 +9,7 @@
     |     result = step.update()                                         # or step.skip()
 
 `mean` is the mean over the rows of all ranks, and the same number on every rank. Each rank differentiates its own rows
-only. So `backward` gives the whole batch's gradient for any loss made from means: they are one process's."""
+only. So `backward` gives the gradient of the whole batch for any loss made from means, as on one process."""
 
 import dataclasses
 import zlib
@@ -244,7 +244,7 @@ class OpenStep:
     def _numbered(self, inputs: Any) -> MicroBatch:
         """Return sample numbers for a forward's random draws; no earlier forward of this step used them.
 
-        If the inputs have as many rows as `rows` returned, use their numbers. Else all ranks have equally many."""
+        If the inputs have as many rows as `rows` returned, use their numbers. Else take all ranks as equal."""
         count = next((len(tensor) for tensor in tree.tensors(inputs) if tensor.dim()), 1)
         if self._rows is not None and self._rows.samples.count == count:
             samples, size = self._rows.samples, self._size

@@ -110,7 +110,7 @@ class Options:
     `meshwise.tensor.detect.assign_tp_roles.Rules`. None: from the model's `_tp_plan` and structure. Under every plan,
     `"attention pattern=window:1024"` gives attentions a pattern; with cp, `"tokens whole"` gives modules all tokens."""
     parts: Mapping[str, Part] | None = None
-    """With tp, the role of each module, as `assign_roles` returns them, which is called for None."""
+    """With tp, the role of each module. None: `assign_roles` finds them for this model and plan."""
     example: Any = None
     """With pp, a batch like those of the training, with one row or more: the model runs on it once to be cut into
     stages. A model given as a function runs on the meta device, and `partition=time` counts its operations."""

@@ -159,7 +159,7 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequenc
     frozen = {(name, off) for given in found.values() for name, off in (given.frozen or {}).items()}
     for name in sorted(name for name, off in frozen if off and (name, False) in frozen):
         here = ranks_text([rank for rank, given in found.items() if (given.frozen or {}).get(name)])
-        return f"requires_grad of {name!r} is off on {here} and on on other ranks; set it to one value on every rank"
+        return f"requires_grad of {name!r} is off on {here} and on elsewhere; set it to one value on every rank"
     for group in (group for group in mesh.groups(equal) if group[0] in found):
         parties: dict[tuple[int, int], list[int]] = {}
         for rank in group:

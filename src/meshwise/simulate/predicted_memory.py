@@ -18,7 +18,7 @@ On a GPU `room_left` returns the free memory of the device (`comm/api/streams.py
 
 A cgroup counts the page cache as memory in use. As in container runtimes, its inactive pages count as free here.
 
-`measure` runs a few real steps, and returns each rank's peak memory and step times to compare with these."""
+`measure` runs a few real steps, and returns each rank's peak memory and step times, for comparison."""
 
 import math
 import os

@@ -288,7 +288,7 @@ def remote(
     | callers     ranks that call the module
     | optimizer   `optimizer(parameters)` returns the module's optimizer, for `step()`
 
-    Raises ValueError for ranks that the world does not have. As in *PyTorch RPC*, MLSys 2023."""
+    Raises ValueError for ranks that the world does not have. After Damania et al., MLSys 2023."""
     module = RemoteModule(world, rank=rank, callers=callers)
     if module.here:
         module.module = build(*args).to(world.device)

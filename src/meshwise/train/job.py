@@ -202,7 +202,7 @@ class OptimizerJob:
     the head and vectors. The learning rate of both follows the schedule. Default: one optimizer for all."""
     groups: Arguments = field(default_factory=dict)
     """Options of the parameters whose names match a pattern: `*.bias={lr=1e-4}`, in TOML `"*.bias" = {lr = 1e-4}`. `*`
-    matches any text, and later patterns win. `optimizer="rest"` is the second optimizer, `"hidden"` the first."""
+    matches any text, and later patterns win. `optimizer="rest"` means the second optimizer, `"hidden"` the first."""
     layer_decay: float | None = None
     """Factor of the learning rate from block to block, away from the output: the head has the full rate, the last block
     its rate times `layer_decay`, and so on. Default: one rate."""

@@ -1,6 +1,6 @@
 """The World over gloo's messages, for CPU ranks on several hosts and for ranks that share a GPU.
 
-A collective here is a generator. Each `yield` returns messages that were started; it is resumed when they are complete.
+A collective here is a generator. Each `yield` returns started messages; the generator resumes when they are complete.
 
     | reduce-scatter   send part j to rank j, receive N-1 parts           yield    sum the parts in group order
     | all-gather       send x to all ranks, receive N-1 parts             yield

@@ -21,7 +21,7 @@ call. Until then the call stays in this process. The rank does not block: other 
     |         +16…  ring of 32 records: tag of the call, then place, offset and size of each tensor that the rank gives
     |         …     ring of payloads, one for each record: contents of small tensors
 
-The tag is a hash of all calls so far, equal on ranks that made the same calls. Only the rank itself writes it."""
+The tag is a hash of all calls so far, equal on ranks that made the same calls. Only its rank writes a state."""
 
 import os
 import zlib

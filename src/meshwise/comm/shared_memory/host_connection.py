@@ -288,7 +288,7 @@ class HostConnection:
                     raise lost(gone, about=about, error=OSError("its process has ended"))
 
     def leave(self) -> None:
-        """Close this rank's file descriptors for shared memory. Afterwards no rank can map this rank's board."""
+        """Close this rank's file descriptors, when no rank waits any more: no rank can map its board afterwards."""
         self.board.hide()
         self.slabs.keep_none()
 

@@ -1,6 +1,6 @@
 """Describe the calls of a model's pieces: their dependencies, their costs, and the blocks that two stages can share.
 
-`probe.py` runs a model on an example and returns a `ProbeResult`, for the cut. Blocks that can be split:
+`probe.py` runs a model on an example and returns a `ProbeResult` for the cut. Some blocks can be split:
 
     Block                  a stage can begin at
     ├── attention_norm

@@ -6,7 +6,7 @@ norm, head) of other stages have no parameters and do not compute (docs/pipeline
 
 - code between pieces (masks, rotary tables, residual sums) runs on every stage, from the same batch;
 - a piece of an earlier stage returns its output as this stage received it, if a later piece needs the output. Otherwise
-  it returns NaN in the output's shape and dtype, so that its use is noticed. The stage before sends the shapes;
+  it returns NaN in the output's shape and dtype, so a use of it is noticed. The stage before sends the shapes;
 - the first piece of a later stage ends the forward by an exception.
 
 A stage may begin inside a block (`piece_calls.inner_modules`). On the two stages that share this split block, its

@@ -136,7 +136,7 @@ def matrices(module: nn.Module, *, name: str) -> Iterator[MatrixModule]:
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
     """Return the number of features that a norm normalises over, and its formula; None if `module` is no such norm.
 
-    A norm has no children. Its parameters are vectors of one size; or it has a `normalized_shape` of one dim."""
+    A norm has no children. Its parameters are vectors of one size; without any, `normalized_shape` has one dim."""
     width = _width(module)
     if width is None:
         return None
