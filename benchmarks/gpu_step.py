@@ -2,11 +2,14 @@
 
     python benchmarks/gpu_step.py                                  # small, 124M and 1.3B in bf16, all variants
     python benchmarks/gpu_step.py --models 124M --steps 10 --json figures.json
+    python benchmarks/gpu_step.py --models llama-1b qwen3-moe --only eager    # models of transformers
+    python benchmarks/gpu_step.py --models 1.3B --only offload     # with state on the CPU
     python benchmarks/gpu_step.py --device cpu --models tiny --steps 1    # whether it runs, without a GPU
 
     | plain        parameters in bf16, AdamW(fused) over fp32 masters, torch's own dropout
     | meshwise     `precision=bf16`; dropout none, `random=local`, `random=global`; recompute none, selective, full
     | compiled     `torch.compile` of each block, of both
+    | offload      optimizer and masters on the CPU; and activations too
 
 Contestants take turns: each round runs every variant once, in alternating order. A figure is the median of the rounds.
 Kernels and idle share are of one step under torch's profiler: the share of the step in which no kernel ran. `told` is
@@ -19,7 +22,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,41 @@ MODELS = {
 }
 """Sizes, and sequences in a batch."""
 
+SHAPES: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "llama-1b": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+        2048,
+        4,
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {
+            "vocab_size": 32768,
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 512,
+        },
+        1024,
+        8,
+    ),
+}
+"""Models of transformers: kind, settings, tokens of a sequence, sequences in a batch."""
+
 Step = Callable[[], object]
 
 
@@ -56,57 +94,84 @@ class Variant:
     dropout: str = "none"
     recompute: str = "none"
     compiled: bool = False
+    offload: str = "none"
 
     @property
     def name(self) -> str:
         """The contestant in the table."""
-        return f"{self.who}{', compiled' * self.compiled}"
+        away = {"none": "", WITH_ACTIVATIONS: ", all on the CPU"}.get(self.offload, ", optimizer on the CPU")
+        return f"{self.who}{', compiled' * self.compiled}{away}"
 
 
-def variants(*, eager: bool) -> Iterator[Variant]:
-    """All contestants, or all that are not compiled; the plain loop has the variants that it can run."""
-    for compiled in (False,) if eager else (False, True):
-        yield Variant("plain", compiled=compiled)
-        yield Variant("plain", dropout="local", compiled=compiled)
-        yield Variant("meshwise", compiled=compiled)
-        yield Variant("meshwise", dropout="local", compiled=compiled)
-    yield Variant("meshwise", dropout="global")
-    yield Variant("meshwise", recompute="selective")
-    yield Variant("meshwise", recompute="full")
+OFFLOADED = "optimizer:cpu,masters:cpu"
+WITH_ACTIVATIONS = f"{OFFLOADED},activations:cpu"
 
 
-def step_of(variant: Variant, config: GPTConfig, batch: tuple[Tensor, Tensor], device: torch.device) -> Step:
+def variants(only: str) -> list[Variant]:
+    """Return the contestants of --only: all, those without dropout (eager; plain: compiled too), or with offloading."""
+    both = [Variant("plain"), Variant("meshwise")]
+    if only == "offload":
+        return [*both, *(Variant("meshwise", offload=what) for what in (OFFLOADED, WITH_ACTIVATIONS))]
+    if only == "eager":
+        return both
+    compiled = [replace(one, compiled=True) for one in both]
+    if only == "plain":
+        return both + compiled
+    local = [replace(one, dropout="local") for one in both + compiled]
+    recomputed = [Variant("meshwise", recompute=how) for how in ("selective", "full")]
+    return [*both, *compiled, *local, Variant("meshwise", dropout="global"), *recomputed]
+
+
+def builder_of(name: str, variant: Variant) -> Callable[[], nn.Module]:
+    """Return the function that builds a model with the dropout of a variant."""
+    if name in MODELS:
+        shape = replace(MODELS[name][0], dropout=0.0 if variant.dropout == "none" else 0.1)
+        return lambda: GPT(shape)
+    kind, settings, context, _ = SHAPES[name]
+
+    def build() -> nn.Module:
+        from transformers import AutoConfig, AutoModelForCausalLM  # of the extra `hf`
+
+        config = AutoConfig.for_model(kind, max_position_embeddings=context, use_cache=False, **settings)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        return model
+
+    return build
+
+
+def loss_of(output: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+    """Return sum and number of the next-token losses, of logits or of a result of transformers."""
+    return next_token_loss(output if isinstance(output, Tensor) else output.logits, batch)
+
+
+def step_of(variant: Variant, name: str, batch: tuple[Tensor, Tensor], device: torch.device) -> Step:
     """Return a function that runs one step."""
-    made = shape_of(variant, config)
+    build = builder_of(name, variant)
     if variant.who == "plain":
         with device:
-            model = GPT(made)
+            model = build()
         if variant.compiled:
-            for block in model.get_submodule("blocks").children():
+            blocks = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+            for block in blocks:
                 block.compile()
         return plain_step(model, batch, device)
-    trainer = parallelize(lambda: GPT(made), plan_of(variant), loss=next_token_loss, lr=3e-4)
+    trainer = parallelize(build, plan_of(variant), loss=loss_of, lr=3e-4)
     return lambda: trainer.step(batch)
-
-
-def shape_of(variant: Variant, config: GPTConfig) -> GPTConfig:
-    """Return the shape with the dropout of the variant."""
-    return replace(config, dropout=0.0 if variant.dropout == "none" else 0.1)
 
 
 def plan_of(variant: Variant) -> str:
     """Return the plan of a variant of meshwise."""
     random, compiled = "local" if variant.dropout == "local" else "global", "blocks" if variant.compiled else "off"
-    return f"dp=1 precision=bf16 random={random} recompute={variant.recompute} compile={compiled}"
+    plan = f"dp=1 precision=bf16 random={random} recompute={variant.recompute} compile={compiled}"
+    return plan if variant.offload == "none" else f"{plan} offload={variant.offload}"
 
 
-def told(variant: Variant, config: GPTConfig, batch: tuple[Tensor, Tensor], cluster: str) -> dict[str, float]:
+def told(variant: Variant, name: str, batch: tuple[Tensor, Tensor], cluster: str) -> dict[str, float]:
     """Return tokens/s and the peak of memory that the simulator predicts; NaN for a plain loop and compiled blocks."""
-    if variant.who == "plain" or variant.compiled:
+    if variant.who == "plain" or variant.compiled or cluster == "none":
         return {"told tokens/s": float("nan"), "told GiB": float("nan")}
-    made = shape_of(variant, config)
     on_host = (batch[0].cpu(), batch[1].cpu())
-    subject = RehearsalSubject(lambda: GPT(made), next_token_loss, on_host, arguments={"lr": 3e-4})
+    subject = RehearsalSubject(builder_of(name, variant), loss_of, on_host, arguments={"lr": 3e-4})
     prediction = predict(rehearse(subject, plan=plan_of(variant), ranks=1, device="cuda"), cluster=load(cluster))
     return {
         "told tokens/s": prediction.tokens_per_second,
@@ -122,7 +187,7 @@ def plain_step(model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.dev
     own = list(model.parameters())
 
     def step() -> float:
-        total, count = next_token_loss(model(batch[0]).float(), batch)
+        total, count = loss_of(model(batch[0]), batch)
         (total / count).backward()
         for master, parameter in zip(masters, own, strict=True):
             assert parameter.grad is not None
@@ -177,9 +242,14 @@ def figures(
     name: str, order: Sequence[Variant], *, device: torch.device, rounds: int, steps: int, cluster: str
 ) -> list[dict[str, Any]]:
     """Return the figures of every variant for one model."""
-    config, rows = MODELS[name]
+    if name in MODELS:
+        config, rows = MODELS[name]
+        words, context = config.vocabulary, config.context
+    else:
+        _, settings, context, rows = SHAPES[name]
+        words = settings["vocab_size"]
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocabulary, (rows, config.context + 1), generator=generator).to(device)
+    tokens = torch.randint(words, (rows, context + 1), generator=generator).to(device)
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     found: list[dict[str, Any]] = []
     taken: dict[Variant, list[dict[str, float]]] = {variant: [] for variant in order}
@@ -187,7 +257,7 @@ def figures(
     for number in range(rounds):
         for variant in order if number % 2 == 0 else reversed(order):
             try:  # one contestant at a time has its model in memory
-                step = step_of(variant, config, batch, device)
+                step = step_of(variant, name, batch, device)
                 for _ in range(3):
                     step()
                 taken[variant].append(measured(step, device=device, steps=steps))
@@ -205,10 +275,10 @@ def figures(
                 "contestant": variant.name,
                 "dropout": variant.dropout,
                 "recompute": variant.recompute,
-                "tokens/s": rows * config.context / seconds,
+                "tokens/s": rows * context / seconds,
                 "peak GiB": max((run["peak"] for run in runs), default=float("nan")) / 2**30,
                 **more[variant],
-                **told(variant, config, batch, cluster),
+                **told(variant, name, batch, cluster),
             }
         )
     return found
@@ -217,12 +287,12 @@ def figures(
 def main() -> None:
     """Print the table of all models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["small", "124M", "1.3B"])
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *SHAPES], default=["small", "124M", "1.3B"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--on", default="h100", help="description of the GPU for the simulator")
-    parser.add_argument("--eager", action="store_true", help="without the compiled variants")
+    parser.add_argument("--on", default="h100", help="description of the GPU for the simulator; none: no prediction")
+    parser.add_argument("--only", default="all", choices=("all", "eager", "plain", "offload"), help="contestants")
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()
     device = torch.device(flags.device)
@@ -235,7 +305,7 @@ def main() -> None:
     print(f"| {' | '.join(titles)} |\n|---|---|---|---|--:|--:|--:|--:|--:|--:|")
     found = []
     for model in flags.models:
-        order = list(variants(eager=flags.eager))
+        order = variants(flags.only)
         for row in figures(model, order, device=device, rounds=flags.rounds, steps=flags.steps, cluster=flags.on):
             found.append(row)
             cells = [row["model"], row["contestant"], row["dropout"], row["recompute"], f"{row['tokens/s']:,.0f}"]
