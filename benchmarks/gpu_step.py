@@ -6,7 +6,8 @@
     python benchmarks/gpu_step.py --models 1.3B --only offload     # with state on the CPU
     python benchmarks/gpu_step.py --device cpu --models tiny --steps 1    # whether it runs, without a GPU
 
-    | plain        parameters in bf16, AdamW(fused) over fp32 masters, torch's own dropout
+    | plain        parameters in bf16, AdamW(fused) over fp32 masters, torch's own dropout; as meshwise, it reads the
+    |              loss and the norm of the gradient, and tests the norm for being finite
     | meshwise     `precision=bf16`; dropout none, `random=local`, `random=global`; recompute none, selective, full
     | compiled     `torch.compile` of each block, of both
     | offload      optimizer and masters on the CPU; and activations too
@@ -18,8 +19,10 @@ what the simulator predicts for the same step on the description --on of a clust
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -192,10 +195,13 @@ def plain_step(model: nn.Module, batch: tuple[Tensor, Tensor], device: torch.dev
         for master, parameter in zip(masters, own, strict=True):
             assert parameter.grad is not None
             master.grad, parameter.grad = parameter.grad.float(), None
-        optimizer.step()
+        norm = nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        read, norm_read = torch.stack([total.detach(), norm]).tolist()  # a training loop prints its loss
+        if math.isfinite(norm_read):
+            optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_([*own], [*masters])
-        return float(total.detach())  # a training loop prints its loss
+        return float(read)
 
     return step
 
@@ -239,7 +245,7 @@ def profiled(step: Step, *, device: torch.device) -> dict[str, float]:
 
 
 def figures(
-    name: str, order: Sequence[Variant], *, device: torch.device, rounds: int, steps: int, cluster: str
+    name: str, order: Sequence[Variant], *, device: torch.device, rounds: int, steps: int, cluster: str, profiles: int
 ) -> list[dict[str, Any]]:
     """Return the figures of every variant for one model."""
     if name in MODELS:
@@ -253,17 +259,17 @@ def figures(
     batch = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     found: list[dict[str, Any]] = []
     taken: dict[Variant, list[dict[str, float]]] = {variant: [] for variant in order}
-    more: dict[Variant, dict[str, float]] = {}
-    for number in range(rounds):
+    more: dict[Variant, dict[str, float]] = {one: {"kernels": 0.0, "idle": 0.0} for one in order}
+    for number in range(rounds + profiles):
         for variant in order if number % 2 == 0 else reversed(order):
-            try:  # one contestant at a time has its model in memory
+            with contextlib.suppress(torch.OutOfMemoryError):  # one contestant at a time has its model in memory
                 step = step_of(variant, name, batch, device)
                 for _ in range(3):
                     step()
-                taken[variant].append(measured(step, device=device, steps=steps))
-                more[variant] = profiled(step, device=device)
-            except torch.OutOfMemoryError:
-                more[variant] = {"kernels": 0.0, "idle": 0.0}
+                if number < rounds:
+                    taken[variant].append(measured(step, device=device, steps=steps))
+                else:  # last: once torch's profiler has run, every launch of a kernel takes longer
+                    more[variant] = profiled(step, device=device)
             step = None  # type: ignore[assignment]
             gc.collect()
     for variant in order:
@@ -291,6 +297,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--profiles", type=int, default=1, choices=(0, 1), help="0: count no kernels")
     parser.add_argument("--on", default="h100", help="description of the GPU for the simulator; none: no prediction")
     parser.add_argument("--only", default="all", choices=("all", "eager", "plain", "offload"), help="contestants")
     parser.add_argument("--json", type=Path)
@@ -306,7 +313,15 @@ def main() -> None:
     found = []
     for model in flags.models:
         order = variants(flags.only)
-        for row in figures(model, order, device=device, rounds=flags.rounds, steps=flags.steps, cluster=flags.on):
+        for row in figures(
+            model,
+            order,
+            device=device,
+            rounds=flags.rounds,
+            steps=flags.steps,
+            cluster=flags.on,
+            profiles=flags.profiles,
+        ):
             found.append(row)
             cells = [row["model"], row["contestant"], row["dropout"], row["recompute"], f"{row['tokens/s']:,.0f}"]
             cells += [f"{row['told tokens/s']:,.0f}", f"{row['kernels']:.0f}", f"{row['idle']:.0%}"]

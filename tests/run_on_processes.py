@@ -23,7 +23,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +36,7 @@ from meshwise.comm import World
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.launch.connect import _worlds, connect
+from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.job_store import LOOPBACK
 from meshwise.comm.shared_memory.local_world import LocalWorld
@@ -46,7 +49,12 @@ _GRACE_SECONDS = 2.0
 def install(*, on_gpu: bool = False) -> None:
     """From now on `meshwise.testing` has processes where it would have threads.
 
-    on_gpu: the ranks share the first GPU of this machine. This process must not use CUDA: its forks could not."""
+    on_gpu: the ranks share the first GPU of this machine. From now on this process sees no GPU, so that what a test
+    computes beside its ranks stays on the CPU. It is no parent of ranks: torch counts the GPUs in every backward, and
+    after that forks cannot use them. Patches of a test do not reach its ranks."""
+    if on_gpu:
+        torch.cuda.is_available, torch.cuda.device_count = (lambda: False), (lambda: 0)
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # for the server of `start_context`: no count by the driver
     replace_threads(functools.partial(run_forked, device="cuda:0") if on_gpu else run_forked)
 
 
@@ -123,14 +131,18 @@ class _Rank:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "MESHWISE_COMM": "local" if self._device == "cpu" else "auto",
         }
+        live: tuple[Any, ...] = (_Place(place[0], number, place[1]), theirs, environment)
         with theirs, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # from Python 3.12 on
-            self.process = get_context("fork").Process(target=self._live, args=(theirs, environment, main))
+            if self._device == "cpu":
+                self.process: BaseProcess = get_context("fork").Process(target=_live, args=(*live, main))
+            else:
+                self.process = start_context().Process(target=_live_apart, args=(*live, _pickled(main)))
             self.process.start()
 
     def printed(self, stream: str) -> str:
         """What it wrote there."""
-        path = self._path(stream)
+        path = self._folder / f"{self.number}.{stream}"
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
@@ -160,36 +172,58 @@ class _Rank:
         self.process.join()
         self.pipe.close()
 
-    def _path(self, stream: str) -> Path:
-        return self._folder / f"{self.number}.{stream}"
 
-    # ---- in the process ----------------------------------------------------------------------------------------
+# ---- in the process of a rank ------------------------------------------------------------------------------------
 
-    def _live(self, pipe: connection.Connection, environment: dict[str, Any], main: Callable[[World], Any]) -> None:
-        os.setsid()
-        sys.stdout, sys.stderr = self._stream("out", 1), self._stream("err", 2)
-        faulthandler.enable(file=sys.stderr)
-        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-        for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
-            del os.environ[name]
-        os.environ.update({name: str(value) for name, value in environment.items()})
-        _worlds.cache_clear()  # those of the process that was forked
-        world = connect(device=torch.device(self._device))
-        expected = LocalWorld if self._device == "cpu" else GlooWorld
-        assert world.size == 1 or isinstance(world, expected), "ranks of a host share its memory, or its GPU over gloo"
-        answer = WorkerAnswer.by(lambda: main(world))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pipe.send(answer)
-        if answer.result is None:
-            signal.pause()  # others may wait for this rank: it is ended with them
-        world.close()
-        os._exit(0)
 
-    def _stream(self, name: str, number: int) -> IO[str]:
-        file = self._path(name).open("a", buffering=1)
-        os.dup2(file.fileno(), number)
+@dataclass(frozen=True)
+class _Place:
+    """A rank: where its output goes, its number, its device."""
+
+    folder: Path
+    number: int
+    device: str
+
+    def stream(self, name: str, descriptor: int) -> IO[str]:
+        """Send what is written to a descriptor to a file, and return the file."""
+        file = (self.folder / f"{self.number}.{name}").open("a", buffering=1)
+        os.dup2(file.fileno(), descriptor)
         return file
+
+
+def _live(
+    place: _Place, pipe: connection.Connection, environment: dict[str, Any], main: Callable[[World], Any]
+) -> None:
+    os.setsid()
+    sys.stdout, sys.stderr = place.stream("out", 1), place.stream("err", 2)
+    faulthandler.enable(file=sys.stderr)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    _worlds.cache_clear()  # those of the process that was forked
+    world = connect(device=torch.device(place.device))
+    expected = LocalWorld if place.device == "cpu" else GlooWorld
+    assert world.size == 1 or isinstance(world, expected), "ranks of a host share its memory, or its GPU over gloo"
+    answer = WorkerAnswer.by(lambda: main(world))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pipe.send(answer)
+    if answer.result is None:
+        signal.pause()  # others may wait for this rank: it is ended with them
+    world.close()
+    os._exit(0)
+
+
+def _live_apart(place: _Place, pipe: connection.Connection, environment: dict[str, Any], main: bytes) -> None:
+    torch.set_num_threads(1)
+    _live(place, pipe, environment, pickle.loads(main))
+
+
+def _pickled(main: Callable[[World], Any]) -> bytes:
+    """`main` for another process, which imports the modules of tests by name; pickle alone takes no closures."""
+    cloudpickle = importlib.import_module("cloudpickle")  # not of `dev`: machines with GPUs have it
+    return bytes(cloudpickle.dumps(main))
 
 
 def _ended(ranks: Sequence[_Rank]) -> Exception:

@@ -149,12 +149,12 @@ def test_nccl_on_a_group_of_one() -> None:
     world._all_reduce(record, group, x, "sum").wait()
     world._broadcast(record, group, x, 0).wait()
     world._reduce(record, group, x, (0, "max")).wait()
-    for work in (
-        world._all_gather(record, group, late(x), [into]),
-        world._reduce_scatter(record, group, [late(x)], (into, "sum")),
-        world._move(record, group, {0: late(x)}, {0: into}),
+    for begin in (
+        lambda: world._all_gather(record, group, late(x), [into]),
+        lambda: world._reduce_scatter(record, group, [late(x)], (into, "sum")),
+        lambda: world._move(record, group, {0: late(x)}, {0: into}),
     ):
-        work.wait()
+        begin().wait()
         same(into, held(0, 6))
         into.zero_()
     world._barrier(record, group)

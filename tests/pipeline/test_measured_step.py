@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +208,9 @@ def test_a_profiled_step_has_ranges_of_its_actions_and_waits(tmp_path: Path) -> 
 def test_on_a_gpu_readings_are_events_without_waits() -> None:
     x = torch.ones(1024, 1024, device="cuda")
     watch = ActivityStopwatch(streams_of(x.device))
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         watch.begins("0F0")
         since = watch.now()

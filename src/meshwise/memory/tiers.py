@@ -84,7 +84,7 @@ class Tiers:
         self._pools: list[BufferPool] = []
         self._stored: list[SwapTransfer] = []
         self._updates: deque[TierActivity] = deque(maxlen=REMEMBERED)
-        create = self._streams.create if self._on_gpu and self.offload != Offload() else HostStream
+        create = self._streams.create if self._on_gpu and self._moves else HostStream
         self._out, self._in = create(), create()
         self._pinned = PinnedSlabs(self._streams)
 
