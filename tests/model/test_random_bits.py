@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.model.random_interception import Distribution, IndexBlock, draw, exponential, keep_mask, normal, uniform
+from meshwise.model.random_bits import Distribution, IndexBlock, draw, exponential, keep_mask, normal, uniform
 
 CPU = torch.device("cpu")
 WORDS = Distribution(torch.int32, lambda word, out: out.copy_(word))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from meshwise.model.random_bits import IndexBlock
 from meshwise.model.random_draws import ActivationRegion, DimSlice, RandomDraws, SampleRows
-from meshwise.model.random_interception import IndexBlock
 from model.drawing_models import FORMS, Block, Calling, Stack, drawn, numbers
 
 # ---- repeated forwards -------------------------------------------------------------------------------------------

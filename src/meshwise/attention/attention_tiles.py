@@ -26,7 +26,8 @@ from torch import Tensor
 from meshwise.attention.fused_kernels import AttentionInput, FusedKernel, fused_kernel
 from meshwise.attention.mask_pattern import Fill, Pattern, TilePair, full, pair_indices
 from meshwise.layout.layout import TokenRanges, TokenTile
-from meshwise.model.random_interception import DrawSource, IndexBlock, draw, keep_mask
+from meshwise.model.random_bits import IndexBlock, draw, keep_mask
+from meshwise.model.random_interception import DrawSource
 
 CPU_TILE = 256
 """Tokens in one tile of queries or of keys on the CPU."""

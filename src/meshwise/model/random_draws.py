@@ -37,7 +37,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.streams import generator_states, restore_generators, seed_generators, streams_of
-from meshwise.model.random_interception import Distribution, IndexBlock, RandomInterception, draw, draw_many, shaped
+from meshwise.model.fused_dropout import MaskNumbers, numbers_of_masks
+from meshwise.model.random_bits import Distribution, IndexBlock, draw, draw_many, shaped
+from meshwise.model.random_interception import RandomInterception
 
 DrawPlace: TypeAlias = tuple[str, tuple[tuple[str, int], ...], int]
 """Place of a draw: name of the module, path of the calls around it, number of the draw in the call."""
@@ -47,20 +49,23 @@ _SMALL, _MOST = 2**16, 2**22
 
 
 class MaskRequest(NamedTuple):
-    """A draw of a mask; `slicing` is everything on which the slice of the full draw depends."""
+    """A draw of a mask, or of its numbers; `slicing` is everything on which the slice of the full draw depends."""
 
     place: DrawPlace
     shape: tuple[int, ...]
-    kind: Distribution
+    kind: Distribution | float
+    """Distribution of the mask; for a mask's numbers, the probability of keeping an element."""
     device: torch.device
     slicing: tuple[Any, ...]
 
 
 class MasksAhead:
-    """Store of small masks that are drawn together when a step begins: `masks` has mask and slice by request."""
+    """Store of small masks, and of numbers of masks, that are drawn together when a step begins.
+
+    `masks` has the mask or its numbers, and the slice, by request."""
 
     def __init__(self) -> None:
-        self.masks: dict[MaskRequest, tuple[Tensor, IndexBlock]] = {}
+        self.masks: dict[MaskRequest, tuple[Any, IndexBlock]] = {}
         self._seen: dict[MaskRequest, IndexBlock] = {}
 
     def draw(self, key: Callable[[DrawPlace], int]) -> None:
@@ -70,23 +75,32 @@ class MasksAhead:
         for request, part in parts.items():
             groups.setdefault((part, request.kind, request.device), []).append(request)
         for (part, kind, device), requests in groups.items():
-            left -= len(requests) * part.numel
+            left -= len(requests) * _size(part, kind)
             if left >= 0:
-                drawn = draw_many(part, keys=[key(each.place) for each in requests], kind=kind, device=device)
-                masks = zip(requests, drawn.unbind(), strict=True)
-                self.masks |= {each: (mask.view(each.shape), part) for each, mask in masks}
+                keys = [key(each.place) for each in requests]
+                if isinstance(kind, float):
+                    numbers = numbers_of_masks(part, keys=keys, keep=kind, device=device)
+                    self.masks |= {each: (one, part) for each, one in zip(requests, numbers, strict=True)}
+                else:
+                    masks = zip(requests, draw_many(part, keys=keys, kind=kind, device=device), strict=True)
+                    self.masks |= {each: (mask.view(each.shape), part) for each, mask in masks}
 
-    def take(self, request: MaskRequest) -> Tensor | None:
-        """Return the mask of a draw, or None if it was not drawn ahead."""
+    def take(self, request: MaskRequest) -> Any:
+        """Return the mask of a draw or its numbers, or None if they were not drawn ahead."""
         if (found := self.masks.get(request)) is None:
             return None
         mask, self._seen[request] = found
         return mask
 
     def remember(self, request: MaskRequest, *, part: IndexBlock) -> None:
-        """Add a draw to the draws of the next step, if its mask is small and of neighbouring tokens."""
-        if part.numel <= _SMALL and not part.places:
+        """Add a draw to the draws of the next step, if it is small and of neighbouring tokens."""
+        if not part.places and (isinstance(request.kind, float) or part.numel <= _SMALL):
             self._seen[request] = part
+
+
+def _size(part: IndexBlock, kind: Distribution | float) -> int:
+    """Return the number of elements of a mask, or of its numbers."""
+    return part.numel // part.shape[-1] + part.shape[-1] if isinstance(kind, float) else part.numel
 
 
 DRAWING_MODULES = (
@@ -386,9 +400,8 @@ class RandomDraws:
     def mask(self, shape: Sequence[int], *, kind: Distribution, device: torch.device, scores: bool) -> Tensor:
         """Return the next draw for a tensor of `shape`, read-only; see `part`. Raises ValueError as `key` does."""
         place = self._place()
-        slicing = (scores, self._rows.first, self._rows.count, self._region)
-        request = MaskRequest(place, tuple(shape), kind, device, slicing)
-        mask = self._masks.take(request)
+        request = MaskRequest(place, tuple(shape), kind, device, self._slicing(scores))
+        mask: Tensor | None = self._masks.take(request)
         if mask is None:
             part, turned = self.part(shape, scores=scores)
             mask = draw(part, key=_hash(self._seed, self._step, *place), kind=kind, device=device)
@@ -396,6 +409,25 @@ class RandomDraws:
             if not (turned or self._region.rank_offset):  # other ranks' rows do not follow from this rank's
                 self._masks.remember(request, part=part)
         return mask
+
+    def numbers(self, shape: Sequence[int], *, keep: float, device: torch.device, scores: bool) -> MaskNumbers | None:
+        """Return the numbers of the next draw's mask, which keeps with probability `keep`; see `part`. Return None, and
+        do not draw, if the tensor's first two dims are swapped. Raises ValueError as `key` does."""
+        part, turned = self.part(shape, scores=scores)
+        if turned:
+            return None
+        place = self._place()
+        request = MaskRequest(place, tuple(shape), keep, device, self._slicing(scores))
+        numbers: MaskNumbers | None = self._masks.take(request)
+        if numbers is None:
+            key = _hash(self._seed, self._step, *place)
+            (numbers,) = numbers_of_masks(part, keys=[key], keep=keep, device=device)
+            if not self._region.rank_offset:
+                self._masks.remember(request, part=part)
+        return numbers
+
+    def _slicing(self, scores: bool) -> tuple[Any, ...]:  # noqa: FBT001 - of two methods here
+        return scores, self._rows.first, self._rows.count, self._region
 
     def _place(self) -> DrawPlace:
         self.drew = True

@@ -1,0 +1,185 @@
+"""Test dropout by fused kernels: masks of the same bits as on the CPU, gradients, and attention beside the formulas.
+
+The kernels need a GPU; torch compiles the one of dropout for CPUs too. FlexAttention has no backward on CPUs."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
+from meshwise.model import fused_dropout
+from meshwise.model.random_bits import IndexBlock, draw, keep_mask
+from meshwise.testing import run
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit:DeprecationWarning")  # of inductor itself
+
+CPU = torch.device("cpu")
+WHERE = [
+    pytest.param("cpu", id="cpu"),
+    pytest.param(
+        "cuda",
+        id="cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+PARTS = [IndexBlock((3, 5), (0, 0)), IndexBlock((2, 4, 6, 7), (8, 1, 0, 3)), IndexBlock((1, 200, 40), (-1, 7, 0))]
+
+
+def numbers_of(part: IndexBlock, *, keep: float, key: int = 7, where: str = "cpu") -> fused_dropout.MaskNumbers:
+    (numbers,) = fused_dropout.numbers_of_masks(part, keys=[key], keep=keep, device=torch.device(where))
+    return numbers
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_dropout_has_the_bits_of_the_mask_in_both_directions(part: IndexBlock, dtype: torch.dtype, where: str) -> None:
+    x = torch.randn(part.shape, dtype=dtype, device=where, requires_grad=True)
+    gradient = torch.randn(part.shape, dtype=dtype, device=where).transpose(0, -1).contiguous().transpose(0, -1)
+    out = fused_dropout.dropout(x, numbers=numbers_of(part, keep=0.7, where=where), probability=0.3)
+    out.backward(gradient)
+    kept = draw(part, key=7, kind=keep_mask(0.7), device=CPU).to(where)
+    assert 0 < kept.sum() < kept.numel()
+    expected = torch.where(kept, x.detach(), 0) * (1 / 0.7)
+    torch.testing.assert_close(out.detach(), expected)
+    torch.testing.assert_close(x.grad, torch.where(kept, gradient, 0) * (1 / 0.7))
+    assert torch.equal(out.detach() != 0, expected != 0)
+
+
+def arguments(samples: int, heads: int, queries: int, keys: int, **more: Any) -> dict[str, Any]:
+    where = {"dtype": torch.float32, **{name: more.pop(name) for name in ("device", "dtype") if name in more}}
+    shared = heads // more.pop("groups", 1)
+    given = {
+        "query": torch.randn(samples, heads, queries, 32, **where),
+        "key": torch.randn(samples, shared, keys, 32, **where),
+        "value": torch.randn(samples, shared, keys, 48, **where),
+        "dropout_p": 0.2,
+    }
+    return {**given, **more}
+
+
+def by_formulas(given: dict[str, Any], kept: Tensor) -> Tensor:
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * (given.get("scale") or 1 / math.sqrt(query.size(-1)))
+    if given.get("is_causal"):
+        scores = scores.masked_fill(torch.ones_like(kept[0, 0]).triu(1), -math.inf)
+    seen = given.get("attn_mask")
+    if seen is not None:
+        scores = scores.masked_fill(seen.logical_not(), -math.inf) if seen.dtype == torch.bool else scores + seen
+    out: Tensor = (scores.softmax(-1) * kept / (1 - given["dropout_p"])) @ value
+    return out
+
+
+def cases(where: str) -> dict[str, dict[str, Any]]:
+    seen = torch.rand(2, 1, 24, 24, device=where) < 0.7
+    seen |= torch.eye(24, dtype=torch.bool, device=where)
+    return {
+        "whole": arguments(2, 4, 24, 24, device=where),
+        "causal": arguments(2, 4, 24, 24, device=where, is_causal=True),
+        "cross": arguments(2, 4, 24, 10, device=where, scale=0.3),
+        "grouped": arguments(2, 4, 24, 24, device=where, is_causal=True, enable_gqa=True, groups=2),
+        "masked": arguments(2, 4, 24, 24, device=where, attn_mask=seen),
+        "biased": arguments(2, 4, 24, 24, device=where, attn_mask=torch.randn(4, 24, 24, device=where)),
+    }
+
+
+def numbers_and_mask(given: dict[str, Any]) -> tuple[fused_dropout.MaskNumbers, Tensor]:
+    part = IndexBlock((*given["query"].shape[:3], given["key"].size(2)), (4, 0, 0, 0))
+    kept = draw(part, key=7, kind=keep_mask(0.8), device=CPU).to(given["query"].device)
+    return numbers_of(part, keep=0.8, where=given["query"].device.type), kept
+
+
+@pytest.mark.parametrize("name", cases("cpu"))
+def test_attention_equals_the_formulas(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_dropout, "_compiled", lambda function: function)
+    given = cases("cpu")[name]
+    numbers, kept = numbers_and_mask(given)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        out = fused_dropout.attention(given, numbers=numbers)
+    torch.testing.assert_close(out, by_formulas(given, kept))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", cases("cpu"))
+def test_attention_of_a_gpu_equals_the_formulas_with_its_gradients(name: str) -> None:
+    given = cases("cuda")[name]
+    inputs = [given[each].requires_grad_() for each in ("query", "key", "value")]
+    numbers, kept = numbers_and_mask(given)
+    out, expected = fused_dropout.attention(given, numbers=numbers), by_formulas(given, kept)
+    gradient = torch.randn_like(out)
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4)
+    found = torch.autograd.grad(out, inputs, gradient)
+    for x, y in zip(found, torch.autograd.grad(expected, inputs, gradient), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+def test_a_query_whose_only_key_is_dropped_gets_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_dropout, "_compiled", lambda function: function)
+    given = arguments(4, 16, 24, 24, is_causal=True)
+    numbers, kept = numbers_and_mask(given)
+    dropped = kept[:, :, 0, 0].logical_not()
+    assert dropped.any()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        out = fused_dropout.attention(given, numbers=numbers)
+    assert torch.equal(out[:, :, 0][dropped], torch.zeros(int(dropped.sum()), 48))
+
+
+class Dropping(nn.Module):
+    """Three blocks with dropout of hidden states, of a tensor with its first dims swapped, and in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (samples, 6, 8) -> the same shape."""
+        x = self.blocks[0](x)
+        x = self.blocks[1](x.transpose(0, 1)).transpose(0, 1)
+        return functional.dropout(self.blocks[2](x), 0.1, inplace=True)
+
+
+@pytest.mark.threads("patches what ranks call")
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 microbatches=2", "dp=2 zero=3 recompute=full"])
+def test_a_training_is_the_same_with_and_without_the_kernels(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = torch.randn(8, 6, 8, dtype=torch.float64)
+    served = list[torch.Size]()
+
+    def losses(world: World) -> list[float]:
+        torch.manual_seed(0)
+        trainer = parallelize(
+            Dropping().double(), plan, loss=lambda y, _: (y.square().sum(), y.size(0)), world=world, lr=1e-2
+        )
+        return [trainer.step(batch).loss for _ in range(3)]
+
+    def can_drop(x: Tensor) -> bool:
+        served.append(x.shape)
+        return True
+
+    size = 2 if "dp=2" in plan else 1
+    before = run(size, losses)
+    monkeypatch.setattr(fused_dropout, "_compiled", lambda function: function)
+    monkeypatch.setattr(fused_dropout, "can_drop", can_drop)
+    assert run(size, losses) == before
+    assert served
+
+
+def test_without_a_compiler_a_warning_says_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(_function: Any) -> Any:
+        raise RuntimeError("no C compiler found")
+
+    monkeypatch.setattr(fused_dropout, "_compiled", no_compiler)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
+    with pytest.warns(UserWarning, match=r"RuntimeError: no C compiler found.*forty operations.*random=local"):
+        assert not fused_dropout.has_kernels.__wrapped__(CPU)
