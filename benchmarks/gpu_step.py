@@ -24,6 +24,7 @@ import gc
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -268,6 +269,8 @@ def figures(
                     step()
                 if number < rounds:
                     taken[variant].append(measured(step, device=device, steps=steps))
+                    milliseconds = taken[variant][-1]["seconds"] * 1e3
+                    print(f"{name}, {variant}: {milliseconds:.1f} ms a step", file=sys.stderr, flush=True)
                 else:  # last: once torch's profiler has run, every launch of a kernel takes longer
                     more[variant] = profiled(step, device=device)
             step = None  # type: ignore[assignment]

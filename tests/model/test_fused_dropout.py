@@ -180,6 +180,7 @@ def test_without_a_compiler_a_warning_says_what_happens(monkeypatch: pytest.Monk
         raise RuntimeError("no C compiler found")
 
     monkeypatch.setattr(fused_dropout, "_compiled", no_compiler)
+    monkeypatch.setattr(fused_dropout, "gpu_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
     with pytest.warns(UserWarning, match=r"RuntimeError: no C compiler found.*forty operations.*random=local"):
         assert not fused_dropout.has_kernels.__wrapped__(CPU)

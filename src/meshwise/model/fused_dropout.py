@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from meshwise.comm.api.streams import gpu_count
 from meshwise.model.random_bits import BLOCK, WORD_FACTOR, IndexBlock, largest_kept, mask_numbers
 
 _DROPPED = 10_000.0
@@ -155,7 +156,7 @@ def can_attend(given: Mapping[str, Any]) -> bool:
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
     """Return whether the kernels can be compiled for a GPU; warn if an attempt fails."""
-    if importlib.util.find_spec("triton") is None:
+    if not gpu_count() or importlib.util.find_spec("triton") is None:
         return False
     try:
         (numbers,) = numbers_of_masks(IndexBlock((2, 3), (0, 0)), keys=[0], keep=0.5, device=device)
