@@ -104,6 +104,14 @@ def _files_that_wait_among_others(items: list[pytest.Item]) -> list[pytest.Item]
     return [item for tests in sorted(files.values(), key=lambda tests: places[id(tests)]) for item in tests]
 
 
+class ShownAtOnce:
+    """Print each failure when it happens: on a lent GPU a run may be ended before its summary."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            sys.stderr.write(f"\n{report.nodeid}\n{report.longreprtext}\n")
+
+
 class Imported:
     """What has been imported stays: no collection of garbage need look at it again. Else one of the oldest generation
     takes a fifth of a second once the models of transformers are there, and they were 7 % of the whole suite."""
@@ -128,6 +136,8 @@ class Imported:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Imported())
     on = config.getoption("--on")
+    if on == "gpu" and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ShownAtOnce())
     if on in ("processes", "gpu"):
         run_on_processes.install(on_gpu=on == "gpu")
     if on == "accelerator":

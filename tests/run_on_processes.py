@@ -1,7 +1,7 @@
 """Run the ranks of tests as forked processes that share memory, instead of as threads.
 
     pytest --on processes
-    pytest --on gpu          # as processes that share the GPU of this machine over gloo
+    pytest --on gpu          # as processes that share the GPU of this machine over gloo, kept between tests
     pytest --on accelerator  # as threads on simulated accelerators
 
 Ranks have copies of their arguments and of the test's variables. So a test that reads variables which its ranks have
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import importlib
 import os
 import pickle
@@ -23,9 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing import connection, get_context
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,10 +33,9 @@ from meshwise.comm import World
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.launch.connect import _worlds, connect
-from meshwise.comm.launch.fork_server import start_context
-from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.job_store import LOOPBACK
 from meshwise.comm.shared_memory.local_world import LocalWorld
+from warm_processes import Processes
 from worker_job import WorkerAnswer
 
 _SECONDS = 120
@@ -54,8 +50,25 @@ def install(*, on_gpu: bool = False) -> None:
     after that forks cannot use them. Patches of a test do not reach its ranks."""
     if on_gpu:
         torch.cuda.is_available, torch.cuda.device_count = (lambda: False), (lambda: 0)
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # for the server of `start_context`: no count by the driver
-    replace_threads(functools.partial(run_forked, device="cuda:0") if on_gpu else run_forked)
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the server that forks the ranks shall not count by CUDA
+    replace_threads(_OnGpu() if on_gpu else run_forked)
+
+
+class _OnGpu:
+    """Runner of ranks on the first GPU; their processes are kept, since each needs seconds to begin with CUDA."""
+
+    def __init__(self) -> None:
+        self._processes = Processes(device="cuda:0")
+        self._cloudpickle = importlib.import_module("cloudpickle")  # not of `dev`; pickle takes no closures
+
+    def __call__(self, size: int, main: Callable[..., Any], *, args: Sequence[Any] = ()) -> list[Any]:
+        """Return what `main(world, *args)` returned, by rank. Raises the error of a rank that failed."""
+        return self._processes.run(size, _call, args=(self._cloudpickle.dumps((main, args)),))
+
+
+def _call(world: World, job: bytes) -> Any:
+    main, args = pickle.loads(job)
+    return main(world, *args)
 
 
 def replace_threads(runner: Callable[..., list[Any]]) -> None:
@@ -63,15 +76,14 @@ def replace_threads(runner: Callable[..., list[Any]]) -> None:
     vars(importlib.import_module("meshwise.testing"))["run_threads"] = runner
 
 
-def run_forked(size: int, main: Callable[..., Any], *, args: Sequence[Any] = (), device: str = "cpu") -> list[Any]:
+def run_forked(size: int, main: Callable[..., Any], *, args: Sequence[Any] = ()) -> list[Any]:
     """`main(world, *args)` on `size` ranks; what each returned, by rank. Raises the error of one that failed."""
     # The store comes last: what a thread of it has locked at that moment would stay locked in a fork.
     with socket.socket() as listening, tempfile.TemporaryDirectory(prefix="meshwise-ranks-") as folder:
         listening.bind((LOOPBACK, 0))
         listening.listen(socket.SOMAXCONN)
         port = listening.getsockname()[1]
-        place = Path(folder), device
-        ranks = [_Rank(rank, size, port, place, lambda world: main(world, *args)) for rank in range(size)]
+        ranks = [_Rank(rank, size, port, Path(folder), lambda world: main(world, *args)) for rank in range(size)]
         store = TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
         )
@@ -114,12 +126,10 @@ def _collect(ranks: Sequence[_Rank]) -> None:
 class _Rank:
     """One forked process, and the files that take what it prints."""
 
-    def __init__(
-        self, number: int, size: int, port: int, place: tuple[Path, str], main: Callable[[World], Any]
-    ) -> None:
+    def __init__(self, number: int, size: int, port: int, folder: Path, main: Callable[[World], Any]) -> None:
         self.number = number
         self.answer: WorkerAnswer | None = None
-        self._folder, self._device = place
+        self._folder = folder
         self.pipe, theirs = connection.Pipe(duplex=False)
         environment = {
             "RANK": number,
@@ -129,20 +139,16 @@ class _Rank:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": True,
-            "MESHWISE_COMM": "local" if self._device == "cpu" else "auto",
+            "MESHWISE_COMM": "local",
         }
-        live: tuple[Any, ...] = (_Place(place[0], number, place[1]), theirs, environment)
         with theirs, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # from Python 3.12 on
-            if self._device == "cpu":
-                self.process: BaseProcess = get_context("fork").Process(target=_live, args=(*live, main))
-            else:
-                self.process = start_context().Process(target=_live_apart, args=(*live, _pickled(main)))
+            self.process = get_context("fork").Process(target=self._live, args=(theirs, environment, main))
             self.process.start()
 
     def printed(self, stream: str) -> str:
         """What it wrote there."""
-        path = self._folder / f"{self.number}.{stream}"
+        path = self._path(stream)
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
@@ -172,58 +178,35 @@ class _Rank:
         self.process.join()
         self.pipe.close()
 
+    def _path(self, stream: str) -> Path:
+        return self._folder / f"{self.number}.{stream}"
 
-# ---- in the process of a rank ------------------------------------------------------------------------------------
+    # ---- in the process ----------------------------------------------------------------------------------------
 
+    def _live(self, pipe: connection.Connection, environment: dict[str, Any], main: Callable[[World], Any]) -> None:
+        os.setsid()
+        sys.stdout, sys.stderr = self._stream("out", 1), self._stream("err", 2)
+        faulthandler.enable(file=sys.stderr)
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+        for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+            del os.environ[name]
+        os.environ.update({name: str(value) for name, value in environment.items()})
+        _worlds.cache_clear()  # those of the process that was forked
+        world = connect(device=torch.device("cpu"))
+        assert world.size == 1 or isinstance(world, LocalWorld), "ranks of a host share its memory"
+        answer = WorkerAnswer.by(lambda: main(world))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send(answer)
+        if answer.result is None:
+            signal.pause()  # others may wait for this rank: it is ended with them
+        world.close()
+        os._exit(0)
 
-@dataclass(frozen=True)
-class _Place:
-    """A rank: where its output goes, its number, its device."""
-
-    folder: Path
-    number: int
-    device: str
-
-    def stream(self, name: str, descriptor: int) -> IO[str]:
-        """Send what is written to a descriptor to a file, and return the file."""
-        file = (self.folder / f"{self.number}.{name}").open("a", buffering=1)
-        os.dup2(file.fileno(), descriptor)
+    def _stream(self, name: str, number: int) -> IO[str]:
+        file = self._path(name).open("a", buffering=1)
+        os.dup2(file.fileno(), number)
         return file
-
-
-def _live(
-    place: _Place, pipe: connection.Connection, environment: dict[str, Any], main: Callable[[World], Any]
-) -> None:
-    os.setsid()
-    sys.stdout, sys.stderr = place.stream("out", 1), place.stream("err", 2)
-    faulthandler.enable(file=sys.stderr)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
-        del os.environ[name]
-    os.environ.update({name: str(value) for name, value in environment.items()})
-    _worlds.cache_clear()  # those of the process that was forked
-    world = connect(device=torch.device(place.device))
-    expected = LocalWorld if place.device == "cpu" else GlooWorld
-    assert world.size == 1 or isinstance(world, expected), "ranks of a host share its memory, or its GPU over gloo"
-    answer = WorkerAnswer.by(lambda: main(world))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pipe.send(answer)
-    if answer.result is None:
-        signal.pause()  # others may wait for this rank: it is ended with them
-    world.close()
-    os._exit(0)
-
-
-def _live_apart(place: _Place, pipe: connection.Connection, environment: dict[str, Any], main: bytes) -> None:
-    torch.set_num_threads(1)
-    _live(place, pipe, environment, pickle.loads(main))
-
-
-def _pickled(main: Callable[[World], Any]) -> bytes:
-    """`main` for another process, which imports the modules of tests by name; pickle alone takes no closures."""
-    cloudpickle = importlib.import_module("cloudpickle")  # not of `dev`: machines with GPUs have it
-    return bytes(cloudpickle.dumps(main))
 
 
 def _ended(ranks: Sequence[_Rank]) -> Exception:

@@ -33,12 +33,14 @@ _LOG_BYTES = 8192
 
 
 class Processes:
-    """Crews of CPU processes, one for each world size in use. Close it, or use it as a context manager.
+    """Crews of processes, one for each world size in use. Close it, or use it as a context manager.
 
-    timeout: seconds a job may take on the slowest rank, the start of the processes included when it is the first."""
+    timeout: seconds a job may take on the slowest rank, the start of the processes included when it is the first.
+    device: of every rank."""
 
-    def __init__(self, *, timeout: float = 120.0) -> None:
+    def __init__(self, *, timeout: float = 120.0, device: str = "cpu") -> None:
         self.timeout = timeout
+        self._device = device
         self._crews: dict[int, _Crew] = {}
         # At exit, before multiprocessing waits for them.
         util.Finalize(self, _close, args=(self._crews,), exitpriority=0)
@@ -50,7 +52,7 @@ class Processes:
         RuntimeError when a rank ended, and TimeoutError, with the Python stack of every rank that had not answered.
         ValueError when `main` cannot be imported by another process."""
         job = WorkerJob.of(main, args=args)
-        crew = self._crews.get(size) or self._crews.setdefault(size, _Crew(size))
+        crew = self._crews.get(size) or self._crews.setdefault(size, _Crew(size, self._device))
         try:
             return crew.run(job, self.timeout)
         except BaseException:
@@ -76,12 +78,12 @@ def _close(crews: dict[int, _Crew]) -> None:
 class _Crew:
     """The ranks of one world."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str) -> None:
         self._store = loopback_store()  # here from the start: a port that is only found free may be taken by the time
         self._ranks: list[_Rank] = []
         try:
             for rank in range(size):
-                self._ranks.append(_Rank(rank, size, self._store.port))
+                self._ranks.append(_Rank(rank, size, self._store.port, device))
         except BaseException:
             self.kill()
             raise
@@ -156,7 +158,7 @@ class _Crew:
 class _Rank:
     """One process of a crew, its pipe, and the file that takes what it prints."""
 
-    def __init__(self, number: int, size: int, port: int) -> None:
+    def __init__(self, number: int, size: int, port: int, device: str) -> None:
         self.number = number
         self.log = tempfile.NamedTemporaryFile(prefix="meshwise-")  # noqa: SIM115 - closed with the rank
         self._read = 0
@@ -165,7 +167,11 @@ class _Rank:
             self.process = start_context().Process(
                 target=worker.main,
                 args=(theirs,),
-                kwargs={"log": self.log.name, "environment": _environment(number, size, port)},
+                kwargs={
+                    "log": self.log.name,
+                    "environment": _environment(number, size, port),
+                    "device": device,
+                },
             )
             self.process.start()
 

@@ -30,10 +30,10 @@ def _receive(connection: Connection, jobs: SimpleQueue[WorkerJob | None]) -> Non
         os._exit(1)
 
 
-def _work(connection: Connection) -> None:
+def _work(connection: Connection, device: str) -> None:
     jobs: SimpleQueue[WorkerJob | None] = SimpleQueue()
     threading.Thread(target=_receive, args=(connection, jobs), daemon=True).start()
-    world = connect(device=torch.device("cpu"))
+    world = connect(device=torch.device(device))
     while (job := jobs.get()) is not None:
         torch.manual_seed(0)
         answer = WorkerAnswer.by(partial(job.call, world))
@@ -43,7 +43,7 @@ def _work(connection: Connection) -> None:
     world.close()
 
 
-def main(connection: Connection, *, log: str, environment: Mapping[str, str]) -> None:
+def main(connection: Connection, *, log: str, environment: Mapping[str, str], device: str) -> None:
     """Run one rank from start to end. `log`: the file for its output; `environment`: the variables of a torchrun
     rank."""
     os.setsid()  # Ctrl-C is for the one who started us; it ends the crew
@@ -56,5 +56,5 @@ def main(connection: Connection, *, log: str, environment: Mapping[str, str]) ->
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     atexit._clear()  # what the server has to do at its end
-    _work(connection)
+    _work(connection, device)
     atexit._run_exitfuncs()  # a forked process ends without

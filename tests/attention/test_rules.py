@@ -45,6 +45,7 @@ def test_a_pattern_by_rule_equals_dense_attention_under_the_same_mask(plan: str)
     compare(gpt, plan, ranks=4 if "pp" in plan else 2, tensor_rules=rules, **more)
 
 
+@pytest.mark.threads("reads the warning of a rank")
 def test_a_pattern_by_rule_warns_that_the_model_is_another() -> None:
     rules = {"blocks.*.attention": "attention pattern=window:3"}
     with pytest.warns(UserWarning, match="this changes the model"):

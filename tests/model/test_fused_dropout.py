@@ -1,9 +1,10 @@
 """Test dropout by fused kernels: masks of the same bits as on the CPU, gradients, and attention beside the formulas.
 
-The kernels need a GPU; torch compiles the one of dropout for CPUs too. FlexAttention has no backward on CPUs."""
+The kernels need a GPU. On the CPU their functions run without a compiler; FlexAttention has no backward there."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from typing import Any
@@ -16,10 +17,8 @@ from torch.nn import functional
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.model import fused_dropout
-from meshwise.model.random_bits import IndexBlock, draw, keep_mask
+from meshwise.model.random_bits import WORD_FACTOR, IndexBlock, draw, keep_mask
 from meshwise.testing import run
-
-pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit:DeprecationWarning")  # of inductor itself
 
 CPU = torch.device("cpu")
 WHERE = [
@@ -41,10 +40,14 @@ def numbers_of(part: IndexBlock, *, keep: float, key: int = 7, where: str = "cpu
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("part", PARTS, ids=str)
-def test_dropout_has_the_bits_of_the_mask_in_both_directions(part: IndexBlock, dtype: torch.dtype, where: str) -> None:
+def test_dropout_has_the_bits_of_the_mask_in_both_directions(
+    part: IndexBlock, dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "cpu":
+        monkeypatch.setattr(fused_dropout, "_compiled", lambda function: function)
     x = torch.randn(part.shape, dtype=dtype, device=where, requires_grad=True)
     gradient = torch.randn(part.shape, dtype=dtype, device=where).transpose(0, -1).contiguous().transpose(0, -1)
-    out = fused_dropout.dropout(x, numbers=numbers_of(part, keep=0.7, where=where), probability=0.3)
+    out = fused_dropout.dropout(x, numbers=numbers_of(part, keep=0.7, where=where))
     out.backward(gradient)
     kept = draw(part, key=7, kind=keep_mask(0.7), device=CPU).to(where)
     assert 0 < kept.sum() < kept.numel()
@@ -183,4 +186,23 @@ def test_without_a_compiler_a_warning_says_what_happens(monkeypatch: pytest.Monk
     monkeypatch.setattr(fused_dropout, "gpu_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
     with pytest.warns(UserWarning, match=r"RuntimeError: no C compiler found.*forty operations.*random=local"):
-        assert not fused_dropout.has_kernels.__wrapped__(CPU)
+        assert not fused_dropout.works.__wrapped__(fused_dropout._try_dropout, CPU)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.01])
+def test_attention_with_other_values_is_not_used(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention has no backward on CPUs: the formulas replace it, right and a little wrong."""
+
+    def attended(values: list[Tensor], numbers: list[Tensor], most: int, _bias: None, _options: Any) -> Any:
+        query, key, value = values
+        scores = (query @ key.mT * 32**-0.5).masked_fill(torch.ones(128, 128).triu(1).bool(), -math.inf)
+        if numbers:
+            first, factor, column = numbers
+            word = (first[..., None] ^ column) * WORD_FACTOR
+            kept = (word ^ (word >> 15)) * factor[..., None] <= most
+            scores = torch.where(kept, scores, scores - 10_000.0)
+        return scores.softmax(-1) @ value + error, scores.logsumexp(-1)
+
+    monkeypatch.setattr(fused_dropout, "_compiled", lambda _function: attended)
+    with pytest.raises(AssertionError) if error else contextlib.nullcontext():
+        fused_dropout._try_attention(CPU)

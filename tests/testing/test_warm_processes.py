@@ -80,11 +80,11 @@ def test_no_other_program_can_take_the_port_of_the_rendezvous(crew: Processes, m
     tried = list[int]()
 
     class Preceded(processes._Rank):
-        def __init__(self, number: int, size: int, port: int) -> None:
+        def __init__(self, number: int, size: int, port: int, device: str) -> None:
             with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
                 other.bind(("127.0.0.1", port))
             tried.append(port)
-            super().__init__(number, size, port)
+            super().__init__(number, size, port, device)
 
     monkeypatch.setattr(processes, "_Rank", Preceded)
     crew.close()

@@ -14,6 +14,7 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from meshwise.comm.api.streams import gpu_count
 from meshwise.model.random_bits import BLOCK, WORD_FACTOR, IndexBlock, largest_kept, mask_numbers
 
 _DROPPED = 10_000.0
-_SUMS = AuxRequest(lse=True)
+_GOLDEN_ANGLE = 2.399963
 _LEAST_FEATURES = 16
 _LEAST_SCORES = 2**21
 """Smaller attentions compute their scores whole, and need not wait for the compiler."""
@@ -33,24 +34,27 @@ _LEAST_SCORES = 2**21
 class MaskNumbers(NamedTuple):
     """The int32 numbers of a mask with `rows` rows: `first` and `factor` (rows, 1), `column` (1, columns).
 
-    An element is kept if its word is at most `most`."""
+    An element is kept if its word is at most `most`. `scale`: one over the probability of that, a float64 scalar on the
+    device. As a number it would be a constant of the kernel, or stop torch 2.11's compiler."""
 
     first: Tensor
     factor: Tensor
     column: Tensor
     most: int
+    scale: Tensor
 
 
 def numbers_of_masks(part: IndexBlock, *, keys: Sequence[int], keep: float, device: torch.device) -> list[MaskNumbers]:
     """Return the numbers of each key's mask for a slice of a full tensor; the mask keeps with probability `keep`."""
-    most = max(-(2**31), largest_kept(keep))
-    return [MaskNumbers(*each, most) for each in zip(*mask_numbers(part, keys=keys, device=device), strict=True)]
+    rest = max(-(2**31), largest_kept(keep)), torch.full((), 1.0 / keep, dtype=torch.float64, device=device)
+    return [MaskNumbers(*each, *rest) for each in zip(*mask_numbers(part, keys=keys, device=device), strict=True)]
 
 
-def _dropped(x: Tensor, first: Tensor, factor: Tensor, column: Tensor, most: int, scale: float) -> Tensor:
+def _dropped(x: Tensor, first: Tensor, factor: Tensor, column: Tensor, most: int, scale: Tensor) -> Tensor:
     """Return `x` (rows, columns) times `scale` where it is kept, else 0."""
     word = (first ^ column) * WORD_FACTOR
-    return torch.where((word ^ (word >> 15)) * factor <= most, x * scale, 0.0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.where((word ^ (word >> 15)) * factor <= most, x.to(wide) * scale.to(wide), 0.0).to(x.dtype)
 
 
 @functools.cache
@@ -62,22 +66,23 @@ class _Dropout(torch.autograd.Function):
     """Dropout of (rows, columns) whose backward computes the mask again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, numbers: MaskNumbers, scale: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, numbers: MaskNumbers) -> Tensor:
         """Return dropped `x`, of the same shape."""
-        ctx.save_for_backward(*numbers[:3])
-        ctx.rest = numbers.most, scale
-        out: Tensor = _compiled(_dropped)(x.detach(), *numbers, scale)
+        ctx.most = numbers.most
+        ctx.save_for_backward(*numbers[:3], numbers.scale)
+        out: Tensor = _compiled(_dropped)(x.detach(), *numbers)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of x."""
-        return _compiled(_dropped)(*gradients, *ctx.saved_tensors, *ctx.rest), None, None
+        *numbers, scale = ctx.saved_tensors
+        return _compiled(_dropped)(*gradients, *numbers, ctx.most, scale), None
 
 
-def dropout(x: Tensor, *, numbers: MaskNumbers, probability: float) -> Tensor:
-    """Return `x` with elements dropped by `probability`, the others divided by 1 - probability."""
-    out: Tensor = _Dropout.apply(x.reshape(numbers.first.numel(), -1), numbers, 1.0 / (1.0 - probability))
+def dropout(x: Tensor, *, numbers: MaskNumbers) -> Tensor:
+    """Return `x` with the elements dropped that the mask drops, the others multiplied by its scale."""
+    out: Tensor = _Dropout.apply(x.reshape(numbers.first.numel(), -1), numbers)
     return out.view(x.shape)
 
 
@@ -85,47 +90,43 @@ def attention(given: Mapping[str, Any], *, numbers: MaskNumbers) -> Tensor:
     """Return scaled_dot_product_attention's result for its arguments by name; `can_attend` must be true of them.
 
     `numbers`: of the mask of (samples, heads, queries, keys)."""
-    query, key, bias = given["query"], given["key"], given.get("attn_mask")
+    query, key, value, bias = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
+    assert query is not None
+    assert key is not None
+    assert value is not None
     shape = *query.shape[:3], key.size(2)
     causal = _causal_blocks(shape[2], shape[3], query.device) if given.get("is_causal") else None
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(bias.logical_not(), -math.inf)
     bias = None if bias is None else bias.expand(shape)
-    rows = [each.view(shape[:3]) for each in numbers[:2]]
     options = {"scale": given.get("scale"), "enable_gqa": bool(given.get("enable_gqa")), "block_mask": causal}
-    values = [query, key, given["value"]]
-    keep = 1.0 - given["dropout_p"]
-    out: Tensor = _compiled(_attended)(values, rows, numbers.column.view(-1), numbers.most, bias, keep, options)
-    return out
+    rows = [each.view(shape[:3]) for each in numbers[:2]]
+    attend = _compiled(_attended)
+    out, kept = attend([query, key, value], [*rows, numbers.column.view(-1)], numbers.most, bias, options)
+    _, every = attend([query, key, value[..., :_LEAST_FEATURES]], [], 0, bias, options)
+    attended: Tensor = out * (torch.exp(kept - every) * numbers.scale).unsqueeze(-1)
+    return attended.to(query.dtype)
 
 
 def _attended(
-    values: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    column: Tensor,
-    most: int,
-    bias: Tensor | None,
-    keep: float,
-    options: Mapping[str, Any],
-) -> Tensor:
-    """Return the attention of query, key and value; see the formulas at the top of the file."""
-    query, key, value = values
-    first, factor = rows
+    values: Sequence[Tensor], numbers: Sequence[Tensor], most: int, bias: Tensor | None, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of query, key and value to the kept keys, and the logarithm of its sum of exponentials.
 
-    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score if bias is None else score + bias[b, h, i, j]
+    `numbers`: first, factor and column of the mask; all keys are kept if it is empty."""
 
-    def dropping(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def score_of(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = score if bias is None else score + bias[b, h, i, j]
+        if not numbers:
+            return score
+        first, factor, column = numbers
         word = (first[b, h, i] ^ column[j]) * WORD_FACTOR
-        kept = (word ^ (word >> 15)) * factor[b, h, i] <= most
-        score = biased(score, b, h, i, j)
-        return torch.where(kept, score, score - _DROPPED)
+        return torch.where((word ^ (word >> 15)) * factor[b, h, i] <= most, score, score - _DROPPED)
 
-    out, some = flex_attention(query, key, value, score_mod=dropping, return_aux=_SUMS, **options)
-    few = value[..., :_LEAST_FEATURES]
-    _, every = flex_attention(query, key, few, score_mod=biased, return_aux=_SUMS, **options)
-    attended: Tensor = out * (torch.exp(some.lse - every.lse) / keep).unsqueeze(-1)
-    return attended.to(query.dtype)
+    query, key, value = values
+    out, sums = flex_attention(query, key, value, score_mod=score_of, return_aux=AuxRequest(lse=True), **options)
+    assert sums.lse is not None
+    return out, sums.lse
 
 
 @functools.lru_cache(maxsize=16)
@@ -135,7 +136,7 @@ def _causal_blocks(queries: int, keys: int, device: torch.device) -> BlockMask:
 
 def can_drop(x: Tensor) -> bool:
     """Return whether `dropout` serves a tensor: on a GPU that has the kernels, and too large for a mask drawn ahead."""
-    return x.is_cuda and x.numel() > BLOCK and x.is_floating_point() and has_kernels(x.device)
+    return x.is_cuda and x.numel() > BLOCK and x.is_floating_point() and works(_try_dropout, x.device)
 
 
 def can_attend(given: Mapping[str, Any]) -> bool:
@@ -149,23 +150,50 @@ def can_attend(given: Mapping[str, Any]) -> bool:
         and min(query.size(-1), value.size(-1)) >= _LEAST_FEATURES
         and min(query.size(2), key.size(2)) > 1
         and (seen is None or not seen.requires_grad)
-        and has_kernels(query.device)
+        and works(_try_attention, query.device)
     )
 
 
 @functools.cache
-def has_kernels(device: torch.device) -> bool:
-    """Return whether the kernels can be compiled for a GPU; warn if an attempt fails."""
+def works(attempt: Callable[[torch.device], None], device: torch.device) -> bool:
+    """Return whether the first use of a kernel on a GPU succeeds; warn if it fails.
+
+    It takes place in a thread of its own, without the modes and hooks of a forward."""
     if not gpu_count() or importlib.util.find_spec("triton") is None:
         return False
     try:
-        (numbers,) = numbers_of_masks(IndexBlock((2, 3), (0, 0)), keys=[0], keep=0.5, device=device)
-        dropout(torch.ones(2, 3, device=device), numbers=numbers, probability=0.5)
-    except Exception as error:  # noqa: BLE001 - of torch's compiler, Triton or the C compiler
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(attempt, device).result()
+    except Exception as error:  # noqa: BLE001 - of torch's compiler, Triton or the C compiler, or other values
         warnings.warn(
-            f"torch.compile made no kernel of dropout ({type(error).__name__}: {str(error).strip().splitlines()[0]}); "
-            "masks take forty operations instead, and random=local in the plan takes none",
+            f"a kernel of dropout does not work here ({type(error).__name__}: {str(error).strip().splitlines()[0]}), "
+            "so masks take forty operations; random=local in the plan takes torch's own dropout",
             stacklevel=2,
         )
         return False
     return True
+
+
+def _try_dropout(device: torch.device) -> None:
+    """Raise AssertionError if the values differ from those of torch's plain operations."""
+    (numbers,) = numbers_of_masks(IndexBlock((64, 128), (0, 0)), keys=[0], keep=0.5, device=device)
+    x = torch.ones(64, 128, dtype=torch.bfloat16, device=device)
+    torch.testing.assert_close(dropout(x, numbers=numbers), _dropped(x, *numbers), rtol=0, atol=0)
+
+
+def _try_attention(device: torch.device) -> None:
+    """Raise AssertionError if values or gradients differ from those of torch's plain operations."""
+    shape, size = (2, 2, 128, 128), 2 * 2 * 128 * 32
+    (numbers,) = numbers_of_masks(IndexBlock(shape, (0, 0, 0, 0)), keys=[0], keep=0.5, device=device)
+    x = torch.arange(3 * size, dtype=torch.float32, device=device).mul_(_GOLDEN_ANGLE).sin_()
+    inputs = [part.view(2, 2, 128, 32).requires_grad_() for part in x.split(size)]
+    given = dict(zip(("query", "key", "value"), inputs, strict=True)) | {"is_causal": True}
+    query, key, value = inputs
+    later = torch.ones(shape[2:], dtype=torch.bool, device=device).triu_(1)
+    weights = (query @ key.mT * 32**-0.5).masked_fill(later, -math.inf).softmax(-1)
+    kept = _dropped(torch.ones_like(weights).view(-1, shape[3]), *numbers).view(shape)
+    outs = attention(given, numbers=numbers), (weights * kept) @ value
+    for found, expected in zip(
+        *((out, *torch.autograd.grad(out, inputs, query.detach())) for out in outs), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

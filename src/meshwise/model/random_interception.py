@@ -114,7 +114,7 @@ class RandomInterception(ForwardAndBackwardMode):
             with torch._C.DisableTorchFunction():
                 numbers = self._source.numbers(input.shape, keep=1.0 - p, device=input.device, scores=False)
                 if numbers is not None:
-                    return fused_dropout.dropout(input, numbers=numbers, probability=p)
+                    return fused_dropout.dropout(input, numbers=numbers)
         factors = input.dtype in (torch.float32, torch.float64) and input.numel() <= BLOCK and not inplace
         kind = keep_mask(1.0 - p, dtype=input.dtype, scaled=True) if factors else keep_mask(1.0 - p)
         with torch._C.DisableTorchFunction():
