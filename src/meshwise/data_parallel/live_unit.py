@@ -236,11 +236,7 @@ class UnitGradients:
     | complete   True once all gradients that are expected in this backward have been taken"""
 
     def __init__(
-        self,
-        unit: LiveUnit,
-        *,
-        on_complete: Callable[["UnitGradients"], None],
-        progress: Callable[[], object] | None,
+        self, unit: LiveUnit, *, on_complete: Callable[["UnitGradients"], None], progress: Callable[[], object] | None
     ) -> None:
         """`on_complete` is called when the last expected gradient has arrived; it calls `take`.
 

@@ -26,15 +26,7 @@ from meshwise.comm.api.flight_recorder import bus_factor
 from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster, Curve, rate_at
-from meshwise.simulate.step_tape import (
-    Entry,
-    Tape,
-    TapeCall,
-    TapeOperation,
-    TapeSegment,
-    TapeWait,
-    TierTraffic,
-)
+from meshwise.simulate.step_tape import Entry, Tape, TapeCall, TapeOperation, TapeSegment, TapeWait, TierTraffic
 
 FUSED = frozenset(
     {

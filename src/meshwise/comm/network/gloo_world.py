@@ -305,13 +305,7 @@ class GlooWorld(World):
     # ---- how they are carried out ------------------------------------------------------------------------------
 
     def _start(
-        self,
-        call: _Call,
-        program: Program,
-        *,
-        reads: list[Tensor],
-        writes: list[Tensor],
-        carried: bool = False,
+        self, call: _Call, program: Program, *, reads: list[Tensor], writes: list[Tensor], carried: bool = False
     ) -> Work:
         """Start `program` on the input tensors `reads` and output tensors `writes`, and return its work. CUDA tensors
         are replaced by pinned copies. carried: True if a thread completes the collective."""

@@ -26,13 +26,7 @@ from meshwise.comm.api.world import World
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.forward import ForwardReplay
 from meshwise.model.parameter_table import Placement
-from meshwise.tensor.core.matmul import (
-    InputGather,
-    MatmulCollectives,
-    MatmulInput,
-    OperandMove,
-    to_product_dtype,
-)
+from meshwise.tensor.core.matmul import InputGather, MatmulCollectives, MatmulInput, OperandMove, to_product_dtype
 from meshwise.tensor.schemes import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 
 

@@ -123,10 +123,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
     stated = {name: rule.role for name, rule in given.items()}
     declared = _declared(module, stated=stated)
     structure = ModelStructure(
-        module,
-        stated={**declared, **stated},
-        options={name: rule.options for name, rule in given.items()},
-        plan=plan,
+        module, stated={**declared, **stated}, options={name: rule.options for name, rule in given.items()}, plan=plan
     )
     whole = {name for name, role in stated.items() if role == "whole"}
     parts = {

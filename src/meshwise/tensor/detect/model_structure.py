@@ -47,12 +47,7 @@ class ModelStructure:
     | attentions   result: the attentions, with their heads"""
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        stated: Mapping[str, str],
-        options: Mapping[str, Mapping[str, int]],
-        plan: Plan,
+        self, module: nn.Module, *, stated: Mapping[str, str], options: Mapping[str, Mapping[str, int]], plan: Plan
     ) -> None:
         self.modules = dict(module.named_modules())
         self.blocks = dict(_blocks(module, name=""))
