@@ -219,8 +219,7 @@ def _rates(seconds: _Stopwatch) -> Mapping[str, float]:
     }
     found = {}
     for func, args in kinds.items():
-        made = func(*args)
-        one = count_operation(func, args=args, kwargs={}, output=made)
+        one = count_operation(func, args=args, kwargs={}, output=func(*args))
         took = seconds(functools.partial(func, *args), repeat=3)
         found[one.name] = one.bytes / seconds.without_launch(took)
     return found

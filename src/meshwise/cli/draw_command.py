@@ -198,8 +198,7 @@ def _draw_schedule(words: Sequence[str]) -> None:
         raise JobError(f"{flags.table} cannot be read: {error.strerror}; name a text file") from error
     title = flags.table.name if flags.table else flags.plan
     console = drawing_console()
-    costs = ActionCost(flags.forward, flags.input, flags.weight, link=flags.link)
-    timeline = clock(lowered, costs=costs)
+    timeline = clock(lowered, costs=ActionCost(flags.forward, flags.input, flags.weight, link=flags.link))
     console.show(draw_in_columns(timeline, width=console.width))
     console.print()
     console.show(rank_table(timeline, peaks=peaks(lowered)))

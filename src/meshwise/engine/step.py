@@ -333,8 +333,7 @@ class TrainingSteps:
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state for a resumed run: `steps` (updates so far), `skips` (in a row), `scale` (or None)."""
-        scale = self._scale and asdict(self._scale)
-        return {"steps": self._steps, "skips": self._skips, "scale": scale}
+        return {"steps": self._steps, "skips": self._skips, "scale": self._scale and asdict(self._scale)}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned."""

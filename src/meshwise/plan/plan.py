@@ -212,8 +212,7 @@ class Plan:
         if self.shards and self.dp is not None and self.dp % self.shards == 0:
             rest = {key: value for key, value in shown.items() if key not in ("dp", "shards")}
             shown = {"dp": f"{self.dp // self.shards}x{self.shards}", **rest}
-        words = [f"{key}={plan_notation(value)}" for key, value in shown.items()]
-        return " ".join(words) or "dp=1"
+        return " ".join(f"{key}={plan_notation(value)}" for key, value in shown.items()) or "dp=1"
 
     def check(self, more: Sequence[Refusal] = (), *, by: str = "") -> None:
         """Raise PlanError when a value is out of range, or the compatibility table or `more` refuse the combination.

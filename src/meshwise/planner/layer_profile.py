@@ -182,8 +182,7 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
     places: dict[str, list[int]] = {}
     for name, container in model.named_modules():
         if isinstance(container, nn.ModuleList | nn.Sequential):
-            kinds = [shapes_in(child) for child in container]
-            runs = [len(list(run)) for _, run in itertools.groupby(kinds)]
+            runs = [len(list(run)) for _, run in itertools.groupby(map(shapes_in, container))]
             before = itertools.accumulate((min(run, _KEPT) for run in runs), initial=0)
             places[name] = [
                 start + (min(number, 1) if number < run - 1 else min(run, _KEPT) - 1)

@@ -90,8 +90,7 @@ class CostModel:
         if kind == "barrier":
             return self._latency(ranks) * math.ceil(math.log2(count))
         moved = size * bus_factor(kind, ranks=count)
-        steps = 1 if kind == SEND_RECV else math.ceil(math.log2(count))
-        waited = self._latency(ranks) * steps
+        waited = self._latency(ranks) * (1 if kind == SEND_RECV else math.ceil(math.log2(count)))
         if kind in RINGS and self.crosses_nodes(ranks):
             nodes, between, inside = self._nodes(ranks), self.cluster.between, self.cluster.inside
             waited = max(waited, (nodes - 1) * between.hop + (count - nodes) * inside.hop)  # all hops of the ring

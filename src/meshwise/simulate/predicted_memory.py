@@ -191,8 +191,7 @@ def _warm_up(device: torch.device) -> None:
     x = torch.ones(64, 64, device=device, requires_grad=True)
     y = functional.layer_norm(functional.gelu(x @ x), (64,)).view(1, 1, 64, 64)
     functional.scaled_dot_product_attention(y, y, y, is_causal=True).sum().backward()
-    optimizer = torch.optim.AdamW([x], fused=True)
-    optimizer.step()
+    torch.optim.AdamW([x], fused=True).step()
 
 
 @dataclass(frozen=True)

@@ -176,8 +176,7 @@ class Prediction:
     @property
     def utilisation(self) -> float:
         """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
-        ranks = self.rehearsal.plan.mesh().size
-        return self.model_flops / (self.seconds * ranks * self._peak)
+        return self.model_flops / (self.seconds * self.rehearsal.plan.mesh().size * self._peak)
 
     @property
     def _peak(self) -> float:

@@ -132,8 +132,7 @@ class _Split:
             self._placed[name] = projection.weight_placement
             return
         module = self._modules[name]
-        weight = _matrix(module, name)
-        projection = Projection(context, part=part, shape=weight.shape)
+        projection = Projection(context, part=part, shape=_matrix(module, name).shape)
         set_sharded_class(module, front=ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
         self._placed[f"{name}.weight"] = projection.weight_placement
         if f"{name}.bias" in self._parameters:
@@ -212,8 +211,7 @@ class _Split:
         module = self._modules.get(name)
         parameters = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
         for key, parameter in parameters.items():
-            placement = Placement(Layout.replicated(parameter.dim()), (*scheme.replicas, *rows))
-            self._kept_whole[key] = placement
+            self._kept_whole[key] = Placement(Layout.replicated(parameter.dim()), (*scheme.replicas, *rows))
         if part.summed_from is not None and module is not None:
             reshard.sum_gradient_of_features(module, context=self._inside, start=part.summed_from)
         if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
@@ -281,8 +279,7 @@ class _Split:
     def add_hooks(self, *, whole: bool) -> None:
         """Register hooks that reshard hidden states and gather the output; `whole`: this rank runs all blocks."""
         reshard.exchange_row_counts(self._root, context=self._outside)
-        placed = {**self._kept_whole, **self._placed}
-        self._outside.origins.follow(self._root, placed=placed)
+        self._outside.origins.follow(self._root, placed={**self._kept_whole, **self._placed})
         stacks: dict[str, list[str]] = {}
         for name in self._blocks:
             stacks.setdefault(name.rpartition(".")[0], []).append(name)

@@ -444,8 +444,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_pythons_or_ours(file: str) -> bool:
-    pythons = file.startswith((_PYTHON, "<")) and "site-packages" not in file
-    return pythons or file.startswith(_OURS)
+    return (file.startswith((_PYTHON, "<")) and "site-packages" not in file) or file.startswith(_OURS)
 
 
 def call_site() -> str:

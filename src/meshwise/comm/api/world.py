@@ -413,8 +413,7 @@ class World(abc.ABC):
         if self.link is None:
             finish()
         else:
-            ranks = self.group(record.axes).size
-            self.link.call(finish, record=record, ranks=ranks, posted=posted)
+            self.link.call(finish, record=record, ranks=self.group(record.axes).size, posted=posted)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Send this rank's small Python `value` (pickled) to every rank along `axes`, or to all ranks for None. Block,

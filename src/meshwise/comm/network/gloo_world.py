@@ -256,10 +256,9 @@ class GlooWorld(World):
         )
 
     def _recv_any(self, record: CallRecord, group: Group, x: Tensor, sources: Sequence[int]) -> int:
-        assert self._transport is not None, "a world of one rank"
-        messages = message_group(group, source=sources[0], target=group.index)
+        call = self._call(record, message_group(group, source=sources[0], target=group.index))
         try:
-            rank = self._transport.receive_any(x, label=_Call(record, messages, self._transport).label)
+            rank = call.transport.receive_any(x, label=call.label)
         except RuntimeError as error:
             raise lost(group.ranks[sources[0]], about=record, error=error) from error
         source = group.ranks.index(rank)
@@ -267,8 +266,7 @@ class GlooWorld(World):
         return source
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
-        token = torch.zeros(group.size, dtype=torch.uint8)
-        parts = list(token.split(1))
+        parts = list(torch.zeros(group.size, dtype=torch.uint8).split(1))
         self._all_gather(record, group, parts[group.index], parts)._finish()
 
     # ---- two phases --------------------------------------------------------------------------------------------

@@ -330,8 +330,7 @@ class _Normalise(torch.autograd.Function):
 
 def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm) -> Callable[[], Tensor]:
     """Start the all-reduce of the means in the formula of dx, and return a function that waits and returns dx."""
-    sums = [(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else [])
-    means = torch.stack(sums)
+    means = torch.stack([(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else []))
     reducing = split.world.all_reduce(means, axes=split.axes)
 
     def finish() -> Tensor:
