@@ -283,11 +283,6 @@ class TrainingSteps:
 
     # ---- sums over the ranks -----------------------------------------------------------------------------------
 
-    @property
-    def _counts_loss(self) -> bool:
-        """True if this rank's loss and count enter the sums: on one rank of each group with equal rows and tokens."""
-        return self._world.group(self._world.mesh.others(("pp", *self._plan.loss_axes))).index == 0
-
     def totals(
         self,
         sums: tuple[Tensor, Tensor],
@@ -302,7 +297,8 @@ class TrainingSteps:
         Raises RanksDisagree if batches or collectives differ; with `local`, only ranks that share rows need equal
         batches. Of ranks with equal rows and losses only the first counts, in a pipeline only the last stage."""
         world = self._world
-        own = [*(sums if self._counts_loss else zeros(world)), *more]
+        counts = world.group(world.mesh.others(("pp", *self._plan.loss_axes))).index == 0
+        own = [*(sums if counts else zeros(world)), *more]
         axes = world.mesh.names if axes is None else axes
         rows = world.mesh.expand(self._plan.row_axes) if local else ()
         equal = [axis for axis in axes if axis not in rows]

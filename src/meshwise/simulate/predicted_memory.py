@@ -339,12 +339,8 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
     rows: Table = [(*titles, "measured", "error") if measured else titles]
     for rank in ranks:
         peak = rank.peak
-        cells = [
-            str(rank.index),
-            *(size_text(peak.device.get(category, 0)) for category in categories),
-            size_text(peak.bytes),
-        ]
-        cells.append(peak.label)
+        cells = [str(rank.index), *(size_text(peak.device.get(category, 0)) for category in categories)]
+        cells += [size_text(peak.bytes), peak.label]
         if host:
             most = max(sum(moment.host.values()) for moment in rank.steady)
             cells.append(size_text(most + rank.away.get("cpu", 0)))
