@@ -128,9 +128,7 @@ def _calibrate(words: Sequence[str]) -> None:
     if prints_for_job():
         text = tomlkit.dumps(dataclasses.asdict(cluster))
         result = f": {cluster.device.name}, {counted(size, of='rank')}"
-        shared_flags.write_and_say(
-            flags.output, write=lambda path: path.write_text(text, encoding="utf-8"), more=result
-        )
+        shared_flags.write_and_say(flags.output, write=lambda path: path.write_text(text, "utf-8"), more=result)
 
 
 def _calibrate_rank(world: World, effort: CalibrationEffort) -> Cluster:

@@ -64,14 +64,11 @@ class StepAttempt:
 
     def result(self) -> StepResult:
         """Return the result for the user, as soon as `totals` are known."""
-        assert self.totals is not None
-        seconds = time.perf_counter() - self.started
+        totals, skipped = self.totals, not self.applied
+        assert totals is not None
+        took = time.perf_counter() - self.started
         scale = 1.0 if self.scale is None else self.scale.value
-        totals = self.totals
-        skipped = not self.applied
-        return StepResult(
-            totals.mean, totals.norm, int(totals.count), seconds, skipped, self.problem, scale, self.noise
-        )
+        return StepResult(totals.mean, totals.norm, int(totals.count), took, skipped, self.problem, scale, self.noise)
 
 
 class StepAfterBackward:

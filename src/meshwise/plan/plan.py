@@ -97,9 +97,7 @@ class Plan:
     bucket: int = Key(
         "bytes up to which neighbouring units are gathered and reduced as one; 0: each unit separately", size=True
     ).field(0)
-    microbatches: int = whole_number(
-        1, means="parts of a rank's rows of a batch, which are computed one after the other"
-    )
+    microbatches: int = whole_number(1, means="parts of a rank's rows of a batch, computed one after the other")
     tp_mode: str = one_of(
         "1d 2d 2.5d 3d", means="form of tp's ranks: a row, a q x q grid, `tp_depth` such grids, or a p x p x p cube"
     )

@@ -330,9 +330,7 @@ class _StepReader:
             elif kind is ActionKind.SEND_F:
                 sends += sum(call.record.bytes for call in segment.calls() if call.record.kind == "send")
             elif segment.activity is StepPhase.UPDATE:
-                update += sum(
-                    self.cost_model.seconds(entry) for entry in segment.entries if isinstance(entry, TapeOperation)
-                )
+                update += sum(self.cost_model.seconds(one) for one in segment.entries if isinstance(one, TapeOperation))
         forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
         return ModelPiece(forward, backward, weight, rest, update, sends)
 

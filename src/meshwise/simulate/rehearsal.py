@@ -475,9 +475,7 @@ def _representatives(schedule: Schedule) -> frozenset[int]:
     for action in schedule.actions():
         if action.microbatch is not None:
             found[action.stage, action.kind].append(action.microbatch)
-    return frozenset(
-        index for each in map(sorted, found.values()) for index in (each[0], each[len(each) // 2], each[-1])
-    )
+    return frozenset(index for own in map(sorted, found.values()) for index in (own[0], own[len(own) // 2], own[-1]))
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

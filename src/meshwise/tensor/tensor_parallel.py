@@ -145,9 +145,8 @@ class _Split:
         _require_plain_embedding(module, name)
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
-        set_sharded_class(
-            module, front=ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding)
-        )
+        inside = not computes_as(module, kind=nn.Embedding)
+        set_sharded_class(module, front=ShardedEmbedding, sharding=table, inside=inside)
         table.follow(self._root)
         self._placed[f"{name}.weight"] = table.head.weight_placement
         self._put_together(module, part)
@@ -347,9 +346,7 @@ def _matrix(module: nn.Module, name: str) -> Tensor:
     """Return the weight of a module. Raises ValueError without a weight of two dims."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
-        raise ValueError(
-            f"{name} ({type(module).__name__}) has no matrix named weight, so it cannot have a matrix's part"
-        )
+        raise ValueError(f"{name} ({type(module).__name__}) has no matrix named weight, so it has no matrix's part")
     return weight
 
 

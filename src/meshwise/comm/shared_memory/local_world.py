@@ -149,9 +149,7 @@ class LocalWorld(World):
 
         return self._begin(call, gives=[reachable], needs=call.others, users=call.others, act=act, after=after)
 
-    def _sum(
-        self, call: QueuedCall, parts: Sequence[Tensor], into: Tensor, op: str, copies: Sequence[Tensor] = ()
-    ) -> None:
+    def _sum(self, call: QueuedCall, parts: list[Tensor], into: Tensor, op: str, copies: Sequence[Tensor] = ()) -> None:
         if call.adds:
             raise RuntimeError(
                 f"rank {self.rank} was interrupted while it added up in {call.record}: the inputs are partly "

@@ -82,9 +82,8 @@ class Projection(BoundToRank):
     def weight_placement(self) -> Placement:
         """Placement of the weight. `summed`: its replicas, and the row axes over which the matmul sums no gradient."""
         done = (*self.product.w.axes, *self.product.y.axes)
-        return Placement(
-            self.layout, (*self.context.scheme.replicas, *(axis for axis in self.product.rows if axis not in done))
-        )
+        rows = (axis for axis in self.product.rows if axis not in done)
+        return Placement(self.layout, (*self.context.scheme.replicas, *rows))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Map (…, in) to (…, out), both local. The scheme sets the rows and tokens, and for `single` the features."""

@@ -227,9 +227,8 @@ class SplitContext:
         if moved.dim is None:
             whole = gradient.copy(sent, world=self.world, axes=moved.axes).wait()
         else:
-            whole = gradient.all_gather(
-                sent, world=self.world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes
-            ).wait()
+            dim, sizes = moved.dim, moved.sizes
+            whole = gradient.all_gather(sent, world=self.world, axes=moved.axes, dim=dim, sizes=sizes).wait()
             gathering = None if self.keeps else InputGather(self.world, moved=moved)
         operand = MatmulInput(whole, None if gathering is None else sent.detach(), gathering)
         self.shared_gather.put(x, operand=operand, readers=readers)

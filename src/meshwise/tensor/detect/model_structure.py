@@ -136,9 +136,7 @@ class ModelStructure:
         if not (table or parameter.numel() == self.width):
             return
         if in_attention:
-            self._reasons[name] = (
-                "as wide as the hidden states and as all heads: rule 'vector', or 'inner grain=number'"
-            )
+            self._reasons[name] = "as wide as hidden states and as all heads: rule 'vector', or 'inner grain=number'"
         else:
             self.parts[name] = Part("vector")
 
