@@ -220,8 +220,7 @@ def _rates(seconds: _Stopwatch) -> Mapping[str, float]:
     found = {}
     for func, args in kinds.items():
         one = count_operation(func, args=args, kwargs={}, output=func(*args))
-        took = seconds(functools.partial(func, *args), repeat=3)
-        found[one.name] = one.bytes / seconds.without_launch(took)
+        found[one.name] = one.bytes / seconds.without_launch(seconds(functools.partial(func, *args), repeat=3))
     return found
 
 

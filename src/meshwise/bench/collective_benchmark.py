@@ -264,8 +264,7 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | floa
 def _beside_copies(measurements: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
     """Return the measurements sorted by collective, each with the bandwidth of a copy of as many bytes."""
     copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
-    order = list(CALLS)
-    ordered = sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on))
+    ordered = sorted(measurements, key=lambda one: (list(CALLS).index(one.kind), one.ranks, one.bytes, one.on))
     return [(one, copies[one.ranks, one.bytes]) for one in ordered]
 
 

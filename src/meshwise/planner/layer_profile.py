@@ -218,8 +218,7 @@ def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
     micro = MetaBatch.of(subject.batch, rows=rows)
     with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
         run = wrap_for_rehearsal(subject.options.forward or default_forward, constants=constants)
-        make = partial(cut_pieces, model, pieces=subject.options.cut.pieces)
-        cut = cut_on(micro.batch, make=make, run=run)
+        cut = cut_on(micro.batch, make=partial(cut_pieces, model, pieces=subject.options.cut.pieces), run=run)
         return cut if cut.stages > 1 else None
     return None
 

@@ -119,7 +119,6 @@ def kernel_counts(file: Path) -> dict[str, int]:
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _RESET = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
 
 MALLOC = MappingProxyType(
     {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -167,7 +166,7 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
     if memory:
         memory.reset_peak()
     else:
-        _RESET.write_text(_RESET_PEAK)
+        _RESET.write_text("5")  # of the numbers that Linux knows here, this one resets the peak
     seconds += [trainer.step(subject.batch).seconds for _ in range(steps - 1)]
     own = MeasuredRank(trainer.world.group("pp").index, _peak(world.device) - before, tuple(seconds))
     trainer.close()

@@ -459,5 +459,4 @@ def call_site() -> str:
 
 @lru_cache(maxsize=4096)
 def _site(file: str, number: int, name: str) -> str:
-    tail = "/".join(file.rsplit(os.sep, 2)[-2:])
-    return f"{tail}:{number} {name}"
+    return f"{'/'.join(file.rsplit(os.sep, 2)[-2:])}:{number} {name}"
