@@ -212,13 +212,7 @@ def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module
     return source.module
 
 
-def run(
-    size: int,
-    main: Callable[..., Any],
-    *,
-    on: Any = "threads",
-    args: tuple[Any, ...] = (),
-) -> list[Any]:
+def run(size: int, main: Callable[..., Any], *, on: Any = "threads", args: tuple[Any, ...] = ()) -> list[Any]:
     """Call `main(world, *args)` on `size` ranks, and return the results by rank.
 
     | on   "threads" start in milliseconds and take any callable; "processes" start in seconds, and `main` must be at

@@ -130,9 +130,7 @@ class Direct(_Exchange):
         needs, here = self._needs(), self.index
         computed = [gradient(keys, block).contiguous() for keys, block in self.blocks(own)]
         total, sources = computed[0], [rank for rank in self._others() if needs[here][rank]]
-        works = [
-            self.world.send(block, axis=self.axis, to=rank) for rank, block in zip(sources, computed[1:], strict=True)
-        ]
+        works = [self.world.send(x, axis=self.axis, to=rank) for rank, x in zip(sources, computed[1:], strict=True)]
         back = {}
         for rank in self._others():
             if needs[rank][here]:

@@ -116,9 +116,7 @@ class Combined(Pattern):
     def __str__(self) -> str:
         if not self.every:
             return "+".join(map(str, self.parts))
-        return "&".join(
-            f"({part})" if isinstance(part, Combined) and not part.every else str(part) for part in self.parts
-        )
+        return "&".join(f"({one})" if isinstance(one, Combined) and not one.every else str(one) for one in self.parts)
 
 
 # ---- patterns of positions ---------------------------------------------------------------------------------------
@@ -460,12 +458,8 @@ def parse_pattern(text: str) -> Pattern:
 def _word(text: str) -> Pattern:
     name, *numbers = text.strip().split(":")
     if name not in _KINDS:
-        raise ValueError(
-            f"{name!r} in the pattern {text!r} is not one of {' '.join(_KINDS)}; write it as in window:1024"
-        )
+        raise ValueError(f"{name!r} in pattern {text!r} is not one of {' '.join(_KINDS)}; write it as in window:1024")
     count = _KINDS[name].numbers
     if len(numbers) != count or not all(number.isdigit() for number in numbers):
-        raise ValueError(
-            f"the pattern {text!r} needs {count} whole numbers after {name}, as in window:1024 or blocks:64:1"
-        )
+        raise ValueError(f"pattern {text!r} needs {count} whole numbers after {name}, as in window:1024 or blocks:64:1")
     return PositionPattern(name, tuple(map(int, numbers)))

@@ -219,10 +219,8 @@ def _rates(seconds: _Stopwatch) -> Mapping[str, float]:
     }
     found = {}
     for func, args in kinds.items():
-        made = func(*args)
-        one = count_operation(func, args=args, kwargs={}, output=made)
-        took = seconds(functools.partial(func, *args), repeat=3)
-        found[one.name] = one.bytes / seconds.without_launch(took)
+        one = count_operation(func, args=args, kwargs={}, output=func(*args))
+        found[one.name] = one.bytes / seconds.without_launch(seconds(functools.partial(func, *args), repeat=3))
     return found
 
 

@@ -14,7 +14,7 @@ Times of different group sizes cannot be compared: a larger group moves more byt
 bandwidths instead, which are defined as in nccl-tests (docs/benchmarks.md)."""
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -186,15 +186,16 @@ def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> 
     n = world.mesh.degree(_AXIS)
     elements = sorted({max(1, size // (4 * n)) * n for size in sweep.sizes})
     kinds = [kind for kind in sweep.kinds if kind != COPY]
-    measured: Mapping[str, Collection[str]] = {"gloo": gloo, "joint": ["all_gather"]}
+    shared = {**CALLS, "all_gather": _gather_in_place}
+    calls = {"ordinary": CALLS, "shared": shared, "joint": {"all_gather": _gather_in_place}, "gloo": gloo}
     buffers = {on: _buffers(world, on, elements) for on in dict.fromkeys((*sweep.on, "ordinary"))}
-    asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and kind in measured.get(on, kinds)]
+    asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and kind in calls[on]]
     asked.append((COPY, "ordinary"))
     samples: dict[_Sampled, list[float]] = {(kind, on, count): [] for kind, on in asked for count in elements}
     orders = [sorted(samples, key=lambda one: (one[2], sign * VARIANTS.index(one[1]))) for sign in (1, -1)]
     for turn in range(sweep.warmup + sweep.rounds):
         for kind, on, count in orders[turn % 2]:
-            sample = _sample(world, _call_of(kind, on, gloo), buffers[on][count])
+            sample = _sample(world, calls[on][kind], buffers[on][count])
             if turn >= sweep.warmup:
                 samples[kind, on, count].append(sample)
         world.barrier()
@@ -204,12 +205,6 @@ def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> 
         Measurement(kind, n, 4 * count, statistics.median(seconds), min(seconds), on)
         for (kind, on, count), seconds in zip(samples, slowest.tolist(), strict=True)
     ]
-
-
-def _call_of(kind: str, on: str, gloo: Mapping[str, Call]) -> Call:
-    if on == "gloo":
-        return gloo[kind]
-    return _gather_in_place if kind == "all_gather" and on != "ordinary" else CALLS[kind]
 
 
 def _buffers(world: World, on: str, elements: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -269,8 +264,7 @@ def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | floa
 def _beside_copies(measurements: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
     """Return the measurements sorted by collective, each with the bandwidth of a copy of as many bytes."""
     copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
-    order = list(CALLS)
-    ordered = sorted(measurements, key=lambda one: (order.index(one.kind), one.ranks, one.bytes, one.on))
+    ordered = sorted(measurements, key=lambda one: (list(CALLS).index(one.kind), one.ranks, one.bytes, one.on))
     return [(one, copies[one.ranks, one.bytes]) for one in ordered]
 
 

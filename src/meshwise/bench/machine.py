@@ -85,16 +85,11 @@ def processor_name() -> str:
 def main_memory() -> int:
     """Return the bytes of main memory, or the limit of the control group (cgroup) if that is smaller."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _first_line(Path("/sys/fs/cgroup/memory.max"))
-    return min(memory, int(limit)) if limit.isdecimal() else memory
-
-
-def _first_line(path: Path) -> str:
-    """Return the file's first line; "" when it cannot be read."""
     try:
-        return path.read_text().partition("\n")[0].strip()
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
-        return ""
+        return memory
+    return min(memory, int(limit)) if limit.isdecimal() else memory
 
 
 def _nvidia_smi(*words: str) -> str:

@@ -365,9 +365,7 @@ def _rows(parts: Iterable[StoredSlice], file: str) -> dict[str, Any]:
     """Return the rows of the index for the slices of one rank."""
     rows: dict[str, Any] = {}
     for part in parts:
-        row = rows.setdefault(
-            part.key, {"dtype": dtype_name(part.tensor.dtype), "shape": list(part.shape), "parts": []}
-        )
+        row = rows.setdefault(part.key, {"dtype": dtype_name(part.tensor.dtype), "shape": [*part.shape], "parts": []})
         if part.rectangle.numel:
             offsets, sizes = list(part.rectangle.offsets), list(part.rectangle.sizes)
             row["parts"].append({"file": file, "entry": _entry(part), "offsets": offsets, "sizes": sizes})

@@ -12,29 +12,9 @@ from typing import Literal
 
 import tomlkit
 
+from meshwise.bench import collective_benchmark as benchmark
 from meshwise.bench.calibrate import CalibrationEffort, calibrate
-from meshwise.bench.collective_benchmark import (
-    CALLS,
-    COPY,
-    Measurement,
-    SizeSweep,
-    as_table,
-    group_sizes,
-    parse_size,
-    plot,
-    rows,
-)
-from meshwise.bench.collective_benchmark import measure as measure_collectives
-from meshwise.cli.shared_flags import (
-    DEFAULT_RANKS,
-    check_outputs,
-    checked_comm,
-    launched_ranks,
-    require_matplotlib,
-    run_chosen,
-    say_start,
-    write_and_say,
-)
+from meshwise.cli import shared_flags
 from meshwise.comm import World, run
 from meshwise.comm.api.job_processes import prints_for_job
 from meshwise.comm.api.streams import gpu_count
@@ -70,7 +50,7 @@ class BenchFlags:
 class CollectivesFlags(BenchFlags):
     """Time every collective over tensor sizes and group sizes, and a copy in memory for comparison."""
 
-    collectives: tuple[str, ...] = tuple(kind for kind in CALLS if kind != COPY)
+    collectives: tuple[str, ...] = tuple(kind for kind in benchmark.CALLS if kind != benchmark.COPY)
     """The collectives to time."""
     sizes: tuple[str, ...] = ("4K", "64K", "1M", "4M", "16M", "64M")
     """Bytes of the full tensor, as in 4K or 64M."""
@@ -87,46 +67,46 @@ class CollectivesFlags(BenchFlags):
 
 def main(words: Sequence[str]) -> int:
     """Run the benchmark that the first word names, and return the exit status. Raises JobError for bad flags."""
-    return run_chosen(words, command="bench", kind="benchmark", choices=_BENCHMARKS)
+    return shared_flags.run_chosen(words, command="bench", kind="benchmark", choices=_BENCHMARKS)
 
 
 def _collectives(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise bench collectives", default=CollectivesFlags())
-    size, comm = _ranks(flags, least=2), checked_comm(flags.comm)
-    check_outputs((flags.json, flags.png))
-    require_matplotlib(flags.png)
+    size, comm = _ranks(flags, least=2), shared_flags.checked_comm(flags.comm)
+    shared_flags.check_outputs((flags.json, flags.png))
+    shared_flags.require_matplotlib(flags.png)
     with as_job_error():
-        sweep = SizeSweep(
+        sweep = benchmark.SizeSweep(
             kinds=flags.collectives,
-            sizes=tuple(parse_size(text) for text in flags.sizes),
-            groups=flags.groups or group_sizes(size),
+            sizes=tuple(benchmark.parse_size(text) for text in flags.sizes),
+            groups=flags.groups or benchmark.group_sizes(size),
             rounds=flags.rounds,
             on=flags.on,
         )
         sweep.check(world_size=size)
-    say_start(size, words=["bench", "collectives", *words])
+    shared_flags.say_start(size, words=["bench", "collectives", *words])
     measurements = run(size, _time_collectives, args=(sweep,), device=_device(flags), comm=comm)[0]
     if prints_for_job():
-        if {one.kind for one in measurements} == {COPY} != set(flags.collectives):
+        if {one.kind for one in measurements} == {benchmark.COPY} != set(flags.collectives):
             raise JobError("no collective was measured: these ranks have no shared memory; use --on ordinary")
         _print_collectives(flags, measurements)
 
 
-def _time_collectives(world: World, sweep: SizeSweep) -> list[Measurement]:
-    return measure_collectives(sweep, world=world)
+def _time_collectives(world: World, sweep: benchmark.SizeSweep) -> list[benchmark.Measurement]:
+    return benchmark.measure(sweep, world=world)
 
 
-def _print_collectives(flags: CollectivesFlags, measurements: Sequence[Measurement]) -> None:
+def _print_collectives(flags: CollectivesFlags, measurements: Sequence[benchmark.Measurement]) -> None:
     console = console_of_width(_WIDTH)
     caption = (
         "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: at the same time, "
         "each rank of the group copies a tensor of this size in its own memory."
     )
-    console.show(text_table(as_table(measurements)))
+    console.show(text_table(benchmark.as_table(measurements)))
     console.show(caption)
-    text = json.dumps(rows(measurements), indent=1) + "\n"
-    write_and_say(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
-    write_and_say(flags.png, write=lambda path: plot(measurements, path=path))
+    text = json.dumps(benchmark.rows(measurements), indent=1) + "\n"
+    shared_flags.write_and_say(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
+    shared_flags.write_and_say(flags.png, write=lambda path: benchmark.plot(measurements, path=path))
 
 
 @dataclass(frozen=True)
@@ -140,15 +120,15 @@ class CalibrationFlags(BenchFlags):
 def _calibrate(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise bench calibrate", default=CalibrationFlags())
     device = _device(flags)
-    check_outputs([flags.output])
-    size, comm = _ranks(flags, least=1), checked_comm(flags.comm)
-    say_start(size, words=["bench", "calibrate", *words])
+    shared_flags.check_outputs([flags.output])
+    size, comm = _ranks(flags, least=1), shared_flags.checked_comm(flags.comm)
+    shared_flags.say_start(size, words=["bench", "calibrate", *words])
     effort = CalibrationEffort(rounds=flags.rounds)
     cluster: Cluster = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
     if prints_for_job():
         text = tomlkit.dumps(dataclasses.asdict(cluster))
         result = f": {cluster.device.name}, {counted(size, of='rank')}"
-        write_and_say(flags.output, write=lambda path: path.write_text(text, encoding="utf-8"), more=result)
+        shared_flags.write_and_say(flags.output, write=lambda path: path.write_text(text, "utf-8"), more=result)
 
 
 def _calibrate_rank(world: World, effort: CalibrationEffort) -> Cluster:
@@ -157,10 +137,10 @@ def _calibrate_rank(world: World, effort: CalibrationEffort) -> Cluster:
 
 def _ranks(flags: BenchFlags, *, least: int) -> int:
     """Return the number of ranks: torchrun's, else `--ranks`, else GPUs, else cores (at least `least`, at most 4)."""
-    if launched := launched_ranks():
+    if launched := shared_flags.launched_ranks():
         return launched
     gpus = gpu_count() if flags.device != "cpu" else 0
-    return flags.ranks or gpus or max(least, min(DEFAULT_RANKS, cores()))
+    return flags.ranks or gpus or max(least, min(shared_flags.DEFAULT_RANKS, cores()))
 
 
 def _device(flags: BenchFlags) -> Literal["cpu", "cuda"] | None:

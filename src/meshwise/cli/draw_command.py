@@ -11,17 +11,7 @@ import tyro
 
 from meshwise.attention.mask_pattern import parse_pattern
 from meshwise.attention.token_attention import work_table
-from meshwise.cli.shared_flags import (
-    DrawingFiles,
-    check_drawings,
-    drawing_console,
-    local_ranks,
-    named_cluster,
-    read_step,
-    run_chosen,
-    write_drawings,
-    write_picture,
-)
+from meshwise.cli import shared_flags
 from meshwise.engine.cut_agreement import cut_source, cutter, plan_schedule
 from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward
@@ -84,7 +74,7 @@ class DrawAttentionFlags:
 
 
 @dataclass(frozen=True)
-class DrawScheduleFlags(DrawingFiles):
+class DrawScheduleFlags(shared_flags.DrawingFiles):
     """Draw when each rank computes which micro-batch, for a plan's schedule or your own table. Times have no unit."""
 
     plan: str = ""
@@ -104,7 +94,7 @@ class DrawScheduleFlags(DrawingFiles):
 
 
 @dataclass(frozen=True)
-class DrawTimelineFlags(DrawingFiles):
+class DrawTimelineFlags(shared_flags.DrawingFiles):
     """Draw a step of a run that was trained with `--train.timeline`: the actions of each rank, and idle time."""
 
     run: Annotated[Path, tyro.conf.Positional] = Path("runs/train")
@@ -113,13 +103,13 @@ class DrawTimelineFlags(DrawingFiles):
 
 def main(words: Sequence[str]) -> int:
     """Make the drawing that the first word names; return the exit status 0. Raises JobError if it cannot be drawn."""
-    return run_chosen(words, command="draw", kind="drawing", choices=_DRAWINGS)
+    return shared_flags.run_chosen(words, command="draw", kind="drawing", choices=_DRAWINGS)
 
 
 def _draw_cut(words: Sequence[str]) -> None:
     """Print the pipeline stages of a job. Raises JobError or PlanError for a job that could not run, or for pp=1."""
     job = read_job(words, prog="meshwise draw cut", kind=StudiedJob)
-    prepared = prepare(job, ranks=local_ranks(job))
+    prepared = prepare(job, ranks=shared_flags.local_ranks(job))
     plan = prepared.job.plan
     if plan.pp == 1:
         raise JobError(f"the plan '{plan}' has one stage; give one with pp, as in --plan 'pp=4 microbatches=8'")
@@ -129,7 +119,7 @@ def _draw_cut(words: Sequence[str]) -> None:
     make = cutter(source.module, plan=plan, schedule=plan_schedule(plan), where=job.model.cut_options)
     cpu = torch.device("cpu")
     cut = cut_source(source, plan=plan, make=make, example=rows, forward=default_forward, device=cpu)
-    drawing_console().show(str(cut))
+    shared_flags.drawing_console().show(str(cut))
 
 
 def _draw_attention(words: Sequence[str]) -> None:
@@ -139,7 +129,7 @@ def _draw_attention(words: Sequence[str]) -> None:
     plan = Plan.parse(flags.plan)
     with as_job_error():
         table = work_table(plan, pattern=parse_pattern(flags.pattern), length=flags.tokens)
-    console = drawing_console()
+    console = shared_flags.drawing_console()
     console.show("source: percent of all pairs of query and key, by rank and step\n")
     console.show(str(table))
 
@@ -148,17 +138,17 @@ def _draw_mesh(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise draw mesh", default=DrawMeshFlags())
     if not flags.plan:
         raise JobError('give a plan: meshwise draw mesh --plan "pp=2 dp=2 tp=2"')
-    check_drawings(DrawingFiles(png=flags.png, svg=flags.svg))
+    shared_flags.check_drawings(shared_flags.DrawingFiles(png=flags.png, svg=flags.svg))
     plan = Plan.parse(flags.plan)
-    cluster = named_cluster(flags.on) if flags.on else None
+    cluster = shared_flags.named_cluster(flags.on) if flags.on else None
     if cluster is not None:
         plan = plan.resolve(cluster.ranks)
     elif plan.dp is None:
         raise JobError('dp=auto fills a cluster: name it, as in --on "4x8 h100"')
     mesh = plan.mesh()
     nodes = mesh_picture(mesh, ranks_per_node=cluster.ranks_per_node if cluster else 0)
-    drawing_console().show(mesh.picture())
-    write_picture(stacked([nodes]), png=flags.png, svg=flags.svg)
+    shared_flags.drawing_console().show(mesh.picture())
+    shared_flags.write_picture(stacked([nodes]), png=flags.png, svg=flags.svg)
 
 
 def _draw_experts(words: Sequence[str]) -> None:
@@ -166,7 +156,7 @@ def _draw_experts(words: Sequence[str]) -> None:
     if not flags.plan or Plan.parse(flags.plan).dp is None:
         raise JobError('give a plan with a number for dp: meshwise draw experts --plan "dp=4 ep=2" --experts 8')
     with as_job_error():
-        drawing_console().show(expert_table(Plan.parse(flags.plan), experts=flags.experts))
+        shared_flags.drawing_console().show(expert_table(Plan.parse(flags.plan), experts=flags.experts))
 
 
 def _draw_load(words: Sequence[str]) -> None:
@@ -177,7 +167,7 @@ def _draw_load(words: Sequence[str]) -> None:
         raise JobError(f"{path} cannot be read: {error}; name the folder of a run") from error
     if not (found := [event for event in events if "mixtures" in event]):
         raise JobError(f"{path} has no loads of experts; train a mixture for train.log_every steps or more")
-    console = drawing_console()
+    console = shared_flags.drawing_console()
     console.show(f"steps {found[0]['step']} to {found[-1]['step']}")
     console.show(load_picture([event["mixtures"] for event in found[-console.width // 2 :]]))
 
@@ -188,7 +178,7 @@ def _draw_schedule(words: Sequence[str]) -> None:
         raise JobError('give either a plan or a table: meshwise draw schedule --plan "pp=4 microbatches=8"')
     if not min(flags.forward, flags.input, flags.weight) > 0 or not flags.link >= 0:
         raise JobError("times have to be above 0, and --link at least 0")
-    check_drawings(flags)
+    shared_flags.check_drawings(flags)
     plan = Plan.parse(flags.plan)
     try:
         with as_job_error():
@@ -197,22 +187,21 @@ def _draw_schedule(words: Sequence[str]) -> None:
     except OSError as error:
         raise JobError(f"{flags.table} cannot be read: {error.strerror}; name a text file") from error
     title = flags.table.name if flags.table else flags.plan
-    console = drawing_console()
-    costs = ActionCost(flags.forward, flags.input, flags.weight, link=flags.link)
-    timeline = clock(lowered, costs=costs)
+    console = shared_flags.drawing_console()
+    timeline = clock(lowered, costs=ActionCost(flags.forward, flags.input, flags.weight, link=flags.link))
     console.show(draw_in_columns(timeline, width=console.width))
     console.print()
     console.show(rank_table(timeline, peaks=peaks(lowered)))
     if flags.actions:
         console.show(f"\n{lowered}")
-    write_drawings([PlanAccount(title, timeline, unit="")], files=flags, title=title)
+    shared_flags.write_drawings([PlanAccount(title, timeline, unit="")], files=flags, title=title)
 
 
 def _draw_timeline(words: Sequence[str]) -> None:
     flags = parse_flags(words, prog="meshwise draw timeline", default=DrawTimelineFlags())
-    check_drawings(flags)
-    run = read_step(flags.run)
-    console = drawing_console()
+    shared_flags.check_drawings(flags)
+    run = shared_flags.read_step(flags.run)
+    console = shared_flags.drawing_console()
     accounts = measured_accounts(run)
     longest = max(account.timeline.seconds for account in accounts)
     for account in accounts[:2]:
@@ -220,7 +209,7 @@ def _draw_timeline(words: Sequence[str]) -> None:
         console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest))
         console.print()
     console.show(str(run))
-    write_drawings(accounts, files=flags, title=f"a step of {flags.run}")
+    shared_flags.write_drawings(accounts, files=flags, title=f"a step of {flags.run}")
 
 
 _DRAWINGS: Mapping[str, Callable[[Sequence[str]], None]] = {

@@ -76,9 +76,7 @@ def recipe(flags: LaunchFlags, *, job: Job) -> str:
     if flags.grace >= 3600 * flags.hours:
         raise JobError(f"grace = {flags.grace} seconds are not before the end of {flags.hours} h; use --grace 300")
     if not job.train.save_every:
-        raise JobError(
-            f"{flags.job}: train.save_every = 0: a restarted job would begin from step 0; set train.save_every"
-        )
+        raise JobError(f"{flags.job}: train.save_every = 0: a restart would begin from step 0; set train.save_every")
     ranks, seconds = flags.nodes * flags.ranks_per_node, 3600 * flags.hours
     job.plan.resolve(ranks)
     values = {name: str(value) for name, value in vars(flags).items()} | {

@@ -79,8 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         raise JobError(f"--memory-limit {job.memory_limit} is no number of bytes; write a size such as 70G")
     effort = SearchEffort(job.top, job.rehearsals, job.workers or cores())
     began = time.monotonic()
-    surveys = search(subject, cluster=cluster, space=space, limit=limit, effort=effort)
-    survey = _watched(surveys)
+    survey = _watched(search(subject, cluster=cluster, space=space, limit=limit, effort=effort))
     if not survey.candidates:
         ranks = counted(cluster.ranks, of="rank") + (f" with {job.fix}" if job.fix else "")
         raise JobError(f"no plan for {ranks} divides this job; try another number of ranks")
@@ -113,8 +112,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     if job.plan.server:
         raise JobError(f"the search has no servers, and the plan has server={job.plan.server}; use meshwise simulate")
     kept: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan) if item.name in SEARCHED}
-    base = dataclasses.replace(job.plan, **kept)
-    prepared = prepare(dataclasses.replace(job, plan=base), ranks=1)
+    prepared = prepare(dataclasses.replace(job, plan=dataclasses.replace(job.plan, **kept)), ranks=1)
     subject = prepared.rehearsal_subject()
     first = next(tensors(subject.batch))
     mixtures = find_mixtures(shapes_of(subject.model, seed=subject.options.seed).module)

@@ -164,11 +164,7 @@ def named_cluster(name: str) -> Cluster:
 
 
 def run_chosen(
-    words: Sequence[str],
-    *,
-    command: str,
-    kind: str,
-    choices: Mapping[str, Callable[[Sequence[str]], None]],
+    words: Sequence[str], *, command: str, kind: str, choices: Mapping[str, Callable[[Sequence[str]], None]]
 ) -> int:
     """Call the choice that the first word names with the other words, and return the exit status 0.
 

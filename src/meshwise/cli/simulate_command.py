@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwise.base.text_format import time_text
-from meshwise.cli.shared_flags import (
-    DrawingFiles,
-    check_drawings,
-    checked_comm,
-    drawing_console,
-    local_ranks,
-    named_cluster,
-    read_step,
-    write_drawings,
-)
+from meshwise.cli import shared_flags
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
@@ -38,7 +29,7 @@ _PLANS_PER_TABLE = 4
 
 
 @dataclass(frozen=True)
-class SimulateJob(StudiedJob, DrawingFiles):
+class SimulateJob(StudiedJob, shared_flags.DrawingFiles):
     """Predict the time and memory of a training job by running its code for each kind of rank without tensor values."""
 
     on: str = ""
@@ -67,10 +58,10 @@ def main(arguments: Sequence[str]) -> int:
     """Predict the job that the arguments describe; return the exit status 0. Raises JobError or PlanError."""
     job = read_job(arguments, prog="meshwise simulate", kind=SimulateJob)
     cluster = _checked_cluster(job)
-    size = local_ranks(job) if cluster is None else cluster.ranks
+    size = shared_flags.local_ranks(job) if cluster is None else cluster.ranks
     device = cluster.device.kind if cluster else "cuda" if gpu_count() else "cpu"
-    comm = checked_comm(job.comm) if job.measure else None
-    step = read_step(job.run) if job.run else None
+    comm = shared_flags.checked_comm(job.comm) if job.measure else None
+    step = shared_flags.read_step(job.run) if job.run else None
     plans = [job.plan, *map(Plan.parse, job.compare)]
     jobs = [prepare(dataclasses.replace(job, plan=plan), ranks=size) for plan in plans]
     shared = cluster.shared if cluster else device == "cpu"
@@ -79,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         rehearse(own, plan=one.job.plan, ranks=size, device=device, shared=shared)  # type: ignore[arg-type]
         for own, one in zip(subjects, jobs, strict=True)
     ]
-    console = drawing_console()
+    console = shared_flags.drawing_console()
     subject = str(rehearsals[0].plan) if len(plans) == 1 else f"{len(plans)} plans"
     title = f"{subject} on {job.on or counted(size, of='rank')}"
     console.show(title)
@@ -97,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None, job: SimulateJob, title: str) -> None:
     """Print and draw the predicted times of some plans on one cluster, and the times of the measured step if given."""
-    console = drawing_console()
+    console = shared_flags.drawing_console()
     accounts = [predicted_account(prediction) for prediction in predictions]
     if step:
         accounts.append(PlanAccount(f"measured in {job.run}", step.step))
@@ -111,16 +102,16 @@ def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None
             seconds = time_text(account.timeline.seconds, unit=account.unit)
             console.show(f"\n{account.title}: step {seconds}{mesh}")
             console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest, rows=account.names))
-    write_drawings(accounts, files=job, title=title)
+    shared_flags.write_drawings(accounts, files=job, title=title)
 
 
 def _checked_cluster(job: SimulateJob) -> Cluster | None:
     """Return the cluster of `--on`, or None. Raises JobError for flags that need a cluster, and for useless flags."""
-    check_drawings(job)
+    shared_flags.check_drawings(job)
     if job.measure and not job.memory:
         raise JobError("--measure without --memory has no effect: it adds measured memory to that table; give --memory")
     if job.on:
-        return named_cluster(job.on)
+        return shared_flags.named_cluster(job.on)
     if job.draw or job.wanted or job.compare or job.run:
         raise JobError('drawings and comparisons need the times of a cluster: name it, as in --on "64x8 h100"')
     if not job.memory:

@@ -20,7 +20,6 @@ from meshwise.train.prepare_job import check_plan, prepare
 from meshwise.verify import Report, verify
 
 _MOST_ROWS = 40
-_STALL_SECONDS = "3600"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     if not is_rank():
         check_plan(prepared)
     # The other ranks wait while rank 0 trains the reference run alone, which the watchdog must not take for a hang.
-    os.environ.setdefault("MESHWISE_STALL_SECONDS", _STALL_SECONDS)
+    os.environ.setdefault("MESHWISE_STALL_SECONDS", "3600")
     if is_rank() or job.comm != "threads":
         say_start(size, words=["verify", *arguments])
         report: Report = run(size, _rank, args=(job,), comm=comm)[0]

@@ -164,8 +164,7 @@ class Bucket:
         if tiers.is_offloaded("gradients"):
             self.reduced = tiers.empty("gradients", numel=own.numel(), dtype=wide).zero_()
         elif self.storage.reduction.shards_gradients:
-            sent = self.has_replicas
-            empty = self.world.empty if sent else partial(torch.empty, device=self.device)
+            empty = self.world.empty if self.has_replicas else partial(torch.empty, device=self.device)
             self.reduced = empty(own.numel(), dtype=wide).zero_()
         (start, stop), most = self.owned, tiers.chunk_limit or max(1, own.numel())
         self.chunks = [self._chunk(low, high=min(low + most, stop)) for low in range(start, stop, most)]

@@ -97,20 +97,15 @@ class LiveUnit:
 
         place: puts a tensor into the module as the parameter of a row, and returns this parameter."""
         for bucket in self.buckets:
-            world, elsewhere = bucket.world, dict(bucket.place.pieces[0].row.held_at)
-            holders = world.mesh.others(elsewhere)
-            bucket.fill(
-                source.broadcast_full(piece.row.name, world=world, axes=holders) for piece in bucket.place.pieces
-            )
+            world, pieces = bucket.world, bucket.place.pieces
+            holders = world.mesh.others(dict(pieces[0].row.held_at))
+            bucket.fill(source.broadcast_full(piece.row.name, world=world, axes=holders) for piece in pieces)
             values = self._between_uses(bucket)
             self._unused.append(values)
-            pieces = bucket.place.pieces
             # `.data` has a separate version counter, which writes to the buffer do not change.
             self.parameters.append([place(piece.row, value.data) for piece, value in zip(pieces, values, strict=True)])
         self.whole = not self.is_sharded
-        self._state = [
-            [(one.requires_grad, one._version, one.data_ptr()) for one in parameters] for parameters in self.parameters
-        ]
+        self._state = [[(p.requires_grad, p._version, p.data_ptr()) for p in group] for group in self.parameters]
 
     def change_message(self, *, fixed_by: str) -> str:
         """Return an error message with its remedy if a parameter was changed or written to since `load`, else "".
@@ -236,11 +231,7 @@ class UnitGradients:
     | complete   True once all gradients that are expected in this backward have been taken"""
 
     def __init__(
-        self,
-        unit: LiveUnit,
-        *,
-        on_complete: Callable[["UnitGradients"], None],
-        progress: Callable[[], object] | None,
+        self, unit: LiveUnit, *, on_complete: Callable[["UnitGradients"], None], progress: Callable[[], object] | None
     ) -> None:
         """`on_complete` is called when the last expected gradient has arrived; it calls `take`.
 
@@ -281,9 +272,8 @@ class UnitGradients:
         `in_place`: until `stop`, autograd adds to the accumulated gradients, except where the user has hooks."""
         if self._parameters and self._all_in_place:
             return False
-        self._expected = (
-            self._parameters if leaves is None else [each for each in self._parameters if id(each) in leaves]
-        )
+        trained = self._parameters
+        self._expected = trained if leaves is None else [each for each in trained if id(each) in leaves]
         self.complete, self._active = not self._expected, True
         if leaves is not None and self._expected and id(self._last) not in leaves:
             self._move(self._expected[0])

@@ -136,8 +136,7 @@ class ParameterOwners:
                 if piece.row.name in names:
                     mesh, held = bucket.world.mesh, dict(piece.row.held_at)
                     axes = tuple(axis for axis in mesh.names if axis not in (*held, *bucket.storage.sync_axes))
-                    key = axes, bucket.master.dtype
-                    found.setdefault(key, []).append((piece.row.numel, bucket, number))
+                    found.setdefault((axes, bucket.master.dtype), []).append((piece.row.numel, bucket, number))
         self._waves: list[Wave] = []
         self.own: list[OwnedParameter] = []
         """The parameters that this rank computes."""

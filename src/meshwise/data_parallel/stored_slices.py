@@ -114,8 +114,7 @@ class BucketSlice:
         for section in row.layout.pieces(row.shape, mesh=world.mesh, rank=world.rank):
             origin = tuple(beside if dim == row.layout.section_dim else 0 for dim in range(len(row.shape)))
             if common := local.overlap(Rectangle(origin, section.sizes)):
-                inside = common.seen_from(origin)
-                offsets = tuple(map(int.__add__, inside.offsets, section.offsets))
+                offsets = tuple(map(int.__add__, common.seen_from(origin).offsets, section.offsets))
                 yield Rectangle(offsets, common.sizes), common.seen_from(local.offsets)
             beside += section.sizes[row.layout.section_dim] if row.shape else 0
 
@@ -416,8 +415,7 @@ class CheckpointRefill:
         """Return the tensor for one state of a slice: `old` if it has the right shape and dtype, else a new one.
 
         State that was saved in its parameter's dtype gets the dtype that the parameter has now."""
-        follows = slots[slot] == slots["parameter"]
-        dtype = parameter.dtype if follows else slots[slot].dtype
+        dtype = parameter.dtype if slots[slot] == slots["parameter"] else slots[slot].dtype
         if isinstance(old, Tensor) and old.shape == parameter.shape and old.dtype == dtype:
             return old
         return self._update.zero_state(parameter, key=slot.partition("/")[2], dtype=dtype)

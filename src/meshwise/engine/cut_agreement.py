@@ -68,9 +68,7 @@ def cut_source(
     computes the `loss`, if there is one. Raises PlanError without an example, for an example without rows, and when the
     model cannot be cut."""
     if example is None:
-        raise PlanError(
-            f"pp={plan.pp}: the model must run once, to be cut into stages; give a batch: Options(example=batch)"
-        )
+        raise PlanError(f"pp={plan.pp}: to be cut, the model must run once; give a batch: Options(example=batch)")
     if not tree.row_count(example):
         raise PlanError("the batch in Options(example=batch) has no rows, so the model cannot be run on it to be cut")
     rows = max(1, tree.row_count(example) // (plan.microbatches * plan.row_parts))

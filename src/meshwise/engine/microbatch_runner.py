@@ -112,9 +112,7 @@ class BatchSharder:
         if local and shards.index < self.ranks:
             offset, end = shards.shares[shards.index]
             if end - offset != rows:
-                raise ValueError(
-                    f"this rank's batch has {rows} rows; of {total} in total, share() gives it {end - offset}"
-                )
+                raise ValueError(f"this rank's batch has {rows} rows; of {total}, share() gives it {end - offset}")
             if self.runs_empty and (total or 0) < self.ranks:
                 spare = spare_row(batch, world=self.world)
         if rows:

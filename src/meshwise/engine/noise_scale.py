@@ -81,9 +81,8 @@ class NoiseMeter:
             start = bucket.owned[0]
             low, high = max(piece.start, bucket.shard[0]), min(piece.stop, bucket.shard[1])
             if low < high:
-                whole[layer] += (
-                    torch.linalg.vector_norm(bucket.reduced_gradient[low - start : high - start]).double() ** 2
-                )
+                part = bucket.reduced_gradient[low - start : high - start]
+                whole[layer] += torch.linalg.vector_norm(part).double() ** 2
         return torch.cat([self._small, whole])
 
     def scale(self, sums: Sequence[float], *, count: float, rows: int) -> NoiseScale | None:

@@ -211,8 +211,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
     backend, splits = options.compiler if plan.compile == "blocks" else None, max(plan.tp, plan.ep) > 1
-    compiled = CompiledBlocks(backend=backend, splits=splits)
-    policy = ActivationPolicy(recomputed, tier, compiled)
+    policy = ActivationPolicy(recomputed, tier, CompiledBlocks(backend=backend, splits=splits))
     policy.undo.callback(set_quantized_aside(module, plan=plan))
     forward, call = (
         policy.with_offload(_computed(called, plan=plan, precision=precision, device=world.device))
@@ -514,16 +513,14 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         contents = cut.contents(index)
         absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
         own = dataclasses.replace(setting, parts=here, absent=absent, extents=ShardSizes())
-        own_source = source.for_module(stage.module)
-        live = _build_engine(own_source, own, recall=recall, earlier=earlier)
+        live = _build_engine(source.for_module(stage.module), own, recall=recall, earlier=earlier)
         stages[index] = LiveStage(**vars(live), stage=stage)
         kept = in_flight(schedule)[index]
         halves = {name: f"{name} of stage {index}" for name in contents.split_blocks}
         setting.policy.blocks.install(stage.module, names=blocks, recall=recall, in_flight=kept, parts=halves)
     given = [] if source.deferred else [(name, p, p.requires_grad) for name, p in source.module.named_parameters()]
     _release(parameter for _, parameter, _ in given)
-    engines = {index: live.engine for index, live in stages.items()}
-    whole = Engine(engines, ranks=schedule.rank_of, world=world)
+    whole = Engine({index: live.engine for index, live in stages.items()}, ranks=schedule.rank_of, world=world)
     whole.given = given
     runner = StagedRunner(
         whole, stages=stages, task=setting.token_task, schedule=schedule, cut=cut, shares_rows=setting.shares_rows

@@ -64,14 +64,11 @@ class StepAttempt:
 
     def result(self) -> StepResult:
         """Return the result for the user, as soon as `totals` are known."""
-        assert self.totals is not None
-        seconds = time.perf_counter() - self.started
+        totals, skipped = self.totals, not self.applied
+        assert totals is not None
+        took = time.perf_counter() - self.started
         scale = 1.0 if self.scale is None else self.scale.value
-        totals = self.totals
-        skipped = not self.applied
-        return StepResult(
-            totals.mean, totals.norm, int(totals.count), seconds, skipped, self.problem, scale, self.noise
-        )
+        return StepResult(totals.mean, totals.norm, int(totals.count), took, skipped, self.problem, scale, self.noise)
 
 
 class StepAfterBackward:
@@ -283,11 +280,6 @@ class TrainingSteps:
 
     # ---- sums over the ranks -----------------------------------------------------------------------------------
 
-    @property
-    def _counts_loss(self) -> bool:
-        """True if this rank's loss and count enter the sums: on one rank of each group with equal rows and tokens."""
-        return self._world.group(self._world.mesh.others(("pp", *self._plan.loss_axes))).index == 0
-
     def totals(
         self,
         sums: tuple[Tensor, Tensor],
@@ -302,7 +294,8 @@ class TrainingSteps:
         Raises RanksDisagree if batches or collectives differ; with `local`, only ranks that share rows need equal
         batches. Of ranks with equal rows and losses only the first counts, in a pipeline only the last stage."""
         world = self._world
-        own = [*(sums if self._counts_loss else zeros(world)), *more]
+        counts = world.group(world.mesh.others(("pp", *self._plan.loss_axes))).index == 0
+        own = [*(sums if counts else zeros(world)), *more]
         axes = world.mesh.names if axes is None else axes
         rows = world.mesh.expand(self._plan.row_axes) if local else ()
         equal = [axis for axis in axes if axis not in rows]
@@ -333,8 +326,7 @@ class TrainingSteps:
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state for a resumed run: `steps` (updates so far), `skips` (in a row), `scale` (or None)."""
-        scale = self._scale and asdict(self._scale)
-        return {"steps": self._steps, "skips": self._skips, "scale": scale}
+        return {"steps": self._steps, "skips": self._skips, "scale": self._scale and asdict(self._scale)}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned."""

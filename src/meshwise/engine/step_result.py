@@ -53,9 +53,7 @@ class SkipPolicy:
                 "; the update was not applied. Look at the batch: it may have no rows, or only labels that the loss "
                 "ignores (padding, ignore_index)"
             )
-        return (
-            "; the update was not applied. Lower the learning rate, clip, look at the batch, or use nonfinite='skip:3'"
-        )
+        return "; the update was not applied. Lower the learning rate, clip, check the batch, or use nonfinite='skip:3'"
 
 
 def culprits(
@@ -191,9 +189,7 @@ _OF_ALL_RANKS = (
 
 
 def _first_disagreement(mesh: Mesh, called: Mapping[int, Sequence[CallRecord]]) -> str:
-    meetings = dict.fromkeys(
-        record.axes for records in called.values() for record in records if not record.point_to_point
-    )
+    meetings = dict.fromkeys(call.axes for calls in called.values() for call in calls if not call.point_to_point)
     for axes, ranks in [(met, ranks) for met in meetings for ranks in mesh.groups(met) if set(ranks) <= set(called)]:
         calls = {rank: [record for record in called[rank] if record.axes == axes] for rank in ranks}
         for number in range(max(len(records) for records in calls.values())):

@@ -272,8 +272,7 @@ class Trainer:
         For a loss that compares the samples of a batch (in-batch negatives). A loss of `parallelize` may call it, on
         every rank: `rows, first = trainer.gather(features)`. The rows of one micro-batch are returned, in the order
         of the global batch. The backward sums the gradients of all ranks. Each rank needs at least one row."""
-        axes = self.plan.row_axes
-        return gather_rows(x, world=self.world, axes=axes, counts=self._runner.counts)
+        return gather_rows(x, world=self.world, axes=self.plan.row_axes, counts=self._runner.counts)
 
     def evaluate(self, batches: Iterable[Any], *, local: bool = False) -> EvalResult:
         """Return the loss over `batches` without training, with the model in eval mode. `local` is as in `step`.
@@ -372,8 +371,7 @@ class Trainer:
         aliases = {row.name: row.aliases for row in self.table.rows}
         for name, value in itertools.chain(self.full_parameters(), self.full_buffers()):
             if self.world.rank == 0 and (name in aliases or name in persistent):
-                kept = value.detach().to("cpu", copy=True)
-                found |= dict.fromkeys((name, *aliases.get(name, ())), kept)
+                found |= dict.fromkeys((name, *aliases.get(name, ())), value.detach().to("cpu", copy=True))
         return found
 
     def save_pretrained(self, folder: str | Path, **arguments: Any) -> None:

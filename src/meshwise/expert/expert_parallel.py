@@ -219,9 +219,8 @@ class ExpertCalls:
             results = [expert(part) if len(part) else _idle(part, experts=expert) for expert, part in parts]
             return torch.cat(results)[order.argsort()]
 
-        results = self.exchange.run(
-            rows, index=index, weights=rows.new_ones(len(rows), 1), experts=LocalExperts(computed)
-        )
+        weights = rows.new_ones(len(rows), 1)
+        results = self.exchange.run(rows, index=index, weights=weights, experts=LocalExperts(computed))
         return results, [part.view(x.shape) for part, (_, x) in zip(results.split(sizes), recorded, strict=False)]
 
     def call(self, rows: Tensor, *, number: int, own: Callable[[Tensor], Tensor]) -> Tensor:
@@ -319,9 +318,8 @@ def expert_parallel(
             each_expert = {key: each for key, each in experts.named_children() if any(True for _ in each.parameters())}
             calls = ExpertCalls(list(each_expert.values()), exchange=exchange, recall=recall)
             listed = type(experts).forward is nn.ModuleList.forward
-            set_sharded_class(
-                modules[name.rpartition(".")[0]] if listed else experts, front=CallingModule, sharding=calls
-            )
+            caller = modules[name.rpartition(".")[0]] if listed else experts
+            set_sharded_class(caller, front=CallingModule, sharding=calls)
             for number, (child, expert) in enumerate(each_expert.items()):
                 set_sharded_class(expert, front=CalledExpert, sharding=(calls, number))
                 placed |= _called_placed(expert, f"{name}.{child}", number=number, exchange=exchange, axes=axes)

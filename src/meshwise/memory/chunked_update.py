@@ -224,12 +224,11 @@ class ChunkedUpdate:
 
     def _update_all(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update round by round, read the next round meanwhile, and wait for all writes."""
-        for group in self.optimizer.param_groups:
+        groups = self.optimizer.param_groups
+        for group in groups:
             if group.get("fused") and group.get("momentum"):  # torch's fused SGD needs momenta of all slices or of none
                 group["fused"] = len({bool(self.optimizer.state.get(each)) for each in group["params"]}) < 2
-        options = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-        ]
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         writes: list[SwapTransfer] = []
         staged_rounds: deque[StagedRound] = deque()
         try:
@@ -240,7 +239,7 @@ class ChunkedUpdate:
                     continue
                 staged = staged_rounds[0]
                 staged.bind_values()
-                for group, values in zip(self.optimizer.param_groups, options, strict=True):
+                for group, values in zip(groups, options, strict=True):
                     group.update(values)  # an optimizer may count steps in the group, but all rounds are one step
                 began = time.monotonic()
                 self.optimizer.step()
@@ -267,9 +266,7 @@ class ChunkedUpdate:
         for parameter, span in stored.spans:
             self._on_disk[parameter] = {key: tensor[span] for key, tensor in found.items() if key not in values}
             begun = self.optimizer.state.get(parameter, {})  # Adagrad makes its state when it is built
-            begun.update(
-                (key, tensor.copy_(begun[key])) for key, tensor in self._on_disk[parameter].items() if key in begun
-            )
+            begun.update((key, x.copy_(begun[key])) for key, x in self._on_disk[parameter].items() if key in begun)
         return stored
 
     def _kept(self, chunk: UpdateChunk) -> Mapping[str, torch.dtype]:
@@ -288,9 +285,7 @@ class ChunkedUpdate:
                 trial.state[small][key] = small.detach().to(value.dtype) if value.dim() else value.clone()
             trial.step()
             state = trial.state[small].items()
-            kept |= {
-                key: value.dtype for key, value in state if isinstance(value, Tensor) and value.shape == small.shape
-            }
+            kept |= {key: x.dtype for key, x in state if isinstance(x, Tensor) and x.shape == small.shape}
         return kept
 
     def _in_rounds(self, chunks: Iterable[StoredChunk]) -> Iterator[Round]:

@@ -208,8 +208,7 @@ class SwapFile:
     def _map(self, size: int) -> None:
         """Map `size` bytes after the bytes in use. Each mapping keeps a descriptor, so there are few, growing ones."""
         self._file.truncate(self.size + size)
-        region = mmap.mmap(self._file.fileno(), size, offset=self.size)
-        self._room = torch.frombuffer(region, dtype=torch.uint8)
+        self._room = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=self.size), dtype=torch.uint8)
         self._offsets[self._room.data_ptr()] = self.size
 
     def _reserve(self, size: int) -> None:

@@ -407,8 +407,7 @@ class _CpuPretence(TorchFunctionMode):
         but first asks whether the tensor is a meta tensor, and skips its work if the answer is True."""
         if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:
             return False
-        names = ("tensor", "mean", "std", "a", "b")
-        tensor, *bounds = (asker.f_locals[name] for name in names)
+        tensor, *bounds = (asker.f_locals[name] for name in ("tensor", "mean", "std", "a", "b"))
         with torch._C.DisableTorchFunction(), without_modes():
             view = tensor.detach()
         self._record.add(

@@ -83,9 +83,7 @@ def planned_mixtures(module: nn.Module, *, plan: Plan, rules: Mapping[str, str] 
                 f"ep={plan.ep}: {name} has only {mixture.experts} experts. Nearest that works: 'ep={mixture.experts}'"
             )
         if plan.replicate and (plan.replicate >= mixture.experts or mixture.form == "called"):
-            has = (
-                f"only {mixture.experts} experts" if mixture.form != "called" else "a module per expert, not one tensor"
-            )
+            has = f"only {mixture.experts} experts" if mixture.form != "called" else "a module per expert, not a tensor"
             raise PlanError(f"replicate={plan.replicate}: {name} has {has}. Nearest that works: 'replicate=0'")
     return found
 

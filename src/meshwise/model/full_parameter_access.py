@@ -84,9 +84,7 @@ class LogicalTensors:
         """Return the squared norm of `values` over each whole parameter, by name: fp64 scalars (a collective).
 
         order: 2, or math.inf for the largest magnitude."""
-        return {
-            self._name_of[p]: torch.linalg.vector_norm(value, ord=order).double() ** 2 for p, value in values.items()
-        }
+        return {self._name_of[p]: torch.linalg.vector_norm(x, ord=order).double() ** 2 for p, x in values.items()}
 
     def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:  # noqa: ARG002
         """Replace momenta by beta · momentum + (1 - beta) · mean gradient of the replicas (collectives).

@@ -200,9 +200,7 @@ def parameter_table(
     )
 
 
-def _joined(
-    units: Sequence[list[GatheredModule]], *, sizes: Mapping[str, int], limit: int
-) -> list[list[GatheredModule]]:
+def _joined(units: list[list[GatheredModule]], *, sizes: Mapping[str, int], limit: int) -> list[list[GatheredModule]]:
     """Return the units, with neighbours joined up to `limit` bytes.
 
     A unit of an opened module (`spans`) is not joined: its neighbours would stay gathered for that module's forward."""

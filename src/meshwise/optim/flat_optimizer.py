@@ -130,9 +130,7 @@ def build_optimizer(
     accepted = inspect.signature(optimizer).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values())
     if not takes_any and (unknown := sorted(set(arguments) - set(accepted))):
-        raise ValueError(
-            f"{optimizer.__name__} takes no {', '.join(unknown)}; it takes {', '.join(list(accepted)[1:])}"
-        )
+        raise ValueError(f"{optimizer.__name__} takes no {', '.join(unknown)}; it takes {', '.join([*accepted][1:])}")
     if not own and (how := slice_difference(optimizer, arguments=arguments)):
         name = optimizer.__name__
         raise ValueError(

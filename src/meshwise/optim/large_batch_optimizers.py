@@ -209,9 +209,8 @@ class MomentOptimizer(LayerwiseRates):
         updates = {}
         for group, p in self.pairs():
             mean, square = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
-            update = (mean / (1 - group["betas"][0] ** step)).div_(
-                corrected_root(square, refreshed=refreshed, group=group)
-            )
+            root = corrected_root(square, refreshed=refreshed, group=group)
+            update = (mean / (1 - group["betas"][0] ** step)).div_(root)
             if refreshed < step:
                 update.clamp_(-group["limit"], group["limit"]).masked_fill_(square == 0, 0)
             updates[p] = update.add_(p, alpha=group["weight_decay"])

@@ -121,5 +121,4 @@ class OneBitLAMB(OneBitAdam):
         """Return sqrt(v̂) / sqrt(û) of each element, 0 where v is 0; u is `exp_avg_sq_fresh`."""
         square, fresh = self.state[p]["exp_avg_sq"], self.state[p]["exp_avg_sq_fresh"]
         frozen = corrected_root(square, refreshed=refreshed, group=group)
-        now = corrected_root(fresh, refreshed=step, group=group)
-        return frozen.div_(now).masked_fill_(square == 0, 0)
+        return frozen.div_(corrected_root(fresh, refreshed=step, group=group)).masked_fill_(square == 0, 0)

@@ -105,9 +105,7 @@ class Several(torch.optim.Optimizer):
         self._optimizers = []
         for name, (kind, arguments) in optimizers.items():
             if needs_of(kind) == "replicas":
-                raise ValueError(
-                    f"{kind.__name__} keeps gradients of replicas apart; use it without a second optimizer"
-                )
+                raise ValueError(f"{kind.__name__} keeps gradients of replicas apart; use it as the only optimizer")
             if own := [group for group in self.param_groups if group["optimizer"] == name]:
                 optimizer = build_optimizer(kind, groups=own, logical=logical, **arguments)
                 self.state.update(optimizer.state)

@@ -97,9 +97,7 @@ class Plan:
     bucket: int = Key(
         "bytes up to which neighbouring units are gathered and reduced as one; 0: each unit separately", size=True
     ).field(0)
-    microbatches: int = whole_number(
-        1, means="parts of a rank's rows of a batch, which are computed one after the other"
-    )
+    microbatches: int = whole_number(1, means="parts of a rank's rows of a batch, computed one after the other")
     tp_mode: str = one_of(
         "1d 2d 2.5d 3d", means="form of tp's ranks: a row, a q x q grid, `tp_depth` such grids, or a p x p x p cube"
     )
@@ -212,8 +210,7 @@ class Plan:
         if self.shards and self.dp is not None and self.dp % self.shards == 0:
             rest = {key: value for key, value in shown.items() if key not in ("dp", "shards")}
             shown = {"dp": f"{self.dp // self.shards}x{self.shards}", **rest}
-        words = [f"{key}={plan_notation(value)}" for key, value in shown.items()]
-        return " ".join(words) or "dp=1"
+        return " ".join(f"{key}={plan_notation(value)}" for key, value in shown.items()) or "dp=1"
 
     def check(self, more: Sequence[Refusal] = (), *, by: str = "") -> None:
         """Raise PlanError when a value is out of range, or the compatibility table or `more` refuse the combination.

@@ -182,8 +182,7 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
     places: dict[str, list[int]] = {}
     for name, container in model.named_modules():
         if isinstance(container, nn.ModuleList | nn.Sequential):
-            kinds = [shapes_in(child) for child in container]
-            runs = [len(list(run)) for _, run in itertools.groupby(kinds)]
+            runs = [len(list(run)) for _, run in itertools.groupby(map(shapes_in, container))]
             before = itertools.accumulate((min(run, _KEPT) for run in runs), initial=0)
             places[name] = [
                 start + (min(number, 1) if number < run - 1 else min(run, _KEPT) - 1)
@@ -219,8 +218,7 @@ def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
     micro = MetaBatch.of(subject.batch, rows=rows)
     with contextlib.suppress(CutError), ShapeConstants(micro.values) as constants:
         run = wrap_for_rehearsal(subject.options.forward or default_forward, constants=constants)
-        make = partial(cut_pieces, model, pieces=subject.options.cut.pieces)
-        cut = cut_on(micro.batch, make=make, run=run)
+        cut = cut_on(micro.batch, make=partial(cut_pieces, model, pieces=subject.options.cut.pieces), run=run)
         return cut if cut.stages > 1 else None
     return None
 
@@ -331,9 +329,7 @@ class _StepReader:
             elif kind is ActionKind.SEND_F:
                 sends += sum(call.record.bytes for call in segment.calls() if call.record.kind == "send")
             elif segment.activity is StepPhase.UPDATE:
-                update += sum(
-                    self.cost_model.seconds(entry) for entry in segment.entries if isinstance(entry, TapeOperation)
-                )
+                update += sum(self.cost_model.seconds(one) for one in segment.entries if isinstance(one, TapeOperation))
         forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
         return ModelPiece(forward, backward, weight, rest, update, sends)
 

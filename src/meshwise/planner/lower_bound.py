@@ -53,9 +53,8 @@ class PlanFigures:
     def parts(self) -> dict[str, float]:
         """Return the seconds of the step by part: `compute`, `bubble`, and `waits for` each set of axes."""
         compute = self.seconds - self.bubble - sum(self.exposed.values())
-        return {"compute": compute, "bubble": self.bubble} | {
-            f"waits for {axes}": seconds for axes, seconds in self.exposed.items()
-        }
+        waits = {f"waits for {axes}": seconds for axes, seconds in self.exposed.items()}
+        return {"compute": compute, "bubble": self.bubble, **waits}
 
 
 @dataclass(frozen=True)

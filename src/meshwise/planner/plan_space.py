@@ -128,8 +128,7 @@ class PlanSpace:
 
     def _with(self, chosen: Mapping[str, Any]) -> Iterator[Plan]:
         """Yield the plans with the chosen degrees and schedule, for all values of the other keys."""
-        piped = chosen["pp"] > 1
-        cuts = ("time",) if piped and self.stages is None else (self.base.partition,)
+        cuts = ("time",) if chosen["pp"] > 1 and self.stages is None else (self.base.partition,)
         zeros = (0, 1, 3) if chosen["dp"] * chosen["cp"] > 1 else (0,)
         tried: dict[str, Any] = {"partition": cuts, "zero": zeros, "recompute": ("none",), "offload": ("none",)}
         inner = [self.fixed["etp"]] if "etp" in self.fixed else sorted({1, chosen["tp"]} if self.experts > 1 else {1})

@@ -240,9 +240,7 @@ def _read(kind: type[T], table: Mapping[str, Any], *, at: str) -> T:
     hints = typing.get_type_hints(kind)
     _require_known(table, known=list(hints), at=at)
     zeros = {item.name for item in dataclasses.fields(kind) if item.default == 0}  # type: ignore[arg-type]
-    return kind(
-        **{key: _value(hints[key], value, at=f"{at}: {key}", zero=key in zeros) for key, value in table.items()}
-    )
+    return kind(**{key: _value(hints[key], one, at=f"{at}: {key}", zero=key in zeros) for key, one in table.items()})
 
 
 def _value(hint: Any, value: Any, *, at: str, zero: bool = False) -> Any:

@@ -26,15 +26,7 @@ from meshwise.comm.api.flight_recorder import bus_factor
 from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster, Curve, rate_at
-from meshwise.simulate.step_tape import (
-    Entry,
-    Tape,
-    TapeCall,
-    TapeOperation,
-    TapeSegment,
-    TapeWait,
-    TierTraffic,
-)
+from meshwise.simulate.step_tape import Entry, Tape, TapeCall, TapeOperation, TapeSegment, TapeWait, TierTraffic
 
 FUSED = frozenset(
     {
@@ -98,8 +90,7 @@ class CostModel:
         if kind == "barrier":
             return self._latency(ranks) * math.ceil(math.log2(count))
         moved = size * bus_factor(kind, ranks=count)
-        steps = 1 if kind == SEND_RECV else math.ceil(math.log2(count))
-        waited = self._latency(ranks) * steps
+        waited = self._latency(ranks) * (1 if kind == SEND_RECV else math.ceil(math.log2(count)))
         if kind in RINGS and self.crosses_nodes(ranks):
             nodes, between, inside = self._nodes(ranks), self.cluster.between, self.cluster.inside
             waited = max(waited, (nodes - 1) * between.hop + (count - nodes) * inside.hop)  # all hops of the ring

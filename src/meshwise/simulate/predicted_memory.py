@@ -119,7 +119,6 @@ def kernel_counts(file: Path) -> dict[str, int]:
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
 _RESET = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
 
 MALLOC = MappingProxyType(
     {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -167,7 +166,7 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
     if memory:
         memory.reset_peak()
     else:
-        _RESET.write_text(_RESET_PEAK)
+        _RESET.write_text("5")  # of the numbers that Linux knows here, this one resets the peak
     seconds += [trainer.step(subject.batch).seconds for _ in range(steps - 1)]
     own = MeasuredRank(trainer.world.group("pp").index, _peak(world.device) - before, tuple(seconds))
     trainer.close()
@@ -191,8 +190,7 @@ def _warm_up(device: torch.device) -> None:
     x = torch.ones(64, 64, device=device, requires_grad=True)
     y = functional.layer_norm(functional.gelu(x @ x), (64,)).view(1, 1, 64, 64)
     functional.scaled_dot_product_attention(y, y, y, is_causal=True).sum().backward()
-    optimizer = torch.optim.AdamW([x], fused=True)
-    optimizer.step()
+    torch.optim.AdamW([x], fused=True).step()
 
 
 @dataclass(frozen=True)
@@ -340,12 +338,8 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
     rows: Table = [(*titles, "measured", "error") if measured else titles]
     for rank in ranks:
         peak = rank.peak
-        cells = [
-            str(rank.index),
-            *(size_text(peak.device.get(category, 0)) for category in categories),
-            size_text(peak.bytes),
-        ]
-        cells.append(peak.label)
+        cells = [str(rank.index), *(size_text(peak.device.get(category, 0)) for category in categories)]
+        cells += [size_text(peak.bytes), peak.label]
         if host:
             most = max(sum(moment.host.values()) for moment in rank.steady)
             cells.append(size_text(most + rank.away.get("cpu", 0)))

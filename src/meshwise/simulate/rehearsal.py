@@ -109,8 +109,7 @@ class MetaBatch:
         values: list[tuple[Tensor, Tensor]] = []
 
         def stand_in(tensor: Tensor) -> Tensor:
-            shape = (rows, *tensor.shape[1:])
-            bare = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            bare = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
             counts = not (tensor.is_floating_point() or tensor.is_complex())
             dense = type(tensor) is Tensor and not (tensor.is_meta or tensor.is_sparse)
             if counts and dense and len(tensor) > 0 and bare.numel() <= LARGEST:
@@ -291,8 +290,7 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
         for name, value in vars(bucket).items():
             if isinstance(value, Tensor) and not trainer.tiers.on_disk(value):
                 gathered = bucket.is_sharded and value is bucket.whole
-                gradient = name in ("gradient", "reduced")
-                usual = Category.GRADIENTS if gradient else Category.PARAMETERS
+                usual = Category.GRADIENTS if name in ("gradient", "reduced") else Category.PARAMETERS
                 note = recorder.watch if value is bucket.whole else recorder.record_allocation
                 note(value, category=Category.GATHERED if gathered else usual)
         for state in bucket.reduction_state.values():
@@ -477,9 +475,7 @@ def _representatives(schedule: Schedule) -> frozenset[int]:
     for action in schedule.actions():
         if action.microbatch is not None:
             found[action.stage, action.kind].append(action.microbatch)
-    return frozenset(
-        index for each in map(sorted, found.values()) for index in (each[0], each[len(each) // 2], each[-1])
-    )
+    return frozenset(index for own in map(sorted, found.values()) for index in (own[0], own[len(own) // 2], own[-1]))
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

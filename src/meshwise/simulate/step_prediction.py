@@ -176,8 +176,7 @@ class Prediction:
     @property
     def utilisation(self) -> float:
         """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
-        ranks = self.rehearsal.plan.mesh().size
-        return self.model_flops / (self.seconds * ranks * self._peak)
+        return self.model_flops / (self.seconds * self.rehearsal.plan.mesh().size * self._peak)
 
     @property
     def _peak(self) -> float:
@@ -236,7 +235,7 @@ class Prediction:
 
     def _outline(self, index: int) -> Iterator[Event]:
         """Yield a rank's activities, the events of the pipeline's clock, and the waits at the end of the step."""
-        row = self.clocked
+        row, before = self.clocked, self._before_actions
         for act in (act for act in self._acts[index] if act.stop > act.start):
             if not isinstance(act.activity, Action):
                 yield Event(index, TimelineRow.COLLECTIVE, str(act.activity), act.start, act.stop)
@@ -244,15 +243,11 @@ class Prediction:
                 yield event_of(act.activity, rank=index, start=act.start, stop=act.stop)
         if row is not None:
             for event in (event for event in row.events if event.rank == index):
-                yield dataclasses.replace(
-                    event, start=event.start + self._before_actions, stop=event.stop + self._before_actions
-                )
+                yield dataclasses.replace(event, start=event.start + before, stop=event.stop + before)
             computed = max(event.stop for events in row.computing for event in events)
             axes = "·".join(self.rehearsal.plan.row_axes)
             if computed < row.seconds:  # all ranks wait for the last reductions
-                yield Event(
-                    index, TimelineRow.WAIT, axes, self._before_actions + computed, self._before_actions + row.seconds
-                )
+                yield Event(index, TimelineRow.WAIT, axes, before + computed, before + row.seconds)
         if self.host_seconds:
             yield Event(index, TimelineRow.WAIT, "host", self.seconds - self.host_seconds, self.seconds)
 

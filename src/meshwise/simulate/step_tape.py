@@ -267,9 +267,7 @@ def _nbytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _product(
-    func: OpOverload, args: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> MatrixProduct | None:
+def _product(func: OpOverload, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> MatrixProduct | None:
     """Return the sizes of the matrix product, or batch of products, of a call; None for other operations."""
     packet = func._overloadpacket
     if packet is aten.convolution:

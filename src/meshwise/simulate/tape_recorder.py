@@ -214,9 +214,7 @@ class OperationRecorder(LightDispatchMode):
         key = (func, _described(args), _described(tuple(kwargs.items()))) if returns_only_new(func) else None
         known = self._memo.get(key) if key else None
         if known is not None:
-            made = tuple(
-                each and torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.outputs
-            )
+            made = tuple(one and torch.empty_strided(*one[:2], dtype=one[2], device="meta") for one in known.outputs)
             self._recorder.record_operation(known.operation, output=made)
             return made[0] if known.single else made
         output = run_on_meta(func, args=args, kwargs=kwargs)

@@ -138,8 +138,7 @@ class ParameterServers:
         for number, server in enumerate(self._servers):
             rows = [_row_codes(bucket) if kind is _Kind.PUSH else torch.empty(0) for bucket in self._buckets]
             rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-            numbers = [kind, self.clock, *self.sums, *map(len, rows), *rates]
-            sent = [self._header(numbers)]
+            sent = [self._header([kind, self.clock, *self.sums, *map(len, rows), *rates])]
             for bucket, codes in zip(self._buckets, rows, strict=True) if kind is _Kind.PUSH else ():
                 start, stop = bucket.place.shard(server)
                 values = bucket.reduced_gradient[start:stop]

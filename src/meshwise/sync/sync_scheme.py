@@ -222,7 +222,5 @@ def sync_scheme(name: str, *, every: int, replicas: int, settings: Mapping[str, 
         raise ValueError(f"sync: after={scheme.after} agrees at once, and delay={scheme.delay} later; write delay=0")
     check_graph(scheme.graph, size=replicas)
     if scheme.group and replicas % scheme.group:
-        raise ValueError(
-            f"sync: group={scheme.group} does not divide the {replicas} replicas of the plan; write group=1"
-        )
+        raise ValueError(f"sync: group={scheme.group} does not divide the {replicas} replicas; write group=1")
     return scheme

@@ -132,8 +132,7 @@ class _Split:
             self._placed[name] = projection.weight_placement
             return
         module = self._modules[name]
-        weight = _matrix(module, name)
-        projection = Projection(context, part=part, shape=weight.shape)
+        projection = Projection(context, part=part, shape=_matrix(module, name).shape)
         set_sharded_class(module, front=ShardedHead if part.role == "head" else ShardedLinear, sharding=projection)
         self._placed[f"{name}.weight"] = projection.weight_placement
         if f"{name}.bias" in self._parameters:
@@ -146,9 +145,8 @@ class _Split:
         _require_plain_embedding(module, name)
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
-        set_sharded_class(
-            module, front=ShardedEmbedding, sharding=table, inside=not computes_as(module, kind=nn.Embedding)
-        )
+        inside = not computes_as(module, kind=nn.Embedding)
+        set_sharded_class(module, front=ShardedEmbedding, sharding=table, inside=inside)
         table.follow(self._root)
         self._placed[f"{name}.weight"] = table.head.weight_placement
         self._put_together(module, part)
@@ -212,8 +210,7 @@ class _Split:
         module = self._modules.get(name)
         parameters = {name: self._parameters[name]} if module is None else dict(module.named_parameters(prefix=name))
         for key, parameter in parameters.items():
-            placement = Placement(Layout.replicated(parameter.dim()), (*scheme.replicas, *rows))
-            self._kept_whole[key] = placement
+            self._kept_whole[key] = Placement(Layout.replicated(parameter.dim()), (*scheme.replicas, *rows))
         if part.summed_from is not None and module is not None:
             reshard.sum_gradient_of_features(module, context=self._inside, start=part.summed_from)
         if part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == self._width():
@@ -281,8 +278,7 @@ class _Split:
     def add_hooks(self, *, whole: bool) -> None:
         """Register hooks that reshard hidden states and gather the output; `whole`: this rank runs all blocks."""
         reshard.exchange_row_counts(self._root, context=self._outside)
-        placed = {**self._kept_whole, **self._placed}
-        self._outside.origins.follow(self._root, placed=placed)
+        self._outside.origins.follow(self._root, placed={**self._kept_whole, **self._placed})
         stacks: dict[str, list[str]] = {}
         for name in self._blocks:
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
@@ -350,9 +346,7 @@ def _matrix(module: nn.Module, name: str) -> Tensor:
     """Return the weight of a module. Raises ValueError without a weight of two dims."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
-        raise ValueError(
-            f"{name} ({type(module).__name__}) has no matrix named weight, so it cannot have a matrix's part"
-        )
+        raise ValueError(f"{name} ({type(module).__name__}) has no matrix named weight, so it has no matrix's part")
     return weight
 
 

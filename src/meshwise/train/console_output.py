@@ -142,7 +142,11 @@ class ProgressLines:
         if isinstance(event, Step):
             event = self._smooth(event)
             if self._console.is_terminal:
-                self._redraw(event)
+                self._progress.start()
+                numbers = _numbers(event, of=self._unit)
+                self._progress.update(self._task, completed=event.step, total=event.steps, numbers=numbers)
+                if event.step == event.steps:
+                    self._progress.refresh()
                 return
             if event.step % self._every and event.step not in (1, event.steps):
                 return
@@ -154,13 +158,6 @@ class ProgressLines:
     def close(self) -> None:
         """Stop redrawing the progress line; it stays as it is."""
         self._progress.stop()
-
-    def _redraw(self, step: Step) -> None:
-        self._progress.start()
-        numbers = _numbers(step, of=self._unit)
-        self._progress.update(self._task, completed=step.step, total=step.steps, numbers=numbers)
-        if step.step == step.steps:
-            self._progress.refresh()
 
     def _smooth(self, step: Step) -> Step:
         """Return the step with the mean rate of the last 20 steps. Sets `_unit`: the loss counts samples or tokens."""

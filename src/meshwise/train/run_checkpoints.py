@@ -355,8 +355,7 @@ class RunCheckpoints:
 
     def _report(self) -> None:
         self._reported = True
-        path = str(self._root / self._name)
-        self._emit(Saved(self._step, path, time.monotonic() - self._began, self._held))
+        self._emit(Saved(self._step, str(self._root / self._name), time.monotonic() - self._began, self._held))
 
     def _fail(self, error: SaveError) -> None:
         self._reported, self._failed = True, error

@@ -134,9 +134,7 @@ def passes_with_data(trainer: Trainer, *, batch: Any) -> int:
 
     Later passes have a spare row instead of data: they only take part in collectives."""
     start, stop = trainer.share(row_count(batch))
-    return len(trainer.modules) * sum(
-        first < last for first, last in even_split(stop - start, trainer.plan.microbatches)
-    )
+    return len(trainer.modules) * sum(low < high for low, high in even_split(stop - start, trainer.plan.microbatches))
 
 
 FLOAT64_BOUND = 1e-9

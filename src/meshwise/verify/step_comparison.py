@@ -55,11 +55,10 @@ class ReferenceSide:
         if not judge.exact:
             models += neighbours(models[0], seed=subject.options.seed, precision=judge.precision)
         self.outputs = [subject.listener() for _ in models]
-        self.runs = [
-            ReferenceRun(m, device=device, **subject.arguments(o)) for m, o in zip(models, self.outputs, strict=True)
-        ]
-        for run, outputs in zip(self.runs, self.outputs, strict=True):
-            outputs.listen(run.model)
+        self.runs: list[ReferenceRun] = []
+        for model, outputs in zip(models, self.outputs, strict=True):
+            self.runs.append(ReferenceRun(model, device=device, **subject.arguments(outputs)))
+            outputs.listen(self.runs[-1].model)
         self._judge = judge
         self._undecided: dict[str, Tensor] = {}
 
@@ -159,18 +158,16 @@ class StepComparison:
 
     def _compare_values(self, step: int) -> tuple[dict[str, BoundedDifference], list[Divergence]]:
         """Return the differences by name, and a divergence for each value that differs between two ranks."""
-        digests: dict[str, int] = {}
+        trainer, digests = self._trainer, dict[str, int]()
 
         def values() -> Iterator[tuple[str, Tensor]]:
-            for name, value in itertools.chain(
-                self._trainer.full_parameters(), _floating(self._trainer.full_buffers())
-            ):
+            for name, value in itertools.chain(trainer.full_parameters(), _floating(trainer.full_buffers())):
                 bits = value.detach().contiguous().view(_BITS[value.element_size()])
                 digests[name] = int(bits.sum(dtype=torch.int64))
                 yield name, value
 
         figures = self._compare(_VALUE, values(), step)
-        world = self._trainer.world
+        world = trainer.world
         own = torch.tensor(list(digests.values()), dtype=torch.int64, device=world.device)
         everyone = own.new_empty(world.size, own.numel())
         world.all_gather(own, into=everyone, axes=world.mesh.names).wait()

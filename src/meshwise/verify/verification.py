@@ -97,14 +97,9 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
     notes, first = tuple(subject.notes(trial)), comparison.first
     if subject.training.get("codec") == "none":
         notes += (f"note: {subject.training['optimizer'].__name__} was compared with codec='none'",)
-    if plan.codec:
-        note, broken = codec_contract(subject, world=world)
-        notes, first = (*notes, note), first or broken
-    if plan.late:
-        note, broken = staleness_contract(subject, world=world)
-        notes, first = (*notes, note), first or broken
-    if plan.gather != "exact":
-        note, broken = gather_contract(subject, world=world)
+    contracts = {codec_contract: plan.codec, staleness_contract: plan.late, gather_contract: plan.gather != "exact"}
+    for contract in (contract for contract, applies in contracts.items() if applies):
+        note, broken = contract(subject, world=world)
         notes, first = (*notes, note), first or broken
     if replayed:
         notes = (

@@ -150,9 +150,7 @@ def load_picture(loads: Sequence[Mapping[str, float]]) -> str:
     rows = [("mixture", f"load of the busiest expert, ▁ 1.00 to █ {largest:.2f}", "last")]
     for name in loads[-1]:
         heights = ((each.get(name, 1.0) - 1) / max(largest - 1, 1e-9) for each in loads)
-        rows.append(
-            (name, "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * height))] for height in heights), f"{loads[-1][name]:.2f}")
-        )
+        rows.append((name, "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * high))] for high in heights), f"{loads[-1][name]:.2f}"))
     return align_columns(rows)
 
 

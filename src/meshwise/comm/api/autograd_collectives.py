@@ -284,8 +284,7 @@ class _Passage:
         self.finish = _COLLECTIVES[self.name].start(x, self.along, self.cat)
 
     def start_backward(self, gradient: Tensor) -> None:
-        backward = _COLLECTIVES[_COLLECTIVES[self.name].backward]
-        self.finish = backward.start(gradient, self.cat, self.along)
+        self.finish = _COLLECTIVES[_COLLECTIVES[self.name].backward].start(gradient, self.cat, self.along)
 
     def arrive(self) -> Tensor:
         assert self.finish is not None

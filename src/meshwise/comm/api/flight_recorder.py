@@ -444,8 +444,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def _is_pythons_or_ours(file: str) -> bool:
-    pythons = file.startswith((_PYTHON, "<")) and "site-packages" not in file
-    return pythons or file.startswith(_OURS)
+    return (file.startswith((_PYTHON, "<")) and "site-packages" not in file) or file.startswith(_OURS)
 
 
 def call_site() -> str:
@@ -460,5 +459,4 @@ def call_site() -> str:
 
 @lru_cache(maxsize=4096)
 def _site(file: str, number: int, name: str) -> str:
-    tail = "/".join(file.rsplit(os.sep, 2)[-2:])
-    return f"{tail}:{number} {name}"
+    return f"{'/'.join(file.rsplit(os.sep, 2)[-2:])}:{number} {name}"

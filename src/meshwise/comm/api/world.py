@@ -142,9 +142,7 @@ def message_group(group: Group, *, source: int, target: int) -> Group:
     """Return the group of two ranks, source and target, for a message between these indices of `group`. Raises
     ValueError unless they are two different indices of the group."""
     if source == target or not (0 <= source < group.size and 0 <= target < group.size):
-        raise ValueError(
-            f"no message from index {source} to {target} along {group.axes[0]}, which has {group.size} ranks"
-        )
+        raise ValueError(f"no message from index {source} to {target} along {group.axes[0]}, of {group.size} ranks")
     return Group(group.axes, (group.ranks[source], group.ranks[target]), int(group.index == target), "messages")
 
 
@@ -413,8 +411,7 @@ class World(abc.ABC):
         if self.link is None:
             finish()
         else:
-            ranks = self.group(record.axes).size
-            self.link.call(finish, record=record, ranks=ranks, posted=posted)
+            self.link.call(finish, record=record, ranks=self.group(record.axes).size, posted=posted)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
         """Send this rank's small Python `value` (pickled) to every rank along `axes`, or to all ranks for None. Block,
@@ -515,9 +512,8 @@ class World(abc.ABC):
         with self.flight_recorder.waiting(record):
             self._barrier(record, group)
         if group.size > 1 and self.totals(torch.zeros(0, dtype=torch.float64, device=self.device))[1]:
-            raise_difference(
-                dict(enumerate(self.exchange((list(self.flight_recorder.recent), self.flight_recorder.counts))))
-            )
+            recorder = self.flight_recorder
+            raise_difference(dict(enumerate(self.exchange((list(recorder.recent), recorder.counts)))))
 
     # ---- records ------------------------------------------------------------------------------------------------
 

@@ -176,9 +176,8 @@ class RankSurvey:
         missed = sorted({rank for _, rank in self._waits}.difference(blocked))
         if missed:
             longest = max(self.answers[waiting].waited for waiting, _ in self._waits)
-            return HangFinding(
-                f"others have waited {longest:.0f} s for {ranks_text(missed)}", tuple(missed), certain=False
-            )
+            headline = f"others have waited {longest:.0f} s for {ranks_text(missed)}"
+            return HangFinding(headline, tuple(missed), certain=False)
         blocked = blocked or sorted(rank for rank, answer in self.answers.items() if answer.unfinished)
         if blocked:
             headline = f"the last call of {ranks_text(blocked)} does not end"
@@ -491,10 +490,8 @@ class Watchdog:
             self._require_launcher()
             since = self._world.flight_recorder.position.waiting_since
             if self._lost or (since is not None and time.monotonic() - since >= self._pace.suspect):
-                record = self._world.flight_recorder.position.record
-                self._leave(
-                    f"meshwise: rank {self._world.rank} ends: the job's store is gone ({why}), waiting in {record}"
-                )
+                rank, record = self._world.rank, self._world.flight_recorder.position.record
+                self._leave(f"meshwise: rank {rank} ends: the job's store is gone ({why}), waiting in {record}")
             self._pause()
 
     def _leave(self, report: str | None = None) -> NoReturn:

@@ -61,7 +61,6 @@ from meshwise.comm.launch.rank_process import (
 from meshwise.comm.network.job_store import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.network.process_world import Comm
 
-_HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
 _SHARE = Path("/sys/fs/cgroup/cpu.max")
 _CERTAIN_SECONDS = 1.0
@@ -204,7 +203,7 @@ def _as_launcher(size: int, *, method: str) -> Iterator[None]:
         for name, logger in logging.Logger.manager.loggerDict.items()
         if name.startswith(_LOUD) and isinstance(logger, logging.Logger) and not logger.disabled
     ]
-    variables = {_HANDLED: ""}  # torch sets no handlers: `_received` is the handler
+    variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}  # torch sets no handlers: `_received` is the handler
     if method == "fork" and has_world():
         # A fork has none of the threads with which torch computes in this process, and would wait for them for ever.
         variables["OMP_NUM_THREADS"] = "1"

@@ -130,13 +130,9 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
     silent = [rank for rank in statuses if rank not in raised]
     if not silent or any(not outcome.is_consequence and not outcome.exited_cleanly for outcome in raised.values()):
-        rank, first = min(
-            raised.items(), key=lambda item: (item[1].exited_cleanly, item[1].is_consequence, item[1].seconds)
-        )
+        rank, first = min(raised.items(), key=lambda it: (it[1].exited_cleanly, it[1].is_consequence, it[1].seconds))
         assert first.error is not None
-        if first.exited_cleanly and not all(
-            outcome is not None and outcome.exited_cleanly for outcome in outcomes.values()
-        ):
+        if first.exited_cleanly and not all(each is not None and each.exited_cleanly for each in outcomes.values()):
             error: BaseException = RankLostError(f"rank {rank} of {size} left by sys.exit, but other ranks did not")
             return _with_notes(error, {other: each for other, each in raised.items() if other != rank})
         if first.trace:

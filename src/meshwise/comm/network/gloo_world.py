@@ -147,13 +147,6 @@ class GlooTransport:
         """True if `close` was called."""
         return self.group is None
 
-    def receive_any(self, x: Tensor, *, label: str) -> int:
-        """Block until some rank has sent a message with this `label`, size and dtype into `x`; return the rank."""
-        assert self.group is not None, "the world was closed"
-        work = self.group.recv_anysource([x], _tag(label, x))
-        work.wait()
-        return int(work._source_rank())
-
     def worker(self, queue: str) -> WorkerThread:
         """Return the thread that runs the collectives with the queue name `queue` in their order."""
         if queue not in self._workers:
@@ -256,19 +249,19 @@ class GlooWorld(World):
         )
 
     def _recv_any(self, record: CallRecord, group: Group, x: Tensor, sources: Sequence[int]) -> int:
-        assert self._transport is not None, "a world of one rank"
-        messages = message_group(group, source=sources[0], target=group.index)
+        call = self._call(record, message_group(group, source=sources[0], target=group.index))
+        assert call.transport.group is not None, "the world was closed"
         try:
-            rank = self._transport.receive_any(x, label=_Call(record, messages, self._transport).label)
+            work = call.transport.group.recv_anysource([x], _tag(call.label, x))
+            work.wait()
         except RuntimeError as error:
             raise lost(group.ranks[sources[0]], about=record, error=error) from error
-        source = group.ranks.index(rank)
+        source = group.ranks.index(work._source_rank())
         self._new_record("recv", message_group(group, source=source, target=group.index), x, how=f"from {source}")
         return source
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
-        token = torch.zeros(group.size, dtype=torch.uint8)
-        parts = list(token.split(1))
+        parts = list(torch.zeros(group.size, dtype=torch.uint8).split(1))
         self._all_gather(record, group, parts[group.index], parts)._finish()
 
     # ---- two phases --------------------------------------------------------------------------------------------
@@ -305,13 +298,7 @@ class GlooWorld(World):
     # ---- how they are carried out ------------------------------------------------------------------------------
 
     def _start(
-        self,
-        call: _Call,
-        program: Program,
-        *,
-        reads: list[Tensor],
-        writes: list[Tensor],
-        carried: bool = False,
+        self, call: _Call, program: Program, *, reads: list[Tensor], writes: list[Tensor], carried: bool = False
     ) -> Work:
         """Start `program` on the input tensors `reads` and output tensors `writes`, and return its work. CUDA tensors
         are replaced by pinned copies. carried: True if a thread completes the collective."""

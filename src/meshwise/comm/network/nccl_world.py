@@ -101,14 +101,7 @@ class NcclWorld(World):
 
     medium = "NCCL"
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        mesh: Mesh,
-        device: torch.device,
-        communicators: Communicators,
-    ) -> None:
+    def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, communicators: Communicators) -> None:
         super().__init__(rank=rank, mesh=mesh, device=device)
         self._communicators = communicators
         self._passed: deque[tuple[CallRecord, StreamEvent]] = deque(maxlen=_REMEMBERED)

@@ -352,9 +352,7 @@ class GroupQueue:
     def _act(self, call: QueuedCall) -> None:
         """Do this rank's part of the next call. Raises RuntimeError while another thread does it."""
         if self._is_acting:
-            raise RuntimeError(
-                f"two threads of rank {self._host.rank} are at {call.record}; use one thread of a rank at a time"
-            )
+            raise RuntimeError(f"two threads of rank {self._host.rank} are at {call.record}; use one at a time")
         self._is_acting = True
         try:
             if call.act is not None:

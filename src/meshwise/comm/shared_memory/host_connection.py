@@ -100,9 +100,7 @@ class Board:
         self.bytes = memory
         self.words = memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
         self.address = memory.data_ptr()
-        self.view = lru_cache(maxsize=_MOST_VIEWS)(
-            lambda offset, size, dtype: memory[offset : offset + size].view(dtype)
-        )
+        self.view = lru_cache(_MOST_VIEWS)(lambda offset, size, dtype: memory[offset : offset + size].view(dtype))
         """Function (offset, bytes, dtype) → tensor over these bytes. Cached, because payloads often repeat offsets."""
         self._bell = ctypes.c_void_p(self.address)
         self._lock = threading.Lock()

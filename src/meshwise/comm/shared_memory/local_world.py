@@ -53,8 +53,7 @@ class LocalWorld(World):
         group, host = self.group(axes), self._queues.host
         if group.size == 1:
             return None
-        size = max(1, numel * dtype.itemsize)
-        segment = host.slabs.make(size) if group.index == 0 else None
+        segment = host.slabs.make(max(1, numel * dtype.itemsize)) if group.index == 0 else None
         place = torch.tensor([segment.place if segment else 0])
         self.broadcast(place, axes=axes).wait()
         try:
@@ -66,8 +65,7 @@ class LocalWorld(World):
         self.barrier(axes=axes)
         if segment:
             segment.close()
-        joint = host.joint_tensors.add(memory, ranks=group.ranks)
-        return joint[: numel * dtype.itemsize].view(dtype)
+        return host.joint_tensors.add(memory, ranks=group.ranks)[: numel * dtype.itemsize].view(dtype)
 
     def progress(self) -> None:
         """Do this rank's part of collectives that the other ranks have posted by now."""
@@ -143,8 +141,7 @@ class LocalWorld(World):
 
         def act() -> None:
             slices = [x[start:stop] for x in call.tensors(reachable)]
-            copies = [slices[index] for index in call.others]
-            self._sum(call, slices, slices[group.index], op, copies=copies)
+            self._sum(call, slices, slices[group.index], op, copies=[slices[index] for index in call.others])
 
         def after() -> None:
             if reachable is not x:
@@ -152,9 +149,7 @@ class LocalWorld(World):
 
         return self._begin(call, gives=[reachable], needs=call.others, users=call.others, act=act, after=after)
 
-    def _sum(
-        self, call: QueuedCall, parts: Sequence[Tensor], into: Tensor, op: str, copies: Sequence[Tensor] = ()
-    ) -> None:
+    def _sum(self, call: QueuedCall, parts: list[Tensor], into: Tensor, op: str, copies: Sequence[Tensor] = ()) -> None:
         if call.adds:
             raise RuntimeError(
                 f"rank {self.rank} was interrupted while it added up in {call.record}: the inputs are partly "

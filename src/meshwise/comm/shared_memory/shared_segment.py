@@ -198,8 +198,7 @@ class JointTensors:
             start = x.untyped_storage().data_ptr()
             if start not in self._known or self._known[start][0] != ranks:
                 return 0
-            number = self._known[start][1]
-            where += number, x.data_ptr() - start, x.nbytes
+            where += self._known[start][1], x.data_ptr() - start, x.nbytes
         return hash(tuple(where)) & _NAMES | 1  # integers have the same hash in every process
 
 

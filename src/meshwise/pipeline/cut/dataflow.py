@@ -193,9 +193,8 @@ class DataflowTracer(LightDispatchMode):
             dependencies = _effect_of(self._piece)
         elif not func.is_view and func.overloadpacket not in _SHAPE_READERS:
             memories = (tensor.untyped_storage() for tensor in given)
-            dependencies |= Dependencies(
-                parameters=frozenset(self._names[one] for one in memories if one in self._names)
-            )
+            names = frozenset(self._names[one] for one in memories if one in self._names)
+            dependencies |= Dependencies(parameters=names)
         before = {tensor.untyped_storage() for tensor in given}
         for tensor in written_arguments(func, args=args, kwargs=kwargs):
             self.record_change(tensor, dependencies=dependencies)

@@ -278,9 +278,7 @@ def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
 
 def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[str, Sequence[int]]) -> None:
     """Raise CutError if code between pieces computes with a parameter that its own stage does not hold."""
-    users = [
-        (called.key, bisect_right(bounds, place) - 1, called.dependencies) for place, called in enumerate(seen.calls)
-    ]
+    users = [(call.key, bisect_right(bounds, place) - 1, call.dependencies) for place, call in enumerate(seen.calls)]
     for user, stage, past in (*users, ("the result", len(bounds) - 2, seen.result)):
         for name in sorted(past.parameters):
             if stage not in holders[name]:

@@ -77,9 +77,7 @@ def probe(
     if not any(parts.values()):
         return seen
     inner = _seen(model, call, found, timed=timed, parts=parts)
-    calls = (
-        dataclasses.replace(whole, inside=called.inside) for whole, called in zip(seen.calls, inner.calls, strict=True)
-    )
+    calls = (dataclasses.replace(whole, inside=one.inside) for whole, one in zip(seen.calls, inner.calls, strict=True))
     changed = seen.changed | inner.changed
     return dataclasses.replace(seen, calls=tuple(calls), changed=changed)
 
@@ -197,9 +195,7 @@ class _Watch:
     def seen(self, result: Any, everywhere: tuple[str, ...]) -> ProbeResult:
         """Return the record of the run. A block can be split if it is called once, and only its output is used."""
         needed = self.dependencies(result)
-        everything = {
-            called.key: [called.dependencies, *(part.dependencies for part in called.inside)] for called in self.calls
-        }
+        everything = {call.key: [call.dependencies, *(one.dependencies for one in call.inside)] for call in self.calls}
 
         def can_split(called: PieceCall) -> bool:
             others = [needed, *(one for key, several in everything.items() if key != called.key for one in several)]

@@ -143,13 +143,7 @@ def bounds_by_name(
 
 
 def balance(
-    model: nn.Module,
-    *,
-    seen: ProbeResult,
-    by: str,
-    stages: int,
-    schedule: Schedule | None,
-    splittable: Collection[str],
+    model: nn.Module, *, seen: ProbeResult, by: str, stages: int, schedule: Schedule | None, splittable: Collection[str]
 ) -> StageBounds:
     """Return the best bounds between pieces, or inside the blocks `splittable` if that gains at least MIN_GAIN.
 

@@ -107,9 +107,8 @@ class MeasuredStep:
         computing, waits = run.computing[rank], run.waiting[rank]
         receives = sum(event.seconds for event in waits if event.stage is not None)
         around = run.seconds - (max(event.stop for event in own) - min(event.start for event in own))
-        collectives = time_within(computing, inner=waits) + sum(
-            e.seconds for e in own if e.stream is TimelineRow.COLLECTIVE
-        )
+        outside = sum(event.seconds for event in own if event.stream is TimelineRow.COLLECTIVE)
+        collectives = time_within(computing, inner=waits) + outside
         ideal, predicted = (line.seconds - line.busy[rank] for line in (self.ideal, self.predicted))
         other = run.seconds - run.busy[rank] - receives - around - collectives
         idle = receives + around

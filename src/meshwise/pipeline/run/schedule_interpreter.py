@@ -342,8 +342,7 @@ class _Walk:
         stage, index = place = _place(action)
         if self._posted is None:
             values, shapes = self._world.recv_value(axis="pp", source=self._other_end(action))
-            names = self._stages[stage].receives
-            skeleton = {names[number]: value for number, value in values}
+            skeleton = {self._stages[stage].receives[number]: value for number, value in values}
             self._agreed[stage - 1, self._jobs[index].shapes] = skeleton, shapes
             self._post()
         assert self._posted is not None

@@ -206,8 +206,7 @@ def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[
         """Return this rank's heads of (1 or rows, heads, …); `align_arguments` moves the rows."""
         return x[:, own] if x.dim() == 4 and x.size(1) == size else x
 
-    changes = {name: take if name in BY_HEAD else take_of_mask for name in names}
-    _change_arguments(attention, changes.get)
+    _change_arguments(attention, {name: take if name in BY_HEAD else take_of_mask for name in names}.get)
 
 
 def _change_arguments(module: nn.Module, change: Callable[[str], Change | None]) -> None:

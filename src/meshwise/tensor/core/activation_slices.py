@@ -75,8 +75,7 @@ def activation_regions(
         elif name in projections:
             before[name] = functools.partial(_inner, projections[name])
         if not within and (name in before or name in after):
-            around = absent.intersection(enclosing(name))
-            after |= dict.fromkeys(around, after.get(name, ActivationRegion))
+            after |= dict.fromkeys(absent.intersection(enclosing(name)), after.get(name, ActivationRegion))
     for stack in {block.rpartition(".")[0]: None for block in blocks}:
         names = [block for block in blocks if block.rpartition(".")[0] == stack]
         before[names[0]] = functools.partial(_stream, inside, width)

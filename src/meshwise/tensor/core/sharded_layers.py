@@ -82,9 +82,8 @@ class Projection(BoundToRank):
     def weight_placement(self) -> Placement:
         """Placement of the weight. `summed`: its replicas, and the row axes over which the matmul sums no gradient."""
         done = (*self.product.w.axes, *self.product.y.axes)
-        return Placement(
-            self.layout, (*self.context.scheme.replicas, *(axis for axis in self.product.rows if axis not in done))
-        )
+        rows = (axis for axis in self.product.rows if axis not in done)
+        return Placement(self.layout, (*self.context.scheme.replicas, *rows))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Map (…, in) to (…, out), both local. The scheme sets the rows and tokens, and for `single` the features."""
@@ -330,8 +329,7 @@ class _Normalise(torch.autograd.Function):
 
 def _start_dx(g: Tensor, *, normalised: Tensor, scale: Tensor, split: SplitNorm) -> Callable[[], Tensor]:
     """Start the all-reduce of the means in the formula of dx, and return a function that waits and returns dx."""
-    sums = [(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else [])
-    means = torch.stack(sums)
+    means = torch.stack([(g * normalised).sum(-1)] + ([g.sum(-1)] if split.norm.centred else []))
     reducing = split.world.all_reduce(means, axes=split.axes)
 
     def finish() -> Tensor:

@@ -26,13 +26,7 @@ from meshwise.comm.api.world import World
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.forward import ForwardReplay
 from meshwise.model.parameter_table import Placement
-from meshwise.tensor.core.matmul import (
-    InputGather,
-    MatmulCollectives,
-    MatmulInput,
-    OperandMove,
-    to_product_dtype,
-)
+from meshwise.tensor.core.matmul import InputGather, MatmulCollectives, MatmulInput, OperandMove, to_product_dtype
 from meshwise.tensor.schemes import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 
 
@@ -233,9 +227,8 @@ class SplitContext:
         if moved.dim is None:
             whole = gradient.copy(sent, world=self.world, axes=moved.axes).wait()
         else:
-            whole = gradient.all_gather(
-                sent, world=self.world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes
-            ).wait()
+            dim, sizes = moved.dim, moved.sizes
+            whole = gradient.all_gather(sent, world=self.world, axes=moved.axes, dim=dim, sizes=sizes).wait()
             gathering = None if self.keeps else InputGather(self.world, moved=moved)
         operand = MatmulInput(whole, None if gathering is None else sent.detach(), gathering)
         self.shared_gather.put(x, operand=operand, readers=readers)

@@ -123,15 +123,10 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
     stated = {name: rule.role for name, rule in given.items()}
     declared = _declared(module, stated=stated)
     structure = ModelStructure(
-        module,
-        stated={**declared, **stated},
-        options={name: rule.options for name, rule in given.items()},
-        plan=plan,
+        module, stated={**declared, **stated}, options={name: rule.options for name, rule in given.items()}, plan=plan
     )
     whole = {name for name, role in stated.items() if role == "whole"}
-    parts = {
-        name: part for name, part in structure.parts.items() if name in stated or not _lies_in(name, holders=whole)
-    }
+    parts = {name: own for name, own in structure.parts.items() if name in stated or not _lies_in(name, holders=whole)}
     divided = [name for name in mixtures if name not in matched and not _lies_in(name, holders=whole)]
     parts |= dict.fromkeys(divided, Part("experts"))
     for name, attention in latents.items():
@@ -384,9 +379,7 @@ def refuse_unsupported_parts(
             continue  # outside of the blocks, hidden states have all features
         own = modules.get(name)
         if own is not None and (reason := _only_1d(own, part, width, rows_move=plan.tp_mode == "3d")):
-            raise PlanError(
-                f"{name}: {reason}. tp_mode={plan.tp_mode} cannot split this. Nearest that works: tp_mode=1d"
-            )
+            raise PlanError(f"{name}: {reason}. tp_mode={plan.tp_mode} cannot split it. Nearest that works: tp_mode=1d")
     ends = ("head", "block")
     if width and not any(p.role in ends or _reads_all(modules.get(name), p, width) for name, p in parts.items()):
         raise PlanError(

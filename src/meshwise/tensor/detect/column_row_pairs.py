@@ -341,11 +341,7 @@ class ColumnRowPairs:
                 elif _Q_OR_K.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.kv_features):
                     keys = norm[0] < heads.features
                     found[inner_name] = Part(
-                        "norm",
-                        norm=norm[1],
-                        inner=True,
-                        grain=heads.width if keys else grain,
-                        shared=keys and shared,
+                        "norm", norm=norm[1], inner=True, grain=heads.width if keys else grain, shared=keys and shared
                     )
         for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
             dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
@@ -373,10 +369,7 @@ class ColumnRowPairs:
                 self.reasons[matrix.name] = f"{matrix} does not fit {branch.rowwise}"
             elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
                 found[matrix.name] = Part(
-                    "colwise",
-                    sections=cut[0],
-                    transposed=matrix.weight_is_transposed,
-                    readers=len(branch.colwise),
+                    "colwise", sections=cut[0], transposed=matrix.weight_is_transposed, readers=len(branch.colwise)
                 )
         return found
 

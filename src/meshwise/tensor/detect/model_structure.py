@@ -47,12 +47,7 @@ class ModelStructure:
     | attentions   result: the attentions, with their heads"""
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        stated: Mapping[str, str],
-        options: Mapping[str, Mapping[str, int]],
-        plan: Plan,
+        self, module: nn.Module, *, stated: Mapping[str, str], options: Mapping[str, Mapping[str, int]], plan: Plan
     ) -> None:
         self.modules = dict(module.named_modules())
         self.blocks = dict(_blocks(module, name=""))
@@ -141,9 +136,7 @@ class ModelStructure:
         if not (table or parameter.numel() == self.width):
             return
         if in_attention:
-            self._reasons[name] = (
-                "as wide as the hidden states and as all heads: rule 'vector', or 'inner grain=number'"
-            )
+            self._reasons[name] = "as wide as hidden states and as all heads: rule 'vector', or 'inner grain=number'"
         else:
             self.parts[name] = Part("vector")
 
