@@ -44,7 +44,7 @@ from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.optim.flat_optimizer import default_options, needs_of
 from meshwise.plan import Plan
-from meshwise.precision.dtype_policy import Precision, autocast_context, convert, hook_casts, widen_for_loss
+from meshwise.precision.dtype_policy import ModelCasts, Precision, convert, widen_for_loss
 
 _ROUNDINGS = 128
 
@@ -121,7 +121,8 @@ class ReferenceRun:
         self._precision = self._options.precision or Precision()
         unrounded = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         convert(self.model, precision=self._precision)
-        hook_casts(self.model, precision=self._precision)
+        self._casts = ModelCasts(self._precision, device=self._device)
+        self._casts.hook(self.model)
         self._trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.masters: dict[str, nn.Parameter] = {}
         for name, p in self._trained.items():
@@ -172,7 +173,7 @@ class ReferenceRun:
         forward = self._options.forward or default_forward
         self.draws.begin(self._steps)
         with self.draws.running(SampleRows(0, row_count(batch))):
-            with autocast_context(self._precision, device=self._device):
+            with self._casts.forward():
                 output = forward(self.model, batch)
             output = output if self._precision.computes is None else widen_for_loss(output)
             total, count = call_loss(self.model, batch, forward=lambda _model, _batch: output, loss=self._loss)

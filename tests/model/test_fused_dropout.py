@@ -186,7 +186,7 @@ def test_without_a_compiler_a_warning_says_what_happens(monkeypatch: pytest.Monk
     monkeypatch.setattr(fused_dropout, "gpu_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: object())
     with pytest.warns(UserWarning, match=r"RuntimeError: no C compiler found.*forty operations.*random=local"):
-        assert not fused_dropout.works.__wrapped__(fused_dropout._try_dropout, CPU)
+        assert not fused_dropout.works.__wrapped__(fused_dropout._try_dropout, device=CPU)
 
 
 @pytest.mark.parametrize("error", [0.0, 0.01])

@@ -62,10 +62,9 @@ from meshwise.plan import Plan, PlanError
 from meshwise.plan.compatibility import MOMENTUM_EXCHANGE
 from meshwise.precision.dtype_policy import (
     LossScale,
+    ModelCasts,
     Precision,
-    autocast_context,
     convert,
-    hook_casts,
     place_buffer,
     precision_of,
     widen_for_loss,
@@ -213,8 +212,9 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     backend, splits = options.compiler if plan.compile == "blocks" else None, max(plan.tp, plan.ep) > 1
     policy = ActivationPolicy(recomputed, tier, CompiledBlocks(backend=backend, splits=splits))
     policy.undo.callback(set_quantized_aside(module, plan=plan))
+    casts = ModelCasts(precision, device=world.device)
     forward, call = (
-        policy.with_offload(_computed(called, plan=plan, precision=precision, device=world.device))
+        policy.with_offload(_computed(called, plan=plan, precision=precision, casts=casts))
         for called in (options.forward or default_forward, call_with)
     )
     context = ContextParallel.of(plan, world=world, rules=options.tensor_rules)
@@ -234,6 +234,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     axes = plan.outer_axes, plan.sync_axes, plan.node_axes
     storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch)
     task = MicrobatchTask(forward, loss or no_loss, call)
+    policy.undo.push(casts.hook(module))
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
 
 
@@ -394,14 +395,14 @@ _OF_A_PART = (
 )
 
 
-def _computed(forward: Forward, *, plan: Plan, precision: Precision, device: torch.device) -> Forward:
+def _computed(forward: Forward, *, plan: Plan, precision: Precision, casts: ModelCasts) -> Forward:
     """Return the forward in the compute dtype, with its output converted to a dtype that is exact enough for a loss.
 
     Under tp, a RuntimeError or ValueError of the forward gets a note on what to change in the model."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         try:
-            with autocast_context(precision, device=device):
+            with casts.forward():
                 output = forward(model, batch)
         except (RuntimeError, ValueError) as error:
             if plan.tp > 1 and type(error) in (RuntimeError, ValueError):
@@ -413,13 +414,12 @@ def _computed(forward: Forward, *, plan: Plan, precision: Precision, device: tor
 
 
 def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:
-    """Add the roles of the model's modules and the world of their axes; install hooks on the model for dtypes."""
+    """Add the roles of the model's modules and the world of their axes."""
     plan = setting.plan
     with _as_plan_error():
         parts = setting.options.parts
         if parts is None:
             parts = assign_roles(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
-    setting.policy.undo.push(hook_casts(module, precision=setting.storage.precision))
     world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
     refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
     with _as_plan_error():

@@ -136,7 +136,7 @@ def _causal_blocks(queries: int, keys: int, device: torch.device) -> BlockMask:
 
 def can_drop(x: Tensor) -> bool:
     """Return whether `dropout` serves a tensor: on a GPU that has the kernels, and too large for a mask drawn ahead."""
-    return x.is_cuda and x.numel() > BLOCK and x.is_floating_point() and works(_try_dropout, x.device)
+    return x.is_cuda and x.numel() > BLOCK and x.is_floating_point() and works(_try_dropout, device=x.device)
 
 
 def can_attend(given: Mapping[str, Any]) -> bool:
@@ -150,12 +150,12 @@ def can_attend(given: Mapping[str, Any]) -> bool:
         and min(query.size(-1), value.size(-1)) >= _LEAST_FEATURES
         and min(query.size(2), key.size(2)) > 1
         and (seen is None or not seen.requires_grad)
-        and works(_try_attention, query.device)
+        and works(_try_attention, device=query.device)
     )
 
 
 @functools.cache
-def works(attempt: Callable[[torch.device], None], device: torch.device) -> bool:
+def works(attempt: Callable[[torch.device], None], *, device: torch.device) -> bool:
     """Return whether the first use of a kernel on a GPU succeeds; warn if it fails.
 
     It takes place in a thread of its own, without the modes and hooks of a forward."""
@@ -175,14 +175,14 @@ def works(attempt: Callable[[torch.device], None], device: torch.device) -> bool
 
 
 def _try_dropout(device: torch.device) -> None:
-    """Raise AssertionError if the values differ from those of torch's plain operations."""
+    """Raise AssertionError unless torch's plain operations give the same values."""
     (numbers,) = numbers_of_masks(IndexBlock((64, 128), (0, 0)), keys=[0], keep=0.5, device=device)
     x = torch.ones(64, 128, dtype=torch.bfloat16, device=device)
     torch.testing.assert_close(dropout(x, numbers=numbers), _dropped(x, *numbers), rtol=0, atol=0)
 
 
 def _try_attention(device: torch.device) -> None:
-    """Raise AssertionError if values or gradients differ from those of torch's plain operations."""
+    """Raise AssertionError unless torch's plain operations give the same values and gradients."""
     shape, size = (2, 2, 128, 128), 2 * 2 * 128 * 32
     (numbers,) = numbers_of_masks(IndexBlock(shape, (0, 0, 0, 0)), keys=[0], keep=0.5, device=device)
     x = torch.arange(3 * size, dtype=torch.float32, device=device).mul_(_GOLDEN_ANGLE).sin_()

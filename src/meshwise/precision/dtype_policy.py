@@ -181,37 +181,63 @@ def place_buffer(buffer: Tensor, *, precision: Precision, device: torch.device) 
     return buffer.to(device, dtype).contiguous()
 
 
-def hook_casts(module: nn.Module, *, precision: Precision) -> contextlib.ExitStack:
-    """Convert the inputs of a model's modules to the dtype of their parameters, until the returned stack is closed.
+class ModelCasts:
+    """Conversions of dtypes in the forwards of one model: hooks on its modules, and a context around each forward."""
 
-    Modules without floating parameters of their own, and norms with running statistics, get no hook. If
-    `precision.parameters` is None, no module gets a hook."""
-    undo = contextlib.ExitStack()
-    for part in () if precision.parameters is None else module.modules():
-        if any(True for _ in _floating(part)) and not _has_statistics(part):
-            undo.callback(part.register_forward_pre_hook(_InputCasts(), with_kwargs=True).remove)
-    return undo
+    def __init__(self, precision: Precision, *, device: torch.device) -> None:
+        self._precision = precision
+        self._device = device
+        self._hooks: list[_InputCasts] = []
+        self._converts = False
+        self._fitting: set[bool] = set()
+        """Whether gradients are enabled, for the forwards whose products need no conversion."""
 
+    def hook(self, module: nn.Module) -> contextlib.ExitStack:
+        """Convert the inputs of modules to the dtype of their parameters, until the returned stack is closed.
 
-def autocast_context(precision: Precision, *, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return the autocast context of a forward on `device`, in the dtype `precision.computes`.
+        Modules without floating parameters of their own, and norms with running statistics, get no hook. If
+        `precision.parameters` is None, no module gets a hook."""
+        undo = contextlib.ExitStack()
+        for part in () if self._precision.parameters is None else module.modules():
+            if any(True for _ in _floating(part)) and not _has_statistics(part):
+                self._hooks.append(_InputCasts())
+                undo.callback(part.register_forward_pre_hook(self._hooks[-1], with_kwargs=True).remove)
+        return undo
 
-    The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast. On CUDA it converts
-    the operands of products alone if the parameters are stored in the dtype."""
-    dtype = precision.computes
-    if dtype is None or dtype not in NARROW or not torch.amp.is_autocast_available(device.type):
-        return contextlib.nullcontext()
-    if device.type == "cuda" and precision.parameters is not None:
-        return ProductCasts(dtype)
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=precision.parameters is None)
+    def forward(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a forward, which computes products in the dtype `precision.computes`.
+
+        The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast. On CUDA it
+        converts the operands of products alone if the parameters are stored in the dtype."""
+        dtype = self._precision.computes
+        if dtype is None or dtype not in NARROW or not torch.amp.is_autocast_available(self._device.type):
+            return contextlib.nullcontext()
+        if self._device.type == "cuda" and self._precision.parameters is not None:
+            return contextlib.nullcontext() if torch.is_grad_enabled() in self._fitting else self._products(dtype)
+        return torch.autocast(self._device.type, dtype=dtype, cache_enabled=self._precision.parameters is None)
+
+    @contextlib.contextmanager
+    def _products(self, dtype: torch.dtype) -> Iterator[None]:
+        """Convert products inside the block, by a mode that sees every function, which takes time.
+
+        So later forwards have no mode once all modules have run without a conversion. A split layer asks the mode for
+        the dtype, and so keeps it."""
+        with ProductCasts(dtype) as casts:
+            yield
+        self._converts |= casts.used
+        if not self._converts and all(hook.ran for hook in self._hooks):
+            self._fitting.add(torch.is_grad_enabled())
 
 
 class ProductCasts(TorchFunctionMode):
-    """Mode that computes products (matmul, linear, attention, convolution) in one dtype, and changes nothing else."""
+    """Mode that computes products (matmul, linear, attention, convolution) in one dtype, and changes nothing else.
+
+    `used`: whether it has converted an operand, or a function has asked for its dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
+        self.used = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, with its floating operands in the dtype if it is a product."""
@@ -226,7 +252,10 @@ class ProductCasts(TorchFunctionMode):
         return value is None or isinstance(value, int | float)
 
     def _cast(self, operand: Tensor) -> Tensor:
-        return operand.to(self.dtype) if operand.is_floating_point() and operand.dtype != self.dtype else operand
+        if not operand.is_floating_point() or operand.dtype == self.dtype:
+            return operand
+        self.used = True
+        return operand.to(self.dtype)
 
 
 def active_product_casts() -> contextlib.AbstractContextManager[Any]:
@@ -238,6 +267,7 @@ def active_product_casts() -> contextlib.AbstractContextManager[Any]:
 def product_dtype(device: str) -> torch.dtype | None:
     """Return the dtype of products on a type of device in this thread, by `ProductCasts` or autocast; None if unset."""
     if device == "cuda" and (found := _product_casts()) is not None:
+        found.used = True
         return found.dtype
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_on else None
@@ -279,8 +309,10 @@ class _InputCasts:
 
     def __init__(self) -> None:
         self._dtype: torch.dtype | None = None
+        self.ran = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self.ran = True
         if self._dtype is None:
             self._dtype = next((parameter.dtype for parameter in _floating(module)), None)
         if self._dtype is None:
