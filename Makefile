@@ -50,7 +50,7 @@ test-gpu: install  ## the tests that need a CUDA device; they skip where there i
 	$(BIN)/python -m pytest -m gpu
 
 # The machine's own torch and no network: PYTHON is an interpreter that has torch, pytest, numpy, rich, tyro, tomlkit and
-# safetensors (WHEELS: a folder with the wheels of those that it lacks, carried along).
+# safetensors, and cloudpickle for --on gpu (WHEELS: a folder with the wheels of those that it lacks, carried along).
 gpu-here: export PYTHONPATH := src:tests$(if $(WHEELS),:$(WHEELS)/unpacked)
 gpu-here:  ## on a machine with GPUs, without installing: doctor, the GPU tests, grids on one GPU and on two, figures
 	$(if $(WHEELS),$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) --target $(WHEELS)/unpacked --no-deps $(notdir $(basename $(wildcard $(WHEELS)/*.whl))))
