@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from meshwise.comm.api.streams import gpu_count
 from meshwise.model.random_bits import BLOCK, WORD_FACTOR, IndexBlock, largest_kept, mask_numbers
+from meshwise.model.torch_private import dispatch_mode_count
 
 _DROPPED = 10_000.0
 _GOLDEN_ANGLE = 2.399963
@@ -59,7 +60,12 @@ def _dropped(x: Tensor, first: Tensor, factor: Tensor, column: Tensor, most: int
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True if function is _dropped else None)
+    compiled = torch.compile(function, dynamic=True if function is _dropped else None)
+
+    def run(*args: Any) -> Any:  # torch compiles nothing under a mode that sees operations
+        return function(*args) if dispatch_mode_count() else compiled(*args)
+
+    return run
 
 
 class _Dropout(torch.autograd.Function):
@@ -150,6 +156,7 @@ def can_attend(given: Mapping[str, Any]) -> bool:
         and min(query.size(-1), value.size(-1)) >= _LEAST_FEATURES
         and min(query.size(2), key.size(2)) > 1
         and (seen is None or not seen.requires_grad)
+        and not dispatch_mode_count()
         and works(_try_attention, device=query.device)
     )
 
