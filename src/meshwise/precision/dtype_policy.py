@@ -225,7 +225,7 @@ class ModelCasts:
         with ProductCasts(dtype) as casts:
             yield
         self._converts |= casts.used
-        if not self._converts and all(hook.ran for hook in self._hooks):
+        if not self._converts and all(hook.dtype for hook in self._hooks):
             self._fitting.add(torch.is_grad_enabled())
 
 
@@ -305,21 +305,19 @@ def _floating(module: nn.Module) -> Iterator[Tensor]:
 
 
 class _InputCasts:
-    """Hook that converts a module's floating arguments to the dtype of its first floating parameter."""
+    """Hook that converts a module's floating arguments to `dtype`, of its first floating parameter when it runs."""
 
     def __init__(self) -> None:
-        self._dtype: torch.dtype | None = None
-        self.ran = False
+        self.dtype: torch.dtype | None = None
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self.ran = True
-        if self._dtype is None:
-            self._dtype = next((parameter.dtype for parameter in _floating(module)), None)
-        if self._dtype is None:
+        if self.dtype is None:
+            self.dtype = next((parameter.dtype for parameter in _floating(module)), None)
+        if self.dtype is None:
             return None  # the parameters are on another stage
-        if not kwargs and all(type(one) is Tensor and one.dtype == self._dtype for one in args):
+        if not kwargs and all(type(one) is Tensor and one.dtype == self.dtype for one in args):
             return None  # the usual case, without a walk through trees
         return map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() and tensor.dtype != self._dtype else tensor
+        return tensor.to(self.dtype) if tensor.is_floating_point() and tensor.dtype != self.dtype else tensor
