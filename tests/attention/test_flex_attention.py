@@ -143,7 +143,7 @@ class Elsewhere(Flexible):
     "kind, text",
     [
         (LearnedBias, "the score_mod of flex_attention reads a tensor that needs a gradient"),
-        (Elsewhere, "in a file of no class of the model"),
+        (Elsewhere, "in a file that has no class of the model"),
     ],
 )
 def test_refusals(kind: type[Flexible], text: str) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from last_outcome import alone, outcome
 from meshwise import Options, World, parallelize
-from meshwise.attention.context_parallel import translated
+from meshwise.attention.context_parallel import pattern_of_mask_function
 from meshwise.attention.mask_pattern import TilePair
 from meshwise.layout.layout import TokenRanges
 from meshwise.testing import agree, run
@@ -232,7 +232,7 @@ def test_a_mask_of_transformers_without_a_pattern_of_its_own_is_evaluated() -> N
     function = masks.chunked_causal_mask_function(4, torch.tensor([0, 1]))
     [tile] = TokenRanges.whole(TOKENS).tiles(TOKENS)
     cpu = torch.device("cpu")
-    mask = translated(function, samples=2, device=cpu).mask(TilePair(tile, tile), device=cpu)
+    mask = pattern_of_mask_function(function, samples=2, device=cpu).mask(TilePair(tile, tile), device=cpu)
     sizes = {"batch_size": 2, "q_length": TOKENS, "kv_length": TOKENS}
     assert mask.expand(2, 1, TOKENS, TOKENS).equal(
         masks.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)

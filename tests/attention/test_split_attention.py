@@ -11,7 +11,7 @@ from torch.nn import functional
 from grid import Grid
 from meshwise import Mesh
 from meshwise.attention.attention_tiles import ScoreRules, TiledAttention
-from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, Rotated
+from meshwise.attention.key_exchange import DirectExchange, GatherExchange, KeyExchange, RingExchange
 from meshwise.attention.mask_pattern import (
     Pattern,
     TilePair,
@@ -69,8 +69,8 @@ def expected(pattern: Pattern, kv_heads: int) -> list[Tensor]:
 
 def exchange_of(kind: str, world: World, order: Any, pattern: Pattern) -> KeyExchange:
     if kind == "direct":
-        return Direct(world, "ring", order, pattern)
-    return (Gathered if kind == "gather" else Rotated)(world, "ring", order)
+        return DirectExchange(world, "ring", order, pattern)
+    return (GatherExchange if kind == "gather" else RingExchange)(world, "ring", order)
 
 
 @pytest.mark.grid(
@@ -146,7 +146,7 @@ def test_half_precision_is_merged_in_fp32() -> None:
         rules = ScoreRules(causal(), 1 / math.sqrt(FEATURES))
         q, k, v = (mine.take(x, dim=2) for x in inputs)
         tiles = TiledAttention(rules, queries=mine)
-        return split_attention((q, k, v), tiles=tiles, exchange=Rotated(world, "ring", shares))[0]
+        return split_attention((q, k, v), tiles=tiles, exchange=RingExchange(world, "ring", shares))[0]
 
     for share, out in zip(token_order("zigzag", length=LENGTH, parts=4), run(4, main), strict=True):
         assert out.dtype == torch.bfloat16
@@ -163,7 +163,7 @@ def test_a_ring_passes_on_n_minus_1_blocks_forward_and_2n_minus_1_backward() -> 
         q, k, v = (torch.randn(1, 2, length // ranks, 4, requires_grad=True) for _ in range(3))
         tiles = TiledAttention(ScoreRules(causal(), 0.5), queries=shares[world.rank])
         with world.record() as forward:
-            out, _ = split_attention((q, k, v), tiles=tiles, exchange=Rotated(world, "ring", shares))
+            out, _ = split_attention((q, k, v), tiles=tiles, exchange=RingExchange(world, "ring", shares))
         with world.record() as backward:
             out.sum().backward()
         return ([(r.kind, r.bytes) for r in forward], [(r.kind, r.bytes) for r in backward])
@@ -183,7 +183,7 @@ def test_a_window_sends_only_the_halo() -> None:
         q, k, v = (torch.randn(1, 1, length // ranks, 4) for _ in range(3))
         rules = ScoreRules(causal() & window(size), 0.5)
         with world.record() as calls:
-            exchange = Direct(world, "ring", shares, rules.pattern)
+            exchange = DirectExchange(world, "ring", shares, rules.pattern)
             split_attention((q, k, v), tiles=TiledAttention(rules, queries=shares[world.rank]), exchange=exchange)
         return sum(record.bytes for record in calls if record.kind == "recv")
 

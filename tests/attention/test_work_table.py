@@ -120,4 +120,4 @@ def test_draw_attention_prints_the_table(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_draw_attention_refuses_a_pattern_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["draw", "attention", "--plan", "cp=2", "--pattern", "windw:3"]) == 2
-    assert "'windw' in pattern" in capsys.readouterr().err
+    assert "'windw' in pattern 'windw:3' is not one of" in capsys.readouterr().err

@@ -72,7 +72,7 @@ class Gated(nn.Module):
 
 
 class GatedModel(Stream):
-    """Has a head behind its block: what the block makes of a part of the stream may not leave the model as a part."""
+    """Has a head behind its block: what the block makes of split hidden states may not leave the model split."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.blocks[0](x))
@@ -83,7 +83,7 @@ def gated(*, fused: bool) -> nn.Module:
     return GatedModel(Gated(fused=fused))
 
 
-def stream(world: TraceWorld, plan: str, *, device: str = "meta") -> Tensor:
+def hidden_states(world: TraceWorld, plan: str, *, device: str = "meta") -> Tensor:
     """What one rank has of a block's input."""
     rows = ROWS // world.group(Plan.parse(plan).row_axes).size
     features = H if Plan.parse(plan).tp_mode == "1d" else H // world.mesh.axes[-1][1]
@@ -97,7 +97,7 @@ def split(plan: str, keeps: bool, build: Callable[[], nn.Module]) -> tuple[Trace
     with torch.device("meta"):
         model = build()
     install(model, plan=plan, world=world, parts=assign_roles(model, plan=Plan.parse(plan)), keeps=keeps)
-    return world, model, stream(world, plan)
+    return world, model, hidden_states(world, plan)
 
 
 def traffic(plan: str, keeps: bool, build: Callable[[], nn.Module] = one_matrix) -> tuple[Counts, Counts]:
@@ -143,7 +143,7 @@ def test_a_rank_does_its_part_of_a_sum_while_it_computes_the_gradient_of_the_wei
     with torch.device("meta"):
         model = one_matrix()
     install(model, plan="tp=4", world=world, parts=assign_roles(model, plan=Plan.parse("tp=4")), keeps=FREE)
-    y = model(stream(world, "tp=4"))
+    y = model(hidden_states(world, "tp=4"))
     with world.record() as records:
         y.backward(torch.empty_like(y))
     assert {1, 2} <= set(came)
@@ -163,7 +163,7 @@ def test_2d_and_25d_move_as_much_as_optimus_and_tesseract_say(q: int, depth: int
     rows = ROWS // (q * depth) * q * depth  # those of the ranks, where they do not divide
     inputs, matrices = 7 * B_S_H * rows // ROWS // (q * depth), 12 * H * H // q
     numbers = STATISTICS * rows // ROWS // (q * depth)
-    end = B_S_H * rows // ROWS // (q * depth)  # where the stream leaves the model, which is once
+    end = B_S_H * rows // ROWS // (q * depth)  # where hidden states leave the model, which is once
     forward, backward = traffic(plan, FREE)
     assert elements(forward) == {"all_gather[col]": inputs + end + q * numbers, "all_gather[row]": matrices}
     assert elements(backward) == {
@@ -185,7 +185,7 @@ def test_2d_and_25d_move_as_much_as_optimus_and_tesseract_say(q: int, depth: int
 def test_3d_moves_a_square_of_the_sides_less(p: int) -> None:
     forward, backward = traffic(f"tp={p**3} tp_mode=3d", KEPT)
     whole, numbers = B_S_H // p**2, STATISTICS // p**2
-    end = whole  # where the stream leaves the model, which is once
+    end = whole  # where hidden states leave the model, which is once
     # Of the two pairs, the first linears read h and write 3 h and 4 h, the second ones read h and 4 h and write h.
     assert elements(forward) == {
         "all_gather[i]": 12 * H * H // p**2,
@@ -272,5 +272,5 @@ def saved(plan: str, *, fused: bool) -> int:
     world, model = TraceWorld(rank=0, mesh=mesh, device="cpu"), gated(fused=fused)
     install(model, plan=plan, world=world, parts=assign_roles(model, plan=Plan.parse(plan)))
     with SavedForBackward(model) as kept:
-        model(stream(world, plan, device="cpu"))
+        model(hidden_states(world, plan, device="cpu"))
     return kept.bytes

@@ -1,6 +1,6 @@
 """With dropout, too, a split model trains as one process does: three steps in float64, to 1e-9.
 
-The models draw on the stream, on hidden features and on attention scores; between them they use nn.Dropout, F.dropout,
+The models draw on hidden states, inner features and attention scores; between them they use nn.Dropout, F.dropout,
 fused attention, nn.MultiheadAttention and a repeated forward. Most plans do not divide the batches. More schemes are in
 `test_grid`."""
 
@@ -71,7 +71,7 @@ def mixing() -> nn.Module:
 
 
 class Noisy(GPT):
-    """A GPT whose blocks are left out at random for each sample, and whose stream is noisy."""
+    """A GPT whose blocks are left out at random for each sample, and whose hidden states are noisy."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """As a GPT's."""

@@ -54,7 +54,7 @@ def test_each_expert_multiplies_its_own_rows(mesh: Mesh, scheme: Scheme, role: s
         assert projection.layout.splits[0] == ("ep",)
         own_weight = part_of(weight.detach(), projection.layout.splits, world).requires_grad_()
         own_bias = part_of(bias.detach(), projection.bias_layout.splits, world).requires_grad_()
-        x_splits = ("ep",), split.rows, projection.product.within if role == "rowwise" else split.stream
+        x_splits = ("ep",), split.rows, projection.product.within if role == "rowwise" else split.hidden
         own_x = part_of(x.detach(), x_splits, world).requires_grad_()
         out = projection(own_x, own_weight, own_bias)
         y_splits = ("ep",), split.rows, projection.product.features

@@ -154,7 +154,7 @@ def test_a_step_is_that_of_one_process(family: str, form: int, plan: str) -> Non
     [("T5", 2, "pp=2 tp=4 tp_mode=2d virtual_stages=2 schedule=interleaved microbatches=2"), ("ViT", 1, "pp=2 tp=2")],
 )
 def test_stages_derive_shapes_of_other_stages_pieces(family: str, form: int, plan: str) -> None:
-    """Blocks that return more than the stream; tokens that a module holds beside its embeddings."""
+    """Blocks that return more than hidden states; tokens that a module holds beside its embeddings."""
     torch.manual_seed(1)
     check(build(family, form, layers=3), plan)
 
@@ -223,7 +223,7 @@ def bart() -> Any:
 
 
 def whisper() -> Any:
-    """A stream that is convolved."""
+    """Hidden states that are convolved."""
     stacks = {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     lengths = {"max_source_positions": TOKENS, "max_target_positions": TOKENS, "num_mel_bins": 8, "dropout": 0.0}
     config = transformers.WhisperConfig(

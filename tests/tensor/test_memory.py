@@ -1,7 +1,7 @@
 """What a rank stores of a block falls as each scheme says: parameters, and what a forward leaves for its backward.
 
 scheme                parameters    activations
-1d                    1/tp          those within pairs 1/tp; the stream whole on every rank (arXiv 2205.05198, eq. 2)
+1d                    1/tp          those within pairs 1/tp; hidden states whole on every rank (arXiv 2205.05198, eq. 2)
 1d, tokens split      1/tp          1/tp                                                     (… eq. 4)
 2d  (q x q)           1/q²          1/q²                                                     (arXiv 2104.05343)
 2.5d (q x q x d)      1/q²          1/(q²·d)                                                 (arXiv 2105.14500)

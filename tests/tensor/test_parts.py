@@ -49,7 +49,7 @@ class Scaled(nn.Module):
 
 
 class Around(nn.Module):
-    """An embedding, one module over the stream, a pair, and a classifier."""
+    """An embedding, one module over the hidden states, a pair, and a classifier."""
 
     def __init__(self, middle: nn.Module, *, padding: int | None = None) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ TRAINED = (
 
 
 class Table(nn.Module):
-    """What is added to scores, for how far apart two tokens are: (T, T). It reads nothing of the stream."""
+    """What is added to scores, for how far apart two tokens are: (T, T). It reads no hidden states."""
 
     def __init__(self) -> None:
         super().__init__()

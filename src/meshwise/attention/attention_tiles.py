@@ -7,8 +7,8 @@ merged by lse, in any order, so the blocks of keys may come in any order from an
 
 The backward of a tile needs only q, k, v, the merged o and lse, and the gradient of o (FlashAttention, arXiv
 2205.14135). A tile that the pattern leaves empty costs nothing. Full tiles next to each other are one run without a
-mask. A run is one of torch's fused kernels, `fused_kernels.py`. Dropout, functions of scores, biases and a log-sum-exp
-with gradients, and other devices and dtypes take the plain formulas. Accumulators are fp32 for narrower dtypes.
+mask. One of torch's fused kernels (`fused_kernels.py`) computes a run. Plain formulas serve dropout, functions of
+scores, biases and lse that have gradients, and other devices and dtypes. Accumulators are at least fp32.
 
 Shapes: q (samples, heads, queries, features), k and v (samples, kv heads, keys, features). Several query heads share a
 kv head: these heads are folded into the queries, so every kernel sees equal numbers of heads."""
@@ -64,7 +64,7 @@ class ScoreDropout:
         return replace(self, lead=lead, shape=(self.shape[0], len(heads)))
 
     def keep(self, pair: TilePair, *, device: torch.device) -> Tensor:
-        """Return the scores to keep: True or False, (samples, heads, queries, keys)."""
+        """Return True for each score to keep, (samples, heads, queries, keys)."""
         places = tuple(torch.arange(tile.first, tile.last + 1, tile.step, device=device) for tile in pair)
         sizes = tuple(tile.stop - tile.start for tile in pair)
         block = IndexBlock(
@@ -82,7 +82,7 @@ class ScoreRules:
 
     | pattern    pairs of query and key that count
     | scale      factor of the products of queries and keys
-    | score_mod  function of score, sample, head, query and key position that replaces each score; None: as they are
+    | score_mod  function of score, sample, head, query and key position that replaces each score; None: no function
     | dropout    dropout of the probabilities; None: none
     | mask       True where a pair counts, or a float to add: (samples or 1, heads or 1, queries or 1, keys or 1), with
     |            this rank's queries in their order, and all keys in the order of their positions
@@ -104,9 +104,9 @@ class ScoreRules:
 
     @classmethod
     def of(cls, q: Tensor, *, lengths: tuple[int, int], given: Mapping[str, Any]) -> "ScoreRules":
-        """Return the rules for the query and the other arguments of `attend`.
+        """Return the rules for a query and the other arguments of `attend`.
 
-        `lengths`: number of queries and of keys on all ranks."""
+        `lengths`: number of queries and number of keys, over all ranks."""
         drops, scale, draws = None, given.get("scale"), given.get("draws")
         if dropout := given.get("dropout"):
             drops = ScoreDropout.of(dropout, draws=draws, shape=(*q.shape[:-2], *lengths))
@@ -116,7 +116,7 @@ class ScoreRules:
             modify = lambda score, *_: cap * torch.tanh(score / cap)  # noqa: E731
         heads = range(q.size(1)) if q.dim() == 4 else range(0)
         if draws is not None and given.get("of_heads"):
-            draws.key()  # a module that draws gets its region in later steps too
+            draws.key()  # records that this module draws: only then do later steps set its region
             starts = draws.part((*q.shape[:2], 2, 2), scores=True)[0].starts
             heads = range(starts[1], starts[1] + len(heads)) if len(starts) == 4 else heads
         return cls(pattern.of_heads(heads), factor, modify, drops, given.get("mask"), given.get("sinks"), heads)
@@ -201,7 +201,8 @@ class TiledAttention:
     def _plan(self, keys: TokenRanges, q: Tensor, *, by_keys: bool = False) -> list[tuple[TokenTile, list[TileRun]]]:
         """Return each tile of queries with the runs of keys that it needs; partial tiles are cut into halves.
 
-        `by_keys`: tiles of keys with runs of queries. The fused backward is faster for many queries and few keys."""
+        Wide tiles are looked at first, so an empty one is skipped at once. `by_keys`: return tiles of keys with runs of
+        queries, for the backward: its kernels are faster for many queries and few keys."""
         known = (keys, by_keys)
         if known not in self._plans:
             size = CPU_TILE if q.device.type == "cpu" else DEVICE_TILE
@@ -300,7 +301,7 @@ def _merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> None:
 
 
 def join_sinks(sinks: Tensor, *, o: Tensor, lse: Tensor) -> None:
-    """Add one score per head, which has no row in v, to the softmax, in place (attention sinks). `sinks`: (heads,)."""
+    """Add attention sinks to the softmax, in place: `sinks` (heads,) has a score per head that has no row in v."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None])
     o.mul_((lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
@@ -340,7 +341,7 @@ class _Kernel:
     def backward(
         self, do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of q, k, v and of the mask (None from the fused kernel, which has no `dlse`)."""
+        """Return the gradients of q, k, v and the mask. A fused kernel takes no `dlse`, and has None for the mask."""
         q, k, v, _, scale = self.given
         do, o = do.to(q.dtype), o.to(q.dtype)
         if self.fused is not None:
@@ -358,7 +359,7 @@ class _Kernel:
         return ds @ k * scale, ds.mT @ q * scale, dv, dmask
 
     def _scores(self) -> tuple[Tensor, Tensor | None]:
-        """Return the masked scores, and the slopes of the function of the scores (None without one)."""
+        """Return the masked scores, and the derivatives of the function of the scores (None without one)."""
         q, k, _, mask, scale = self.given
         scores, slope = q @ k.mT * scale, None
         if self.modify is not None:

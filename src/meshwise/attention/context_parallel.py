@@ -12,7 +12,7 @@ Rules, stated with the rules of tensor parallelism, give a module a pattern or a
 
 | "attention pattern=PATTERN"   the attentions inside the module attend to the pattern's pairs alone, which changes
 |                               the model: "attention pattern=window:1024+global:64"
-| "tokens whole"                with cp, the module gets all tokens, and returns this rank's"""
+| "tokens whole"                with cp, the module gets all tokens, and its output is cut to this rank's tokens"""
 
 import contextlib
 import functools
@@ -64,7 +64,7 @@ _PATTERN, _WHOLE = "attention pattern=", "tokens whole"
 
 
 def token_rules(rules: Mapping[str, str] | None) -> dict[str, Pattern | None]:
-    """Return the rules about tokens, by pattern of module names: a pattern of attention, or None for tokens whole.
+    """Return the rules about tokens, by pattern of module names: an attention pattern, or None for "tokens whole".
 
     Raises ValueError for a text that is no pattern."""
     found: dict[str, Pattern | None] = {}
@@ -101,7 +101,7 @@ def _attends(attention: TokenAttention, pattern: Pattern) -> _Hooks:
     before: list[Pattern | None] = []
 
     def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Restrict the pattern of the module around by this one."""
+        """Set the pattern of the rule, combined with the pattern of the module around."""
         outer = attention.rule
         before.append(outer)
         attention.rule = pattern if outer is None else outer & pattern
@@ -114,7 +114,7 @@ def _attends(attention: TokenAttention, pattern: Pattern) -> _Hooks:
 
 
 def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
-    """Return the hooks of a module that gets all tokens, computes them on every rank, and returns this rank's."""
+    """Return the hooks of a module that gets all tokens on every rank. Its output is cut to this rank's tokens."""
     before: list[TokenState | None] = []
 
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
 def _shifts_labels(mode: TokenInterception) -> Callable[..., Any]:
     """Return a hook before a model of transformers that makes its decoder's tokens from labels (T5, BART).
 
-    It makes them from the labels of all tokens, and passes this rank's."""
+    The hook makes them from all labels, and passes this rank's tokens."""
 
     def enter(module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         """Add `decoder_input_ids` unless the decoder's input is given."""
@@ -167,7 +167,7 @@ NAME = "meshwise"
 def use_attend(module: nn.Module, *, flex_only: bool = False) -> Callable[[], None]:
     """Let every transformers model in `module` call `attend`; return a function that undoes this.
 
-    Calls of torch's FlexAttention become calls of `attend` too, for good. `flex_only`: nothing else does.
+    Calls of torch's FlexAttention become calls of `attend` too, which is not undone. `flex_only`: only those.
 
     Raises ValueError for a model of transformers whose attention cannot be replaced."""
     undo = contextlib.ExitStack()
@@ -209,7 +209,7 @@ def _bind_flex_attention(module: nn.Module) -> None:
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
     """Return what torch's flex_attention returns, computed by `attend`.
 
-    Raises ValueError for a score_mod whose gradient is of more than the score, and for `max_scores`."""
+    Raises ValueError for a score_mod that reads a tensor that needs a gradient, and for `max_scores`."""
     given |= dict(zip(("score_mod", "block_mask", "scale", "enable_gqa", "return_lse"), args, strict=False))
     block, modify, aux = given.get("block_mask"), given.get("score_mod"), given.get("return_aux")
     if block is not None:
@@ -225,7 +225,7 @@ def _flex_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **giv
                 "to meshwise.attention.attend as mask=bias"
             )
     if aux is not None and aux.max_scores:
-        raise ValueError("flex_attention(return_aux=AuxRequest(max_scores=True)) has no form here; ask for lse alone")
+        raise ValueError("flex_attention(return_aux=AuxRequest(max_scores=True)) is not supported; ask for lse alone")
     of_heads = modify is not None or (block is not None and block.heads is not None)
     scale = given.get("scale")
     out, lse = attend(query, key, value, pattern=block, scale=scale, score_mod=modify, of_heads=of_heads, lse=True)
@@ -235,7 +235,7 @@ def _flex_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **giv
 
 
 def _block_mask(mask_mod: Callable[..., Tensor], B: int | None, H: int | None, *_: Any, **_given: Any) -> MaskFunction:
-    """Return the pattern of a mask function in place of what torch's create_block_mask returns."""
+    """Return the pattern of a mask function, in place of the BlockMask of torch's create_block_mask."""
     return MaskFunction(mask_mod, B or 1, range(H) if H is not None and H > 1 else None, torch.device("cpu"))
 
 
@@ -277,17 +277,17 @@ def _mask(
 ) -> Pattern:
     """Return the pattern of a mask function of transformers and a mask of padding (samples, tokens)."""
     if isinstance(q_offset, int) and q_offset:
-        raise ValueError("a cache with earlier tokens has no form under cp; call the model with use_cache=False")
+        raise ValueError("a cache with earlier tokens does not work under cp; call the model with use_cache=False")
     device = torch.device(given.get("device") or "cpu")
-    pattern = translated(mask_function, samples=given["batch_size"], device=device)
+    pattern = pattern_of_mask_function(mask_function, samples=given["batch_size"], device=device)
     return pattern if attention_mask is None else pattern & padding(attention_mask)
 
 
-def translated(function: Callable[..., Any], *, samples: int, device: torch.device) -> Pattern:
-    """Return a mask function of transformers as a pattern, for a number of samples and tensors on `device`."""
+def pattern_of_mask_function(function: Callable[..., Any], *, samples: int, device: torch.device) -> Pattern:
+    """Return a mask function of transformers as a pattern. `device`: of the tensors that the function reads."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     inside = dict(zip(function.__code__.co_freevars, cells, strict=True))
-    again = functools.partial(translated, samples=samples, device=device)
+    again = functools.partial(pattern_of_mask_function, samples=samples, device=device)
     match function.__qualname__.split(".")[0]:
         case "causal_mask_function":
             return causal()
@@ -307,12 +307,12 @@ def translated(function: Callable[..., Any], *, samples: int, device: torch.devi
 
 
 class ContextParallel:
-    """Tokens of one rank under a plan: cuts batches, and runs the model's attentions over all tokens."""
+    """Context parallelism on one rank: cuts batches to its tokens, and runs attentions over the tokens of all ranks."""
 
     def __init__(
         self, plan: Plan, *, world: World, rules: Mapping[str, Pattern | None] | None = None, dense: bool = False
     ) -> None:
-        """`rules`: as `token_rules` returns them. `dense`: attention under a rule is torch's, with a mask.
+        """`rules`: as `token_rules` returns them. `dense`: compute attention under a rule by torch's, with a mask.
 
         Raises PlanError when `cp_heads` does not divide `cp`."""
         self._world = context_world(world, plan=plan)
@@ -325,7 +325,7 @@ class ContextParallel:
 
     @classmethod
     def of(cls, plan: Plan, *, world: World, rules: Mapping[str, str] | None) -> "ContextParallel | None":
-        """Return the tokens under a plan and the rules of a run; None if neither concerns tokens."""
+        """Return the context parallelism of a plan and of rules; None if `cp` is 1 and no rule is about tokens."""
         found = token_rules(rules)
         return cls(plan, world=world, rules=found) if plan.cp > 1 or found else None
 
@@ -349,7 +349,7 @@ class ContextParallel:
         return undo.close
 
     def over_tokens(self, x: Tensor, *, function: Callable[[Tensor], Tensor], dim: int) -> Tensor:
-        """Return this rank's tokens along `dim` of the result of `function`, which gets `x` with all tokens there."""
+        """Return `function` of `x` with all tokens along `dim`; the result is cut to this rank's tokens along `dim`."""
         state = self.mode.state
         return function(x) if state is None else state.own.take(function(state.gather(x, dim=dim)), dim=dim)
 

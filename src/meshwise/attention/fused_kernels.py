@@ -40,7 +40,7 @@ class FusedKernel(NamedTuple):
 
     | forward    returns o and lse; lse of a query without keys is not defined
     | backward   returns the gradients of q, k and v, for the gradient of o, and o and lse of all keys
-    | widens     half precision is to be converted to fp32 before"""
+    | widens     True if the caller must convert half precision to fp32"""
 
     forward: Callable[[AttentionInput], tuple[Tensor, Tensor]]
     backward: Callable[[AttentionInput, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -111,7 +111,7 @@ def _efficient_forward(x: AttentionInput) -> tuple[Tensor, Tensor]:
     o, lse, *_ = _aten._scaled_dot_product_efficient_attention(*given, _bias(x), with_lse, scale=x.scale)
     if x.mask is not None:
         o = o.masked_fill((x.mask == -math.inf).all(-1, keepdim=True), 0.0)
-    return o, lse.narrow(-1, 0, x.q.size(2))  # the kernel fills up rows of lse
+    return o, lse.narrow(-1, 0, x.q.size(2))  # the kernel pads the rows of lse
 
 
 def _efficient_backward(x: AttentionInput, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

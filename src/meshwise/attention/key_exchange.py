@@ -1,4 +1,4 @@
-"""How keys and values reach the queries of other ranks: gathered, rotated in a ring, or sent where they are needed.
+"""Bring keys and values to the queries of other ranks: gather all, rotate them in a ring, or send only needed ones.
 
 docs/context.md lists how much data a rank receives. For N ranks, a rotation takes N-1 messages in the forward and
 2N-1 in the backward. The next block travels while the present one is computed (ring attention, arXiv 2310.01889). The
@@ -16,18 +16,18 @@ from meshwise.comm.api.world import Work, World
 from meshwise.layout.layout import TokenRanges
 
 BlockGradient: TypeAlias = Callable[[TokenRanges, Tensor], Tensor]
-"""Function (positions of the keys of a block, block) that returns the gradient of the block."""
+"""Function of (positions of a block's keys, block) that returns the gradient of the block."""
 NEEDED_TILE = 64
-"""Tokens in the smallest part of a block that `Direct` sends."""
+"""Tokens in the smallest part of a block that `DirectExchange` sends."""
 TOKENS = 2
 """Dim of the tokens in a block of keys and values: (samples, kv heads, tokens, features)."""
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Ranks along one axis, and the positions of the keys of each.
+    """Exchange of keys between the ranks along `axis`. `order`: positions of the keys of each rank.
 
-    Each exchange has two functions of `own`, this rank's keys and values (samples, kv heads, tokens, features).
+    A subclass has two methods with argument `own`, this rank's keys and values (samples, kv heads, tokens, features).
     `blocks` yields the positions and the tensor of each block. `backward` calls `gradient` for each block, and returns
     the gradient of `own`, summed over all ranks."""
 
@@ -41,12 +41,12 @@ class _Exchange:
         return self.world.group(self.axis).index
 
     def empty(self, like: Tensor, tokens: int) -> Tensor:
-        """Return an uninitialized block with so many tokens."""
+        """Return an uninitialized block with `tokens` tokens, and other sizes as of `like`."""
         return like.new_empty((*like.shape[:TOKENS], tokens, like.size(-1)))
 
 
-class Gathered(_Exchange):
-    """Every rank gathers all keys and values at once."""
+class GatherExchange(_Exchange):
+    """Exchange in which every rank gathers all keys and values at once."""
 
     def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
         """Yield the blocks of all ranks."""
@@ -62,8 +62,8 @@ class Gathered(_Exchange):
         return total
 
 
-class Rotated(_Exchange):
-    """The blocks rotate through the ranks; each rank has two blocks at a time."""
+class RingExchange(_Exchange):
+    """Exchange in which the blocks rotate through the ranks; each rank has two blocks at a time."""
 
     def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
         """Yield this rank's block, then the block of the rank before, and so on."""
@@ -101,13 +101,13 @@ class Rotated(_Exchange):
 
 
 @dataclass(frozen=True)
-class Direct(_Exchange):
-    """Each rank sends another rank only keys that the other's queries need, such as the halo of a window."""
+class DirectExchange(_Exchange):
+    """Exchange in which a rank sends each other rank only the keys that its queries need, as the halo of a window."""
 
     pattern: Pattern
 
     def blocks(self, own: Tensor) -> Iterator[tuple[TokenRanges, Tensor]]:
-        """Yield this rank's block, then what the other ranks sent."""
+        """Yield this rank's block, then the keys that each other rank sent."""
         needs, here = self._needs(), self.index
         sent, arriving = list[Work](), dict[int, tuple[Work, Tensor]]()
         for other in self._others():
@@ -126,7 +126,7 @@ class Direct(_Exchange):
             work.wait()
 
     def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
-        """Send the gradients of received keys back to their ranks, and add up what comes back."""
+        """Send the gradients of received keys back to their ranks, and add the gradients that come back."""
         needs, here = self._needs(), self.index
         computed = [gradient(keys, block).contiguous() for keys, block in self.blocks(own)]
         total, sources = computed[0], [rank for rank in self._others() if needs[here][rank]]
@@ -153,8 +153,8 @@ class Direct(_Exchange):
         return [[_needed(self.pattern, queries, keys) for keys in self.order] for queries in self.order]
 
 
-KeyExchange: TypeAlias = TokenRanges | Gathered | Rotated | Direct
-"""Way in which keys reach the queries. `TokenRanges`: all keys are on this rank, at these positions."""
+KeyExchange: TypeAlias = TokenRanges | GatherExchange | RingExchange | DirectExchange
+"""Exchange of keys. `TokenRanges`: no exchange, because all keys are on this rank, at these positions."""
 
 
 def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[tuple[int, int]]:

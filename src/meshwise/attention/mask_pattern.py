@@ -126,7 +126,7 @@ class _Kind(NamedTuple):
     """Kind of a pattern of positions, as functions of a tile or of positions, and of the pattern's numbers.
 
     | allows      True for each pair of positions q, k that is let through
-    | some, all   whether a tile, given by its lowest and highest query and key, may have pairs, and has all pairs
+    | some, all   whether a tile (queries q0 to q1, keys k0 to k1) may have such pairs, and whether it has all pairs
     | numbers     how many numbers follow the kind's name in a text"""
 
     allows: Callable[..., Tensor]
@@ -144,7 +144,7 @@ def _hash(query: Tensor, key: Tensor, seed: int) -> Tensor:
 
 
 def _near(q0: int, q1: int, k0: int, k1: int) -> int:
-    """Return the smallest distance between a query and a key of a tile, or less than 0."""
+    """Return the smallest distance between a query and a key of a tile; 0 or less if they overlap."""
     return max(k0 - q1, q0 - k1)
 
 
@@ -153,7 +153,7 @@ def _far(q0: int, q1: int, k0: int, k1: int) -> int:
 
 
 def _of_blocks(allows: Callable[..., Tensor], numbers: int) -> _Kind:
-    """Return the kind that is constant on blocks; `allows`: of the numbers of the blocks and of the pattern."""
+    """Return a kind that lets through whole blocks. `allows`: as in `_Kind`, but for the indices of two blocks."""
 
     def table(q0: int, q1: int, k0: int, k1: int, size: int, *more: int) -> Tensor:
         rows, columns = torch.arange(q0 // size, q1 // size + 1), torch.arange(k0 // size, k1 // size + 1)
@@ -167,7 +167,7 @@ def _of_blocks(allows: Callable[..., Tensor], numbers: int) -> _Kind:
     )
 
 
-_KINDS: Mapping[str, _Kind] = {
+_KINDS: Mapping[str, _Kind] = {  # q == q: True in the shape of q
     "full": _Kind(lambda q, k: (q == q) & (k == k), lambda *_: True, lambda *_: True, 0),
     "causal": _Kind(lambda q, k: k <= q, lambda _q0, q1, k0, _k1: k0 <= q1, lambda q0, _q1, _k0, k1: k1 <= q0, 0),
     "window": _Kind(
@@ -276,13 +276,12 @@ class Documents(TokenPattern):
 
 
 class Restarts(Documents):
-    """Pairs of one packed document, as a model of transformers found them in the tokens that it had.
+    """Pairs of one packed document, from document numbers that a model of transformers counted itself.
 
-    Where tokens are split over ranks, the model's numbers are wrong, and `packed_documents` of the batch replaces them.
-    """
+    Under cp the model saw only this rank's tokens, so its numbers are wrong, and `packed_documents` replaces them."""
 
     def map_token_values(self, change: Change) -> Pattern:
-        """Return every pair."""
+        """Return the pattern of every pair."""
         del change
         return full()
 
@@ -333,7 +332,7 @@ class MaskFunction(Pattern):
         return Fill.FULL if bool(mask.all()) else Fill.PARTIAL
 
     def mask(self, pair: TilePair, *, device: torch.device) -> Tensor:
-        """Return (samples, heads, queries, keys), with 1 for samples or heads that do not matter."""
+        """Return (samples, heads, queries, keys); samples or heads are 1 if the pairs are the same for all."""
         heads = range(1) if self.heads is None else self.heads
         places = pair_indices(pair, samples=self.samples, heads=heads, device=device)
         mask: Tensor = self.allows(*places).expand(torch.broadcast_shapes(*(place.shape for place in places)))
@@ -360,7 +359,7 @@ def pair_indices(pair: TilePair, *, samples: int, heads: range, device: torch.de
 
 
 def map_closure(value: Any, *, change: Change) -> Any:
-    """Return a function with `change` applied to the integers and flags in its closure, as in the functions there."""
+    """Return a function with `change` applied to integer and boolean tensors in its closure and in functions there."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() else change(value)
     if isinstance(value, tuple | list):
@@ -417,12 +416,12 @@ def random_blocks(size: int, *, every: int, seed: int = 0) -> Pattern:
 
 
 def fixed(size: int, *, summary: int = 1) -> Pattern:
-    """Return the pattern of the own block of `size` keys, and the last `summary` keys of every block."""
+    """Return the pattern of the query's own block of `size` keys, and the last `summary` keys of every block."""
     return PositionPattern("fixed", (size, summary))
 
 
 def documents(ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Pattern:
-    """Return the pattern of pairs inside one document.
+    """Return the pattern of pairs inside one document. Raises ValueError if both arguments are None.
 
     | ids          document number of each token, (samples, tokens)
     | cu_seqlens   in place of `ids`: first token of each document and, once or more, the number of all tokens,
@@ -443,7 +442,7 @@ def padding(valid: Tensor) -> Pattern:
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Return the pattern of a text: words joined by + (either) and & (both, first), as in `causal&window:64+global:2`.
+    """Return the pattern of a text such as `causal&window:64+global:2`: & joins words first (both), then + (either).
 
     The words are `full`, `causal`, `window:SIZE`, `dilated:SIZE:STEP`, `prefix:SIZE`, `global:SIZE`,
     `blocks:SIZE:REACH`, `random:SIZE:EVERY:SEED` and `fixed:SIZE:SUMMARY`. Raises ValueError for another text."""

@@ -71,8 +71,8 @@ def split_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of this rank's queries on the keys of all ranks, and the log-sum-exp of their scores.
 
-    Shapes: (samples, heads, queries, features) and (samples, heads, queries). `exchange`: how the keys come."""
-    if (dtype := product_dtype(qkv[0].device.type)) is not None:  # as torch's own attention
+    Shapes: (samples, heads, queries, features) and (samples, heads, queries). `exchange`: exchange of the keys."""
+    if (dtype := product_dtype(qkv[0].device.type)) is not None:  # as torch's attention does under autocast
         qkv = tuple(x.to(dtype) for x in qkv)  # type: ignore[assignment]
     result: tuple[Tensor, Tensor] = _SplitAttention.apply(*qkv, tiles.rules.mask, tiles.rules.sinks, tiles, exchange)
     return result
@@ -101,7 +101,7 @@ class _SplitAttention(torch.autograd.Function):
                 tiles.add(q, block=(k, v), keys=exchange, into=(o, lse))
             else:
                 for keys, block in exchange.blocks(torch.cat((k, v), -1)):
-                    tiles.add(q, block=_parted(block, k), keys=keys, into=(o, lse))
+                    tiles.add(q, block=_split_kv(block, k), keys=keys, into=(o, lse))
         if sinks is not None:
             join_sinks(sinks, o=o, lse=lse)
         out = o.to(q.dtype)
@@ -127,8 +127,8 @@ class _SplitAttention(torch.autograd.Function):
             if isinstance(exchange, TokenRanges):
                 dk, dv = gradient_of(exchange, (k, v))
             else:
-                gradient = lambda keys, block: torch.cat(gradient_of(keys, _parted(block, k)), -1)  # noqa: E731
-                dk, dv = _parted(exchange.backward(torch.cat((k, v), -1), gradient=gradient), k)
+                gradient = lambda keys, block: torch.cat(gradient_of(keys, _split_kv(block, k)), -1)  # noqa: E731
+                dk, dv = _split_kv(exchange.backward(torch.cat((k, v), -1), gradient=gradient), k)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[4]:
             share = (sinks.to(dtype)[None, :, None] - lse).exp()
@@ -138,7 +138,7 @@ class _SplitAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), given, dsinks, None, None
 
 
-def _parted(block: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _split_kv(block: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys, as wide as `k`, and the values of a block."""
     return block[..., : k.size(-1)], block[..., k.size(-1) :]
 
@@ -169,7 +169,7 @@ def attend(
     | query       (samples, heads, queries, features)
     | key, value  (samples, kv heads, keys, features); `heads` is a multiple of `kv heads`
     | pattern     pairs of query and key that count; None: all
-    | mask        mask as of `scaled_dot_product_attention`, besides the pattern
+    | mask        further mask, as `attn_mask` of `scaled_dot_product_attention`
     | scale       factor of the scores; None: 1/sqrt(features)
     | dropout     probability of setting an attention weight to 0; the caller passes 0 in eval mode
     | more        `softcap`: cap of the scores; `sinks`: a score per head without a value, (heads,);
@@ -177,7 +177,7 @@ def attend(
     |             meshwise passes `draws`, the source of random numbers, and `lse=True` for a result of two tensors:
     |             the attention and the log-sum-exp of the scores, (samples, heads, queries)
 
-    Under `cp`, the tensors have this rank's tokens only; so do the pattern's tensors of one value per token."""
+    Under `cp`, the tensors have this rank's tokens only, and so have tensors of token values in the pattern."""
     given = {"pattern": pattern, "mask": mask, "scale": scale, "dropout": dropout, **more}
     if has_torch_function((query, key, value)):
         qkv = query, key, value

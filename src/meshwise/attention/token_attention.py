@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from meshwise.attention.attention_tiles import ScoreRules, TiledAttention
-from meshwise.attention.key_exchange import Direct, Gathered, KeyExchange, Rotated, needed_share
+from meshwise.attention.key_exchange import DirectExchange, GatherExchange, KeyExchange, RingExchange, needed_share
 from meshwise.attention.mask_pattern import Documents, Pattern, TilePair, causal, full, map_closure
-from meshwise.attention.split_attention import HeadExchange, attend
-from meshwise.attention.split_attention import split_attention as attention_of
+from meshwise.attention.split_attention import HeadExchange, attend, split_attention
 from meshwise.base.mesh import Mesh, even_split
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.base.text_format import align_columns
@@ -108,14 +107,12 @@ class TokenState:
         return whole
 
     def all_values(self, x: Tensor) -> Tensor:
-        """Return a tensor of token values, (tokens,) or (samples, tokens), with the values of all tokens (collective).
-
-        Other tensors are returned as they are."""
+        """Return token values, (tokens,) or (samples, tokens), of all ranks (collective); other tensors unchanged."""
         return self.gather(x, dim=x.dim() - 1) if x.dim() in (1, 2) and x.size(-1) == self.own.count else x
 
 
 def packed_documents(batch: Any) -> Pattern | None:
-    """Return documents that begin where the batch's `position_ids` do not count on by 1; None if there are none."""
+    """Return documents that begin where the batch's `position_ids` do not grow by 1; None if there are none."""
     given = batch.get("position_ids") if isinstance(batch, Mapping) else None
     if not isinstance(given, Tensor) or given.dim() != 2 or given.is_meta:
         return None
@@ -124,9 +121,9 @@ def packed_documents(batch: Any) -> Pattern | None:
 
 
 def seems_packed(batch: Any, *, length: int) -> bool:
-    """Return whether sequences of `length` tokens have several documents, by the values of the batch's integers.
+    """Return whether sequences of `length` tokens seem to have several documents, from integer tensors of the batch.
 
-    `position_ids` restart, document numbers (samples, tokens) grow in steps, or cu_seqlens go from 0 to the length."""
+    These are `position_ids` that restart, document numbers that grow in steps, or cu_seqlens from 0 to `length`."""
     for x in tensors(batch):
         if x.dtype not in (torch.int32, torch.int64) or x.is_meta or x.dim() != 2 or x.size(1) < 3:
             continue
@@ -151,7 +148,7 @@ def sequence_length(batch: Any) -> int:
 
 
 def rank_order(order: str, *, length: int, ring: int, heads: int) -> tuple[TokenRanges, ...]:
-    """Return the positions of each rank along (ring, heads): `order` over the ring, neighbours over `heads`."""
+    """Return the positions of each rank along (ring, heads): by `order` over the ring, each part cut for `heads`."""
     found: list[TokenRanges] = []
     for group in token_order(order, length=length, parts=ring):
         found += [group.narrow(start, stop=stop) for start, stop in even_split(group.count, heads)]
@@ -292,7 +289,7 @@ class TokenAttention:
         rules = ScoreRules.of(q, lengths=(state.length, keys), given=given)
         if not split:
             tiles = TiledAttention(rules, queries=state.own, progress=self.world.progress)
-            result: Any = attention_of((q, k, v), tiles=tiles, exchange=TokenRanges.whole(keys))
+            result: Any = split_attention((q, k, v), tiles=tiles, exchange=TokenRanges.whole(keys))
         else:
             result = self._exchanged(state, (q, k, v), rules, lse=bool(given.get("lse")))
         return result if given.get("lse") else result[0]
@@ -300,7 +297,7 @@ class TokenAttention:
     def _exchanged(
         self, state: TokenState, qkv: tuple[Tensor, Tensor, Tensor], rules: ScoreRules, *, lse: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the attention with keys of all ranks, at the positions of each rank's queries; the lse if asked."""
+        """Return the attention of this rank's queries on the keys of all ranks; also the log-sum-exp with `lse`."""
         ring, across = self.world.group(RING), self.world.group(HEADS)
         groups = [state.order[start : start + across.size] for start in range(0, len(state.order), across.size)]
         rounds = [TokenRanges.joined(group) for group in groups]
@@ -312,7 +309,7 @@ class TokenAttention:
             q, k, v = (heads.to_heads(x) for x in (q, k, v))
             rules = _of_heads(rules, own, heads)
         tiles = TiledAttention(rules, queries=rounds[ring.index], progress=self.world.progress)
-        out, found = attention_of((q, k, v), tiles=tiles, exchange=self._exchange(state, rounds, rules.pattern))
+        out, found = split_attention((q, k, v), tiles=tiles, exchange=self._exchange(state, rounds, rules.pattern))
         if across.size > 1:
             return heads.to_tokens(out), heads.to_tokens(found.unsqueeze(-1)).squeeze(-1) if lse else None
         return out, found
@@ -326,14 +323,14 @@ class TokenAttention:
                 state.shares[pattern] = needed_share(pattern, order=rounds)
             direct = state.shares[pattern] < 0.5
         if direct:
-            return Direct(self.world, RING, rounds, pattern)
-        return (Gathered if self.context == "gather" else Rotated)(self.world, RING, rounds)
+            return DirectExchange(self.world, RING, rounds, pattern)
+        return (GatherExchange if self.context == "gather" else RingExchange)(self.world, RING, rounds)
 
     def _multihead(self, state: TokenState | None, **given: Any) -> tuple[Tensor, None]:
         """Return the output of torch's MultiheadAttention for (tokens, samples, features); no attention weights."""
         if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None:
             raise ValueError(
-                "MultiheadAttention with bias_k, add_zero_attn or static keys has no form under cp; use cp=1"
+                "MultiheadAttention with bias_k, add_zero_attn or static keys does not work under cp; use cp=1"
             )
         inputs = [given[name] for name in ("query", "key", "value")]
         weights = [given[f"{name}_proj_weight"] for name in "qkv"]
@@ -381,12 +378,12 @@ def _own_rows(mask: Tensor, *, state: TokenState, keys: int) -> Tensor:
 
 
 def _as_allowed(mask: Tensor) -> Tensor:
-    """Return a mask of MultiheadAttention, where True forbids, as one of scaled_dot_product_attention."""
+    """Return a mask of MultiheadAttention, where True forbids a pair, as a mask where True allows it."""
     return ~mask if mask.dtype == torch.bool else mask
 
 
 def joined_masks(one: Tensor, *, other: Tensor) -> Tensor:
-    """Return a mask of attention with the effect of two, each of flags or of floats to add."""
+    """Return one attention mask with the effect of two; each has booleans, or floats to add."""
     if one.dtype == other.dtype == torch.bool:
         return one & other
     floats = [torch.where(x, 0.0, -torch.inf) if x.dtype == torch.bool else x for x in (one, other)]

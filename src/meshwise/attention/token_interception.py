@@ -71,7 +71,7 @@ def refuse_mixed(name: str, *, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 
 def mixing_dims(x: Tensor, *, count: int, linear: bool) -> tuple[int, ...]:
-    """Return the dims of `x` that count tokens beyond doubt; with `linear`, none of a loss (samples, tokens)."""
+    """Return the dims of `x` that surely count tokens. `linear`: no dim of (samples, tokens), such as losses."""
     if count < 2:
         return ()
     if x.dim() == 2 and x.is_floating_point():
@@ -84,7 +84,7 @@ def refuse(what: str, *, x: Tensor, state: TokenState) -> None:
     """Raise ValueError about `what` that mixes the tokens of `x`.
 
     Do not raise for calls by meshwise itself, nor by two files of transformers. One looks for packed documents in
-    position_ids, which is noted in the state. The other keeps tokens for later calls, which training does not have."""
+    position_ids, which the state then records. The other caches tokens for later calls, which training lacks."""
     caller = _caller()
     file = caller.f_globals.get("__name__", "")
     if file in ("transformers.masking_utils", "transformers.cache_utils"):
@@ -150,7 +150,7 @@ Attention = Callable[[TokenState | None, Any, tuple[Any, ...], dict[str, Any]], 
 
 
 class TokenCount(int):
-    """Number of tokens on this rank for reshapes; the whole number in comparisons.
+    """Number of this rank's tokens, which compares as the number of all tokens, but equals both.
 
     A model makes positions from the length of a tensor: `torch.arange(x.size(1))`, `table[:x.size(1)]`. So the length
     remembers that it counts tokens. `whole`: number of tokens of the sequence."""
@@ -199,7 +199,7 @@ def _whole(other: Any) -> Any:
 
 
 class TokenInterception(ForwardAndBackwardMode):
-    """Mode in which the functions of a model that depend on the number of tokens know of all tokens."""
+    """Mode in which torch functions that depend on the number of tokens work as if this rank had all tokens."""
 
     def __init__(self, attention: Attention) -> None:
         """`attention`: called in place of the functions that compute attention."""
@@ -232,7 +232,7 @@ class TokenInterception(ForwardAndBackwardMode):
 
     @contextlib.contextmanager
     def restored(self, place: TokenState | None) -> Iterator[None]:
-        """Take a result of `snapshot` as the tokens in the block: a part of a module with whole tokens repeats so."""
+        """Inside the block, use the tokens of `place`, a result of `snapshot`: modules with all tokens repeat so."""
         before, self.state = self.state, place
         try:
             yield
@@ -271,8 +271,8 @@ class TokenInterception(ForwardAndBackwardMode):
             return self._pad(func, args, kwargs, state)
         elif name == "flex_attention":
             raise ValueError(
-                "flex_attention is called in a file of no class of the model, with only this rank's tokens; call "
-                "it in a method of a module"
+                "flex_attention is called in a file that has no class of the model, so it got only this rank's tokens; "
+                "call it in a method of a module"
             )
         elif name in _COMPARED:
             args = _row_of_all(args, state)
@@ -300,7 +300,7 @@ class TokenInterception(ForwardAndBackwardMode):
         step = args[2] if len(args) > 2 else kwargs.get("step", 1)
         if start != 0 or step != 1 or int(counted[-1]) != state.own.count:
             raise ValueError(
-                f"arange({start}, {int(counted[-1])}, {step}) counts tokens in another way than from 0 to all; under "
+                f"arange({start}, {int(counted[-1])}, {step}) does not count from 0 to all tokens; under "
                 "cp, pass position_ids with the batch"
             )
         dtype = kwargs.get("dtype") or torch.int64
@@ -347,7 +347,7 @@ class TokenInterception(ForwardAndBackwardMode):
             if item is None or item is Ellipsis or dims[number] not in mixing:
                 continue
             dim, whole = dims[number], known[1].size(1) if known is not None else state.length
-            paired = state.own.without(whole - 1)
+            paired = state.own.below(whole - 1)
             if isinstance(item, slice) and _bounds(item) == (0, -1, 1):
                 x, items[number] = x.narrow(dim, 0, paired.count), slice(None)
             elif isinstance(item, slice) and _bounds(item) == (1, None, 1) and known is not None:
@@ -393,9 +393,9 @@ def _dims_of(items: list[Any], dims: int) -> list[int] | None:
 
 
 def _row_of_all(args: tuple[Any, ...], state: TokenState) -> tuple[Any, ...]:
-    """Return the arguments of a comparison; beside a column of this rank's positions, a row gets all positions.
+    """Return the arguments of a comparison; a row of positions that is compared with a column gets all positions.
 
-    So a relative bias or a mask that a model makes of positions has this rank's queries and all keys."""
+    So a relative bias or mask that a model makes from positions has this rank's queries and all keys."""
     count = state.own.count
     if len(args) < 2 or not all(isinstance(x, Tensor) and x.dim() and x.numel() == count for x in args):
         return args

@@ -23,11 +23,11 @@ from meshwise.model.find_mixtures import Mixture, find_mixtures, ruled_mixtures
 from meshwise.plan import Plan, PlanError
 
 OverTokens: TypeAlias = Callable[..., Tensor]
-"""Function that applies `function` to a tensor with all tokens of each sample along `dim`."""
+"""Function of (x, function, dim): gives `function` all tokens of `x` along `dim`, and returns this rank's tokens."""
 
 
 class ExpertCapacity:
-    """Limit of one mixture's experts, as hooks of the module of experts and of the module around it."""
+    """Hooks that limit the experts of one mixture, on the module of experts and on the module around it."""
 
     def __init__(self, capacity: float, *, mixture: Mixture, over_tokens: OverTokens | None) -> None:
         """`capacity`: most tokens of a sample for one expert, as a multiple of the even share."""
@@ -86,9 +86,9 @@ class ExpertCapacity:
 
 
 def limit_experts(module: nn.Module, *, capacity: float, over_tokens: OverTokens | None = None) -> None:
-    """Let the experts of a model's mixtures take at most `capacity` of each sample's tokens, by hooks; 0: no limit.
+    """Limit the experts of a model's mixtures, by hooks. `capacity`: as in `ExpertCapacity`; 0: no limit.
 
-    Call it before the experts are divided. `over_tokens`: how a function gets all tokens; None: this rank has them."""
+    Call it before the experts are divided. `over_tokens`: None if this rank has all tokens of its samples."""
     for name, mixture in find_mixtures(module).items() if capacity else ():
         block = name.removesuffix(".base_layer").rpartition(".")[0]  # PEFT wraps the experts
         around, experts = module.get_submodule(block), module.get_submodule(name)

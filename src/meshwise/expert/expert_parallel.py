@@ -1,7 +1,7 @@
 """Divide the experts of a plain model over ranks: each rank's mixtures hold and run only its local experts.
 
 Each token goes to the ranks of its experts, and back; `token_exchange.py` has the steps. Under `etp` the matrices of
-stacked experts are split, the first by columns, the last by rows. With gate and value n is 2, else 1:
+stacked experts are split, the first by columns, the last by rows. n is 2 for experts with gate and value, else 1:
 
     | first   (experts, n · inner, features)   split in each of n sections, or in groups if they alternate
     | last    (experts, features, inner)       split in `inner`; the results are summed over the ranks
@@ -91,7 +91,7 @@ def inner_split(experts: nn.Module, *, mixture: Mixture, name: str) -> InnerSpli
 
 @dataclass(frozen=True)
 class SplitMixture:
-    """A mixture on this rank, and its exchange."""
+    """Mixture on this rank, and its exchange of tokens."""
 
     mixture: Mixture
     exchange: ExpertExchange
@@ -142,7 +142,7 @@ class SplitExperts(nn.Module):
         return self.sharding.exchange.run(hidden, index=index.unsqueeze(-1), weights=ones, experts=self._local(compute))
 
     def _local(self, compute: Compute) -> LocalExperts:
-        """Return `compute` for any number of rows, of this rank's experts and of copies of others.
+        """Return `compute` for any number of rows, by this rank's experts and by copies of other experts.
 
         Each parameter gets a gradient, maybe of zeros."""
 
@@ -402,8 +402,8 @@ def _called_placed(
 def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, float]:
     """Return the load of the busiest expert over the mean load, by name of the mixture, and forget the loads.
 
-    Every rank calls it. The loads are summed over all forwards since the last call, also of the spare rows of
-    `MicroBatch`. Mixtures that no rank has run are left out."""
+    Every rank calls it. The loads are summed over all forwards since the last call, also of spare rows
+    (`engine/microbatch_runner.py`). Mixtures that no rank has run are left out."""
     factors = {}
     for name, exchange in _exchanges(modules):
         total = exchange.load.clone()

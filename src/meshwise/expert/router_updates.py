@@ -5,7 +5,7 @@
     | expert_shares               = count / sum of the counts            for a balance loss over the batch
 
 The counts of all micro-batches and ranks are summed by one all-reduce a step, for all layers of a rank together. Under
-tp all ranks count the same tokens. This factor is common to all experts, so it changes neither sign nor share."""
+tp every rank counts each token. This factor is the same for all experts, so it changes neither signs nor shares."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,13 +21,13 @@ BIAS, SHARES = "e_score_correction_bias", "expert_shares"
 
 
 class RouterUpdates:
-    """Updates of the routers of all mixtures in the modules that it follows."""
+    """Updates of the routers of all mixtures in the modules given to `follow`."""
 
     def __init__(self, *, rate: float, device: torch.device) -> None:
         """`rate`: step of the bias; 0 leaves it as it is."""
         self._rate, self._device = rate, device
         self._counts: list[tuple[nn.Module, tuple[str, ...], Tensor]] = []
-        # Router, its buffers, and pairs (experts + 1,) that each expert got in this step; dropped ones are the last.
+        """Router, names of its buffers, and pairs (experts + 1,) of each expert in this step; last, dropped pairs."""
         self.counting: Callable[[], bool] = lambda: True
         """Function that returns False while a forward runs whose rows do not count."""
 

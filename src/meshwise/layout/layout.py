@@ -3,8 +3,8 @@
 A `Layout` says which mesh axes split which dim. The ranks along all other axes hold copies. This describes a tensor in
 every scheme of tensor parallelism. So a scheme here is a table of layouts, not code that slices and communicates.
 
-ZeRO splits the row-major elements of a tensor at any element. Parts of both kinds are written as rectangles of the
-full tensor, so a checkpoint of one plan can be loaded under another. `rectangles` covers a range of elements.
+ZeRO cuts a tensor in row-major order, between any two elements. Checkpoints store the parts of layouts and of ZeRO as
+rectangles of the full tensor (`rectangles`), so any other plan can load them.
 
 `token_order` splits a sequence over ranks. `TokenRanges` holds the global positions of some tokens as ranges, so a few
 numbers describe any length. Under a causal mask a token's work grows with its position. So two of the orders give each
@@ -58,7 +58,7 @@ class Rectangle:
 def rectangles(shape: Sequence[int], *, start: int, stop: int) -> list[Rectangle]:
     """Return rectangles that cover elements `start` to `stop` (excluded) of a row-major tensor, in their order.
 
-    They are at most 2·ndim - 1. A matrix has up to three: the end of the first row, full rows, the start of the last.
+    At most 2·ndim - 1 are needed. A matrix needs up to three: the end of the first row, full rows, a start of the last.
 
         | shape (4, 5), elements 3 to 16        . . . a a
         |                                       b b b b b
@@ -238,10 +238,10 @@ class TokenTile:
 
     def halves(self) -> list["TokenTile"]:
         """Return the first and the second half of the tokens; one tile for one token."""
-        low = TokenRanges((range(self.first, self.last + 1, self.step),))
+        tokens = TokenRanges((range(self.first, self.last + 1, self.step),))
         return [
             replace(one, start=self.start + one.start, stop=self.start + one.stop)
-            for one in low.tiles((low.count + 1) // 2)
+            for one in tokens.tiles((tokens.count + 1) // 2)
         ]
 
 
@@ -258,7 +258,7 @@ class TokenRanges:
 
     @classmethod
     def joined(cls, parts: Sequence["TokenRanges"]) -> "TokenRanges":
-        """Return the positions of several ranks, one rank after the other."""
+        """Return the positions of several ranks, in the order of `parts`."""
         return cls(tuple(one for part in parts for one in part.ranges))
 
     @cached_property
@@ -284,8 +284,8 @@ class TokenRanges:
             passed += len(part)
         return TokenRanges(tuple(found))
 
-    def without(self, position: int) -> "TokenRanges":
-        """Return the positions below `position`; later ones are left out, and `position` too."""
+    def below(self, position: int) -> "TokenRanges":
+        """Return the positions below `position`."""
         return TokenRanges(tuple(part[: len(range(part.start, position, part.step))] for part in self.ranges))
 
     def tiles(self, size: int) -> Iterator[TokenTile]:

@@ -38,8 +38,8 @@ class OperandLayoutMove:
 
     | axes   the axes of the collective; () for no collective
     | dim    the dim that is gathered (X, W) or scattered (Y): `rows` (dim 0), `tokens` (dim -2) or `features` (dim -1)
-    |        of an activation, `out` or `in` of a weight. `none`: no dim is split. Then X is whole on all ranks, and its
-    |        gradient is summed in the backward; or Y is all-reduced, and its gradient is not changed"""
+    |        of an activation, `out` or `in` of a weight. `none`: no dim is split. X is then whole on all ranks, and the
+    |        backward sums its gradient. Y is then all-reduced, and the backward leaves its gradient unchanged"""
 
     axes: Axes = ()
     dim: str = "none"
@@ -78,7 +78,7 @@ class Scheme:
     | head               the product of roles `head` and `single`. The embedding of the vocabulary uses it in reverse:
     |                    its table is stored like the head's W, and its output is reduced over the axes of the head's
     |                    `x`. Before this, a rank has zeros for tokens outside of its part of the vocabulary
-    | stream, inner      the axes that split the features of the hidden states, and the inner features of a pair
+    | hidden, inner      the axes that split the features of the hidden states, and the inner features of a pair
     | rows, inner_rows   the axes that split rows of the hidden states, and rows inside a pair, besides `replicas`
     | tokens             the axes that split the tokens of the hidden states
     | kv_replicas        the axes of `inner` whose ranks hold the same keys and values; see `mesh_with_kv_replicas`
@@ -88,7 +88,7 @@ class Scheme:
     colwise: SchemeProduct
     rowwise: SchemeProduct
     head: SchemeProduct
-    stream: Axes
+    hidden: Axes
     inner: Axes
     rows: Axes = ()
     inner_rows: Axes = ()
@@ -113,12 +113,12 @@ def one_d(*, sequence: bool) -> Scheme:
     The embedding and the head split the vocabulary. Each takes one all-reduce of b·s·h elements: the embedding in the
     forward, the head in the backward."""
     tp = ("tp",)
-    stream = OperandLayoutMove(tp, "tokens" if sequence else "none")
+    moved = OperandLayoutMove(tp, "tokens" if sequence else "none")
     return Scheme(
-        colwise=SchemeProduct(out=tp, within=(), x=stream),
-        rowwise=SchemeProduct(out=(), within=tp, y=stream, rows=tp if sequence else ()),
+        colwise=SchemeProduct(out=tp, within=(), x=moved),
+        rowwise=SchemeProduct(out=(), within=tp, y=moved, rows=tp if sequence else ()),
         head=SchemeProduct(out=tp, within=(), x=OperandLayoutMove(tp)),
-        stream=(),
+        hidden=(),
         inner=tp,
         tokens=tp if sequence else (),
     )
@@ -157,7 +157,7 @@ def two_d(rows: Axes = ("row",)) -> Scheme:
         colwise=linear,
         rowwise=linear,
         head=linear,
-        stream=("col",),
+        hidden=("col",),
         inner=("col",),
         rows=rows,
         inner_rows=rows,
@@ -205,7 +205,7 @@ def three_d() -> Scheme:
             rows=("i", "j"),
         ),
         head=SchemeProduct(out=("l",), within=("i", "j"), x=features, w=inputs, rows=("i", "j")),
-        stream=("l",),
+        hidden=("l",),
         inner=("j",),
         rows=("i", "j"),
         inner_rows=("i", "l"),
@@ -213,7 +213,7 @@ def three_d() -> Scheme:
 
 
 def scheme(plan: Plan, *, blocks: bool) -> Scheme:
-    """Return a plan's scheme for modules in the blocks (`blocks`), where tokens may be split, or outside of them."""
+    """Return a plan's scheme. `blocks`: True for modules in the blocks, where tokens may be split; False outside."""
     if plan.tp_mode == "1d":
         chosen = one_d(sequence=blocks and plan.sequence_parallel == 1)
     elif plan.tp_mode == "3d":
@@ -238,7 +238,7 @@ def mesh_with_kv_replicas(plan: Plan, *, parts: Iterable[Part]) -> Mesh:
     if axis not in mesh.names:
         raise PlanError(
             f"under '{plan}' {kv_replicas} ranks share each KV head, and ep or etp takes a part of the ranks of tp. "
-            "Take a tp of at most the number of KV heads, or ep and etp that take all ranks of tp or none of them"
+            "Use a tp of at most the number of KV heads, or let ep and etp take all ranks of tp, or none of them"
         )
     axes = []
     for name, degree in mesh.axes:

@@ -35,7 +35,7 @@ from meshwise.tensor.detect.attention_heads import set_count
 from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS, computes_as
 from meshwise.tensor.schemes import scheme_on
 
-_TO_STREAM = ("norm", "single", "embedding")
+_TO_HIDDEN = ("norm", "single", "embedding")
 """Roles of modules that return hidden states, inside and outside of blocks."""
 
 
@@ -95,7 +95,7 @@ class _Split:
         """Split the module or parameter `name`. If another stage holds it, only reshard the module's output."""
         if part.on_other_stage:
             if name in self._modules:
-                self._put_together(self._modules[name], part)
+                self._gather_output(self._modules[name], part)
             return
         module = self._modules.get(name)
         if module is not None and self._played.setdefault(module, name) != name:
@@ -117,7 +117,7 @@ class _Split:
                 raise ValueError(
                     f"{by[first]} and {name} are one parameter, but their parts store it as '{found[first].layout}' "
                     f"and as '{placement.layout}'; give them parts that agree, "
-                    f"{'or take tp_mode=1d' if self._outside.scheme.stream else rules}"
+                    f"{'or take tp_mode=1d' if self._outside.scheme.hidden else rules}"
                 )
             by.setdefault(first, name)
         experts = tuple(f"{name}." for name, part in self._parts.items() if part.role == "experts")
@@ -138,7 +138,7 @@ class _Split:
         if f"{name}.bias" in self._parameters:
             summed = (*context.scheme.replicas, *projection.product.rows)
             self._placed[f"{name}.bias"] = Placement(projection.bias_layout, summed)
-        self._put_together(module, part)
+        self._gather_output(module, part)
 
     def _embedding(self, name: str, part: Part) -> None:
         module = self._modules[name]
@@ -149,22 +149,22 @@ class _Split:
         set_sharded_class(module, front=ShardedEmbedding, sharding=table, inside=inside)
         table.follow(self._root)
         self._placed[f"{name}.weight"] = table.head.weight_placement
-        self._put_together(module, part)
+        self._gather_output(module, part)
 
-    def _put_together(self, module: nn.Module, part: Part) -> None:
-        """Register a hook that gathers the module's output if the hidden states behind it must have all features."""
+    def _gather_output(self, module: nn.Module, part: Part) -> None:
+        """Register a hook that gathers the module's output if later modules need all features of it."""
         if part.whole_features and part.role in ("embedding", "single", "rowwise"):
             reshard.change_output(module, change=self._gathering())
 
     def _gathering(self) -> reshard.Change:
-        """Return a function that gathers all features of hidden states; made from the shapes of full parameters."""
-        return functools.partial(self._outside.gather_features_of, sizes=self._outside.stream_sizes(self._width()))
+        """Return a function that gathers all features of hidden states; call this while parameters are still full."""
+        return functools.partial(self._outside.gather_features_of, sizes=self._outside.hidden_sizes(self._width()))
 
     def _by_features(self, name: str, part: Part) -> None:
         """Place parameters that have a dim of features of the hidden states, or of a pair's inner features."""
         context = self._context(name, part)
         scheme, inner = context.scheme, part.role == "inner"
-        axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.stream, (*scheme.rows, *scheme.tokens))
+        axes, rows = (scheme.inner, scheme.inner_rows) if inner else (scheme.hidden, (*scheme.rows, *scheme.tokens))
         if part.shared:
             axes, rows = tuple(axis for axis in axes if axis not in scheme.kv_replicas), (*rows, *scheme.kv_replicas)
         module = self._modules.get(name)
@@ -185,7 +185,7 @@ class _Split:
     def _norm(self, name: str, part: Part) -> None:
         context, module = self._context(name, part), self._modules[name]
         self._by_features(name, dataclasses.replace(part, role="inner" if part.inner else "vector"))
-        axes = context.scheme.inner if part.inner else context.scheme.stream
+        axes = context.scheme.inner if part.inner else context.scheme.hidden
         axes = tuple(axis for axis in axes if not part.shared or axis not in context.scheme.kv_replicas)
         if context.degree(axes) == 1:
             return
@@ -270,7 +270,7 @@ class _Split:
             if (part.role == "colwise" or part.summed_from is not None) and (key.startswith(f"{name}.") or not name):
                 shape = (self._parameters[key] if key in self._parameters else _matrix(self._modules[key], key)).shape
                 features = shape[0 if part.transposed else 1]
-                widths |= {features, self._inside.own_size(features, axes=self._inside.scheme.stream)}
+                widths |= {features, self._inside.own_size(features, axes=self._inside.scheme.hidden)}
         return widths
 
     # ---- hooks of the whole model --------------------------------------------------------------------------------
@@ -288,26 +288,26 @@ class _Split:
                 reshard.change_input(first, change=self._inside.take_tokens)
                 reshard.change_output(last, change=self._inside.gather_tokens)
             if self._parts[names[0]].whole_features:
-                sizes = self._outside.stream_sizes(self._width())
+                sizes = self._outside.hidden_sizes(self._width())
                 reshard.change_input(first, change=functools.partial(self._outside.take_features, sizes=sizes))
                 reshard.change_output(last, change=self._gathering())
         leaving = GatheredOutputs()
         leaving.follow(self._root)
-        self._watch_what_leaves(leaving, whole=whole)
+        self._note_split_outputs(leaving, whole=whole)
 
-    def _watch_what_leaves(self, leaving: GatheredOutputs, *, whole: bool) -> None:
-        """Register hooks that note split hidden states, and attention weights of this rank's heads."""
+    def _note_split_outputs(self, leaving: GatheredOutputs, *, whole: bool) -> None:
+        """Register hooks that note split hidden states, and attention weights of a rank's own heads."""
         for name, part in self._parts.items():
             block = part.role == "block"
             context = self._inside if block else self._context(name, part)
-            split = context.degree((*context.scheme.tokens, *context.scheme.stream)) > 1
+            split = context.degree((*context.scheme.tokens, *context.scheme.hidden)) > 1
             if part.role == "attention" and part.sharded_class is None:  # it may return attention weights too
                 # A stage does not run other stages' blocks: there, the block returns the received tensors.
                 around = [other for other in self._blocks if name.startswith(f"{other}.") and not whole]
                 for watched in {name, *around}:
                     leaving.watch_heads(self._modules[watched], context=context, part=part)
-            elif split and (block or (part.role in _TO_STREAM and not part.inner and not part.whole_features)):
-                leaving.watch_stream(self._modules[name], context=context, features=self._width(), given=block)
+            elif split and (block or (part.role in _TO_HIDDEN and not part.inner and not part.whole_features)):
+                leaving.watch_hidden_states(self._modules[name], context=context, features=self._width(), given=block)
 
     def _context(self, name: str, part: Part) -> SplitContext:
         within = any(name == block or name.startswith(f"{block}.") for block in self._blocks)
@@ -316,8 +316,8 @@ class _Split:
     def _width(self) -> int:
         """Return the number of features of the hidden states. Raises ValueError if no part and no matrix shows it."""
         for name, part in self._parts.items():
-            if part.stream:
-                return part.stream
+            if part.hidden_width:
+                return part.hidden_width
             if part.on_other_stage:
                 continue
             if part.role in ("colwise", "single", "head") and name in self._modules:
@@ -346,7 +346,7 @@ def _matrix(module: nn.Module, name: str) -> Tensor:
     """Return the weight of a module. Raises ValueError without a weight of two dims."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 2:
-        raise ValueError(f"{name} ({type(module).__name__}) has no matrix named weight, so it has no matrix's part")
+        raise ValueError(f"{name} ({type(module).__name__}) has no matrix named weight, as its role needs")
     return weight
 
 

@@ -7,8 +7,8 @@ Under 3D the rows of the batch are split over the axes (i, j) in the hidden stat
 `tensor/core/part.py`). So an argument of an attention that has a batch dim, such as a mask, is moved to the rows of the
 pair. If it needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these gradients.
 
-Hooks of `GatheredOutputs` note the hidden states and attention weights of a forward that are parts. After the forward,
-each noted tensor in the model's output is gathered once."""
+Hooks of `GatheredOutputs` note split hidden states and attention weights during a forward. After it, each noted tensor
+in the model's output is gathered once."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from meshwise.tensor.schemes import Axes
 Change: TypeAlias = Callable[[Tensor], Tensor]
 """Function that a hook applies to an input or output of a module."""
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
-_STREAM = "hidden_states"
+_HIDDEN = "hidden_states"
 _POSITIONS = ("position_embeddings", "position_ids", "cos", "sin")
 
 
@@ -97,7 +97,7 @@ def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: i
 
 
 def share_input_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
-    """Register a hook that gathers the channels of a split input; the input's gradient is summed over `axes`."""
+    """Register a hook that gathers split channels of the input. The gradient is always summed over `axes`."""
     channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
     sizes = context.sizes(channels, axes=axes)
 
@@ -136,7 +136,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     world, group = context.world, context.world.group(there.axes)
     rows = context.shard_sizes.rows or (x.size(0),) * group.size
     sizes = (x.size(0),) * group.size
-    if min(rows) < max(rows):  # the size of another dim 0 may fit by chance on some ranks
+    if min(rows) < max(rows):  # a dim 0 that is not rows may fit by chance, but not on all ranks
         sizes = tuple(world.exchange(x.size(0), axes=there.axes))
     each = max(sizes) // max(1, *rows)
     if not each or sizes != tuple(each * count for count in rows):
@@ -146,7 +146,7 @@ def to_inner_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     return inner
 
 
-def to_stream_rows(x: Tensor, *, context: SplitContext) -> Tensor:
+def to_hidden_rows(x: Tensor, *, context: SplitContext) -> Tensor:
     """Move `x` from this rank's rows inside a pair, in dim 0, to its rows of the hidden states.
 
     `x` is equal on all ranks that have the same rows inside a pair. This is a collective under 3D only."""
@@ -178,7 +178,7 @@ def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collect
     dims = [0]
 
     def look(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-        dims[0] = next((x.dim() for x in tensors((args[:1], given.get(_STREAM)))), 0)
+        dims[0] = next((x.dim() for x in tensors((args[:1], given.get(_HIDDEN)))), 0)
 
     def change(name: str, x: Tensor) -> Tensor:
         known = name in _POSITIONS or any(word in name for word in MASKS)
@@ -235,7 +235,7 @@ def change_output(block: nn.Module, *, change: Change) -> None:
         if isinstance(output, tuple) and isinstance(output[0], Tensor):
             return (change(output[0]), *output[1:])
         raise ValueError(
-            f"a block returned {type(output).__name__}; under tensor parallelism it returns the hidden states, or a "
+            f"a block returned {type(output).__name__}; under tensor parallelism it must return hidden states, or a "
             "tuple that begins with them"
         )
 
@@ -250,17 +250,17 @@ def change_input(module: nn.Module, *, change: Change) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args and isinstance(args[0], Tensor):
             return (change(args[0]), *args[1:]), given
-        if isinstance(given.get(_STREAM), Tensor):
-            return args, {**given, _STREAM: change(given[_STREAM])}
+        if isinstance(given.get(_HIDDEN), Tensor):
+            return args, {**given, _HIDDEN: change(given[_HIDDEN])}
         raise ValueError(
-            f"{type(hooked).__name__} was called without hidden states; pass them as first argument or as {_STREAM}"
+            f"{type(hooked).__name__} was called without hidden states; pass them as first argument or as {_HIDDEN}"
         )
 
     module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 class GatheredOutputs:
-    """Record of the tensors in a model's current forward that are parts, each with the function that gathers it."""
+    """Record of the tensors in a model's current forward that are split, each with the function that gathers it."""
 
     def __init__(self) -> None:
         self._parts: dict[int, tuple[weakref.ref[Tensor], Change]] = {}
@@ -270,13 +270,13 @@ class GatheredOutputs:
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
-    def watch_stream(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
+    def watch_hidden_states(self, module: nn.Module, *, context: SplitContext, features: int, given: bool) -> None:
         """Register hooks that note the hidden states that a module returns and, if `given`, those that it gets."""
-        sizes = context.stream_sizes(features)
+        sizes = context.hidden_sizes(features)
 
         def whole() -> Change:
             now = dataclasses.replace(context, shard_sizes=context.shard_sizes.snapshot())
-            return functools.partial(_whole_stream, context=now, sizes=sizes)
+            return functools.partial(_whole_hidden_states, context=now, sizes=sizes)
 
         def before(_module: nn.Module, args: tuple[Any, ...], by_name: dict[str, Any]) -> None:
             self._note(list(itertools.islice(tensors((args, by_name)), 1)), whole())
@@ -325,7 +325,7 @@ class GatheredOutputs:
         return map_tensors(leave, output)
 
 
-def _whole_stream(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -> Tensor:
+def _whole_hidden_states(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -> Tensor:
     """Return the hidden states with all tokens and all features; `sizes`: each rank's number of features."""
     if context.degree(context.scheme.tokens) > 1 and context.shard_sizes.tokens is not None:
         x = context.gather_tokens(x)
@@ -335,4 +335,4 @@ def _whole_stream(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -
 def _all_heads(x: Tensor, *, context: SplitContext, sizes: tuple[int, ...]) -> Tensor:
     """Return (rows of the hidden states, all heads, …) from (rows of the pair, this rank's heads, …)."""
     x = gradient.replicate(x, world=context.world, axes=context.scheme.inner, dim=1, sizes=sizes).wait()
-    return to_stream_rows(x, context=context)
+    return to_hidden_rows(x, context=context)

@@ -1,7 +1,7 @@
 """Slices of activations that a rank has at every point of the forward, and the parts of a pipeline stage.
 
-`activation_regions` serves dropout, which draws the same masks under every plan, and so must know which slice of a mask
-a rank's tensor needs. The slice follows from the parameters' layouts, and stays the same between two split modules:
+Dropout draws the same masks under every plan, so it must know which slice of a mask a rank's tensor needs
+(`activation_regions`). The slice follows from the layouts of parameters, and changes only at split modules:
 
     | after              features           tokens                                 rows
     | embedding          hidden             all                                    hidden
@@ -30,7 +30,7 @@ from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.schemes import scheme_on
 
-_TO_STREAM = ("rowwise", "single", "embedding", "positions", "patches")
+_TO_HIDDEN = ("rowwise", "single", "embedding", "positions", "patches")
 
 
 def activation_regions(
@@ -45,8 +45,8 @@ def activation_regions(
 
     The regions of the first mapping begin before the module runs, the regions of the second mapping after it.
     `parts` and `outside`: as given to `tensor_parallel`; for a stage of a pipeline, the parts of the whole model.
-    `absent`: names of the modules that other stages run. The modules inside them are not called here, so an absent
-    module begins the region of its last inner module. Both mappings are empty if the hidden width is unknown."""
+    `absent`: names of the modules that other stages run. Their inner modules are not called here, so the region of
+    the last inner module begins after the absent module. Both mappings are empty if the hidden width is unknown."""
     projections = dict(_projections(module, parts))
     width = _width(parts, projections)
     if not width:
@@ -59,15 +59,15 @@ def activation_regions(
         within = any(name.startswith(f"{block}.") for block in blocks)
         if part.role == "head":
             after[name] = ActivationRegion  # a draw on logits covers all of them
-        elif part.role in _TO_STREAM:
-            stream = functools.partial(_stream, inside if within else outside, width)
-            after[name] = ActivationRegion if part.whole_features else stream
+        elif part.role in _TO_HIDDEN:
+            hidden = functools.partial(_hidden, inside if within else outside, width)
+            after[name] = ActivationRegion if part.whole_features else hidden
         elif part.role == "whole" and not within:
             before[name] = ActivationRegion
         elif part.role == "dropout":
             context, adapted = inside if within else outside, module.get_submodule(name.partition(".lora_dropout")[0])
             split = functools.partial(_inner_features, context, vars(adapted)["in_features"], part.cut)
-            before[name] = split if part.inner else functools.partial(_stream, context, width)
+            before[name] = split if part.inner else functools.partial(_hidden, context, width)
         elif part.shared:
             continue  # several ranks hold these keys and values; the queries show this rank's heads
         elif name in projections and part.role == "colwise":
@@ -78,15 +78,15 @@ def activation_regions(
             after |= dict.fromkeys(absent.intersection(enclosing(name)), after.get(name, ActivationRegion))
     for stack in {block.rpartition(".")[0]: None for block in blocks}:
         names = [block for block in blocks if block.rpartition(".")[0] == stack]
-        before[names[0]] = functools.partial(_stream, inside, width)
+        before[names[0]] = functools.partial(_hidden, inside, width)
         whole = parts[names[-1]].whole_features
-        after[names[-1]] = ActivationRegion if whole else functools.partial(_stream, outside, width)
+        after[names[-1]] = ActivationRegion if whole else functools.partial(_hidden, outside, width)
     return before, after
 
 
 def _width(parts: Mapping[str, Part], projections: Mapping[str, Projection]) -> int:
     """Return the number of features of the hidden states, or 0 if it is unknown."""
-    of_blocks = max((part.stream for part in parts.values()), default=0)
+    of_blocks = max((part.hidden_width for part in parts.values()), default=0)
     closing = (own for own in projections.values() if own.part.role in ("rowwise", "single"))
     return of_blocks or next((sum(own.out_sizes) for own in closing), 0)
 
@@ -119,11 +119,11 @@ def _inner_features(context: SplitContext, features: int, cut: DimSplit) -> Acti
     return ActivationRegion(hidden=(DimSlice(-1, sum(sizes[:index]), sizes[index]),))
 
 
-def _stream(context: SplitContext, width: int) -> ActivationRegion:
+def _hidden(context: SplitContext, width: int) -> ActivationRegion:
     """Return the region of hidden states with `width` features."""
-    features, tokens = context.stream_sizes(width), context.shard_sizes.tokens or ()
+    features, tokens = context.hidden_sizes(width), context.shard_sizes.tokens or ()
     cuts = []
-    for dim, axes, sizes in ((-1, context.scheme.stream, features), (-2, context.scheme.tokens, tokens)):
+    for dim, axes, sizes in ((-1, context.scheme.hidden, features), (-2, context.scheme.tokens, tokens)):
         if context.degree(axes) > 1 and sum(sizes) > 1:
             index = context.world.group(axes).index
             cuts.append(DimSlice(dim, sum(sizes[:index]), sizes[index]))

@@ -53,16 +53,16 @@ class OperandMove:
 class MatmulCollectives:
     """Collectives and options of one product Y = X·W on this rank.
 
-    | x, w, y    the gather of X, the gather of W, the reduction of Y
-    | within     the dim of K in the stored weight: -1 as in nn.Linear, or -2
-    | keeps      True: keep gathered operands for the backward, which saves the second gather and takes memory
-    | recall     keeps the result for a forward that is repeated"""
+    | x, w, y       the gather of X, the gather of W, the reduction of Y
+    | input_dim     the dim of K in the stored weight: -1 as in nn.Linear, or -2
+    | keeps         True: keep gathered operands for the backward, which saves the second gather and takes memory
+    | recall        keeps the result for a forward that is repeated"""
 
     world: World
     x: OperandMove
     w: OperandMove
     y: OperandMove
-    within: int = -1
+    input_dim: int = -1
     keeps: bool = False
     recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
 
@@ -81,7 +81,7 @@ class InputGather:
     def regather(self, stored: Tensor) -> Finish:
         """Return a function that waits for the gather of `stored`. The first call starts it, the last releases it."""
         if self._arriving is None:
-            self._arriving = _gather(_there(stored), self._moved, world=self._world)
+            self._arriving = _gather(_ready(stored), self._moved, world=self._world)
             self._left = self.readers
         arriving = self._arriving
         self._left -= 1
@@ -92,11 +92,11 @@ class InputGather:
 
 @dataclass(frozen=True)
 class MatmulInput:
-    """Input X of a product; it is gathered already, or the product gathers it.
+    """Input X of a product, gathered already or to be gathered by the product.
 
     | value       X to multiply, or this rank's part if the product itself gathers X
     | stored      this rank's part of X, kept for the backward instead of `value`; None: `value` is kept
-    | gathering   the gather of `stored` in the backward; None if no other product reads X"""
+    | gathering   the gather of `stored` in the backward, which all readers of X share; None if `stored` is None"""
 
     value: Tensor
     stored: Tensor | None = None
@@ -134,7 +134,7 @@ class _Multiply(torch.autograd.Function):
         kept: list[Tensor] = []
 
         def multiply() -> Tensor:
-            x_coming, w_coming = _operands(_there(x), _there(weight), operation)
+            x_coming, w_coming = _operands(_ready(x), _ready(weight), operation)
             x_whole, w_whole = x_coming(), w_coming()
             kept.extend([x_whole, w_whole] if operation.keeps else [])
             y = _product(x_whole, w_whole, bias=added, summed=operation.y, world=operation.world)
@@ -153,9 +153,9 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         operation: MatmulCollectives = ctx.operation
-        x, weight, *kept = (_there(tensor) for tensor in ctx.saved_tensors)
+        x, weight, *kept = (_ready(tensor) for tensor in ctx.saved_tensors)
         for_x, for_w, for_bias = needed_gradients(ctx)[:3]
-        arriving = _gather(_there(dy), operation.y if for_x or for_w else OperandMove(), world=operation.world)
+        arriving = _gather(_ready(dy), operation.y if for_x or for_w else OperandMove(), world=operation.world)
         whole = x if ctx.gathering is None or not for_w else ctx.gathering.regather(x())
         own, d_bias, experts = dy, None, weight().dim() == 3
         if for_bias and operation.y.dim is not None:  # while dy arrives
@@ -171,7 +171,7 @@ class _Multiply(torch.autograd.Function):
             d_bias = _rows_of(own, experts=experts).sum(-2)
         operation.world.progress()  # other ranks have sent their dx by now, so this does not wait
         if for_w:
-            partial = _outer(x_coming().conj(), dy, within=operation.within, experts=experts)
+            partial = _outer(x_coming().conj(), dy, input_dim=operation.input_dim, experts=experts)
             dw = _reduce(partial, operation.w, world=operation.world)
         return dx and dx(), dw and dw(), d_bias, None, None
 
@@ -180,10 +180,10 @@ def _operands(x: Finish, weight: Finish, operation: MatmulCollectives) -> tuple[
     """Start to gather X and W, and return functions that wait for X and for W (out, in)."""
     x_coming = _gather(x, operation.x, world=operation.world)
     w_coming = _gather(weight, operation.w, world=operation.world)
-    return x_coming, w_coming if operation.within == -1 else lambda: w_coming().mT
+    return x_coming, w_coming if operation.input_dim == -1 else lambda: w_coming().mT
 
 
-def _there(x: Tensor) -> Finish:
+def _ready(x: Tensor) -> Finish:
     """Return a function that returns `x`, for an operand without a collective."""
     return lambda: x
 
@@ -234,7 +234,7 @@ def _reduce(partial: Tensor, moved: OperandMove, *, world: World) -> Finish:
     return finish
 
 
-def _outer(x: Tensor, dy: Tensor, *, within: int, experts: bool) -> Tensor:
+def _outer(x: Tensor, dy: Tensor, *, input_dim: int, experts: bool) -> Tensor:
     """Return Xᵀ · dY, with the dims in the order of the stored weight."""
-    one, other = (dy, x) if within == -1 else (x, dy)
+    one, other = (dy, x) if input_dim == -1 else (x, dy)
     return _rows_of(one, experts=experts).mT @ _rows_of(other, experts=experts)

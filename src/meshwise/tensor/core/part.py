@@ -5,15 +5,15 @@ the module, with the layouts that `tensor/schemes.py` has for its role.
 
     hidden ── norm ── colwise ── inner ── rowwise ── + hidden        a pair: attention or MLP
 
-*Hidden states*, also called the *stream*, are the activations between blocks. *Inner* activations lie between the two
-linears of a pair: the features of attention heads, or of an MLP's hidden layer. The *grain* of a dim is the number of
-features that must stay on one rank, such as the features of a head.
+*Hidden states* are the activations between blocks. *Inner* activations lie between the two linears of a pair: the
+features of attention heads, or of an MLP's hidden layer. The *grain* of a dim is the number of features that must stay
+on one rank, such as the features of a head.
 
     | role        module                                                        input    output
     | colwise     a first linear of a pair                                      hidden   inner
     | rowwise     the last linear of a pair                                     inner    hidden
     | single      a linear without a partner                                    hidden   hidden
-    | head        the linear that gives logits                                  hidden   logits, split over the words
+    | head        the linear that gives logits                                  hidden   logits, split by vocabulary
     | embedding   the embedding of the vocabulary                               tokens   hidden
     | positions   an embedding that is added (positions, token types)           indices  hidden
     | patches     a convolution whose output channels become features           input    hidden
@@ -77,12 +77,12 @@ class Part:
     readers: int = 1
     """colwise: number of matrices that read the same input, which is gathered once for all of them."""
     gathered: bool = False
-    """colwise: True if hidden states are gathered at the entry of the enclosing attention. Then its colwise linears
-    share one gather, and its forward sees the sizes of the whole input."""
+    """colwise: True if hidden states are gathered at the entry of the enclosing attention. The colwise linears of the
+    attention then share one gather, and the attention's forward sees the sizes of the whole input."""
     narrow_grain: int = 0
-    """attention whose input is gathered, and whose forward takes the width of its heads from the last size of its
-    input: features that stay together; otherwise 0. The forward then gets an input as wide as this rank's heads, and
-    its linears get the whole input."""
+    """attention with a gathered input, whose forward takes the width of all heads from the last size of this input:
+    number of features that stay together. 0 for other attentions. The forward then gets an input as wide as this
+    rank's heads, and its linears get the whole input."""
     even_rows: bool = False
     """attention: True if all ranks need equally many rows, because the forward reads the number from its input."""
     whole_tokens: bool = False
@@ -107,7 +107,7 @@ class Part:
     `SplitContext` and projections in `self.sharding`. None: the module keeps its forward."""
     norm: Norm | None = None
     """norm: formula of the norm."""
-    stream: int = 0
+    hidden_width: int = 0
     """block: number of features of the hidden states over all ranks; 0 for other roles."""
     whole_features: bool = False
     """block, embedding, single, rowwise: True if hidden states outside of the blocks have all features on every rank.
@@ -116,8 +116,8 @@ class Part:
     """Any role: True if another stage of the pipeline holds the parameters. The module then returns the tensors
     received from that stage, or NaN."""
     summed_from: int | None = None
-    """whole: index of the first output feature of those that each rank uses for its own heads alone; None for none.
-    The gradients of these features are summed over the ranks."""
+    """whole: index of an output feature. Each rank uses this feature and all later ones for its own heads alone, so
+    their gradients are summed over the ranks. None: no gradients are summed."""
     inner: bool = False
     """norm: True for a norm inside a pair, over all heads of the queries or of the keys; it is split like the heads.
     magnitude, dropout: True if its features are inner ones, which are split."""

@@ -38,7 +38,7 @@ from meshwise.comm.api.world import World
 from meshwise.layout.layout import ANYWHERE, Layout
 from meshwise.model.parameter_table import Placement
 from meshwise.model.torch_private import in_backward, needed_gradients
-from meshwise.tensor.core.activation_reshard import sum_gradient_over_heads, to_inner_rows, to_stream_rows
+from meshwise.tensor.core.activation_reshard import sum_gradient_over_heads, to_hidden_rows, to_inner_rows
 from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
 from meshwise.tensor.core.part import Norm, Part
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
@@ -54,7 +54,7 @@ class Projection(BoundToRank):
 
     def __init__(self, context: SplitContext, *, part: Part, shape: Sequence[int]) -> None:
         product = _product(context.scheme, part)
-        within = -2 if part.transposed else -1
+        input_dim = -2 if part.transposed else -1
         out_cut = part.cut if part.role == "colwise" else ANYWHERE
         in_cut = part.cut if part.role == "rowwise" else ANYWHERE
         self.context = context
@@ -67,10 +67,10 @@ class Projection(BoundToRank):
         self.layout = Layout(axes, cuts=cuts)
         out = Layout((product.features,), cuts=(out_cut,))
         self.bias_layout = Layout((context.scheme.experts, *out.splits), cuts=(ANYWHERE, out_cut)) if experts else out
-        self.out_sizes = context.sizes(shape[-3 - within], axes=product.features, cut=out_cut)
-        self._x = context.sizes(shape[within], axes=product.x.axes, cut=in_cut)
-        self._stream = context.stream_sizes(shape[within])
-        self._within = within
+        self.out_sizes = context.sizes(shape[-3 - input_dim], axes=product.features, cut=out_cut)
+        self._x = context.sizes(shape[input_dim], axes=product.x.axes, cut=in_cut)
+        self._hidden = context.hidden_sizes(shape[input_dim])
+        self._input_dim = input_dim
         self.weight_move = self._weight_move(tuple(shape))
 
     @property
@@ -80,16 +80,16 @@ class Projection(BoundToRank):
 
     @property
     def weight_placement(self) -> Placement:
-        """Placement of the weight. `summed`: its replicas, and the row axes over which the matmul sums no gradient."""
+        """Placement of the weight. The step sums its gradient over replicas and row axes, except axes of the matmul."""
         done = (*self.product.w.axes, *self.product.y.axes)
         rows = (axis for axis in self.product.rows if axis not in done)
         return Placement(self.layout, (*self.context.scheme.replicas, *rows))
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Map (…, in) to (…, out), both local. The scheme sets the rows and tokens, and for `single` the features."""
+        """Map local (…, in) to local (…, out). The scheme decides which rows and tokens a rank has before and after."""
         context, product = self.context, self.product
         if self.part.role != "rowwise" and not self.part.gathered:
-            x = context.take_features(x, sizes=self._stream)
+            x = context.take_features(x, sizes=self._hidden)
         unflattened = context.unflatten(x, product=product)
         if unflattened is not x:
             return self(unflattened, weight, bias).flatten(0, 1)
@@ -98,12 +98,12 @@ class Projection(BoundToRank):
             x=OperandMove() if self._shares else self.input_move,
             w=self.weight_move,
             y=context.operand_move(product.y),
-            within=self._within,
+            input_dim=self._input_dim,
             keeps=context.keeps,
             recall=context.recall,
         )
         y = matmul(self._operand(x), weight=weight, bias=bias, operation=operation)
-        if self.part.role == "single" and not context.scheme.stream:
+        if self.part.role == "single" and not context.scheme.hidden:
             y = gradient.replicate(y, world=context.world, axes=product.features, dim=-1, sizes=self.out_sizes).wait()
         return y
 
@@ -116,7 +116,7 @@ class Projection(BoundToRank):
         return logits.whole() if self.part.whole_features else logits
 
     def _operand(self, x: Tensor) -> MatmulInput:
-        """Return the operand to multiply for input `x`. Linears with the same input share one gather."""
+        """Return input `x` as an operand. Linears with the same input share one gather."""
         context = self.context
         arrived = context.shared_gather.take(x) if self._shares or self.part.gathered else None
         if arrived is not None or not self._shares:
@@ -128,7 +128,7 @@ class Projection(BoundToRank):
         move, world = self.product.w, self.context.world
         if self.context.degree(move.axes) == 1:
             return OperandMove()
-        dim = self._within if move.dim == "in" else -3 - self._within
+        dim = self._input_dim if move.dim == "in" else -3 - self._input_dim
         ranks = world.group(move.axes).ranks
         sizes = tuple(self.layout.local_shape(shape, mesh=world.mesh, rank=rank)[dim] for rank in ranks)
         return OperandMove(move.axes, dim, sizes)
@@ -195,7 +195,7 @@ class SplitTable(BoundToRank):
         own = self._own(numbers)
         whole = arriving.wait() if w.axes else table
         parts = functional.embedding(own.clamp_min(0), whole, padding_idx=self._padding)
-        return self._added(parts.masked_fill((own < 0)[..., None], 0))
+        return self._summed(parts.masked_fill((own < 0)[..., None], 0))
 
     def _own(self, numbers: Tensor) -> Tensor:
         """Return the row of each number in this rank's part of the table, or -1 for rows of other ranks."""
@@ -204,7 +204,7 @@ class SplitTable(BoundToRank):
         own = numbers - self._first
         return own.masked_fill((own < 0) | (own >= self._count), -1)
 
-    def _added(self, parts: Tensor) -> Tensor:
+    def _summed(self, parts: Tensor) -> Tensor:
         world, moved = self.context.world, self.head.input_move
         if not moved.axes:
             return parts
@@ -295,7 +295,7 @@ class ShardedMagnitude(nn.Module):
         """Return the norms (outputs,) of the whole rows of W + scaling · B A; PEFT takes no gradient of them."""
         world, axes = self.sharding
         whole = (weight.T if self.fan_in_fan_out else weight).detach() + scaling * lora_weight
-        wide = torch.promote_types(whole.dtype, torch.float32)  # squares of half precision overflow and vanish
+        wide = torch.promote_types(whole.dtype, torch.float32)  # squares in half precision overflow or underflow
         squares = whole.to(wide).square().sum(1)
         world.all_reduce(squares, axes=axes).wait()
         return squares.sqrt().to(whole.dtype)
@@ -396,7 +396,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         output = self.out_proj(y)
         if weights is not None:
             weights = self._of_all_heads(weights, average=call.average_attn_weights)
-            weights = to_stream_rows(weights, context=self.sharding.context) if batched else weights.squeeze(0)
+            weights = to_hidden_rows(weights, context=self.sharding.context) if batched else weights.squeeze(0)
         return output, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -441,7 +441,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         if padding is not None:
             mask_NS = to_inner_rows(padding.view(-1, padding.size(-1)), context=context)
             masks.append(mask_NS[:, None, None])
-        added = [_added(mask, dtype=like.dtype) for mask in masks]
+        added = [_additive(mask, dtype=like.dtype) for mask in masks]
         whole = sum(added[1:], added[0]) if added else None
         return functional.pad(whole, (0, appended)) if whole is not None and appended else whole
 
@@ -470,7 +470,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropout: fl
     return weights @ v, weights
 
 
-def _added(mask: Tensor, *, dtype: torch.dtype) -> Tensor:
+def _additive(mask: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Return `mask` as numbers to add to scores: -inf where a boolean mask is True."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)

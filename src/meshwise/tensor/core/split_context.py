@@ -2,7 +2,7 @@
 
 `TensorOrigins` finds the axes over which a tensor's gradient is summed already, from the graph that computed the
 tensor. Each rank uses an argument of an attention for its own heads, and the gradients of all heads must be summed
-exactly once. Whether the attention has to sum them depends on the origin of the argument:
+exactly once. The origin of the argument decides if the attention has to sum them:
 
     | bias = outer                 equal on all ranks, from outside of the blocks: here `gradient.copy` must sum
     | bias = self.table(places)    from a parameter that all ranks have whole: the end of the step sums its gradient
@@ -199,7 +199,7 @@ class SplitContext:
         return gradient.take(x, world=self.world, axes=axes, dim=-2, sizes=self.shard_sizes.tokens).wait()
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """Return hidden states `x` with all tokens, which all ranks must use equally."""
+        """Return hidden states `x` with all tokens. All ranks must compute the same from them."""
         axes, sizes = self.scheme.tokens, self.shard_sizes.tokens
         return gradient.replicate(x, world=self.world, axes=axes, dim=-2, sizes=sizes).wait()
 
@@ -207,17 +207,17 @@ class SplitContext:
         """Return this rank's features of `x` if `x` has all features, else `x`. `sizes`: each rank's number."""
         if len(sizes) == 1 or x.size(-1) != sum(sizes):
             return x
-        return gradient.take(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
+        return gradient.take(x, world=self.world, axes=self.scheme.hidden, dim=-1, sizes=sizes).wait()
 
     def gather_features_of(self, x: Tensor, *, sizes: tuple[int, ...]) -> Tensor:
-        """Return `x` with all features, which all ranks must use equally. `sizes`: each rank's number of features."""
+        """Return `x` with all features. All ranks must compute the same from it. `sizes`: each rank's features."""
         if len(sizes) == 1 or x.size(-1) == sum(sizes):
             return x
-        return gradient.replicate(x, world=self.world, axes=self.scheme.stream, dim=-1, sizes=sizes).wait()
+        return gradient.replicate(x, world=self.world, axes=self.scheme.hidden, dim=-1, sizes=sizes).wait()
 
-    def stream_sizes(self, features: int) -> tuple[int, ...]:
+    def hidden_sizes(self, features: int) -> tuple[int, ...]:
         """Return each rank's number of features of hidden states that have `features` in total."""
-        return self.sizes(features, axes=self.scheme.stream)
+        return self.sizes(features, axes=self.scheme.hidden)
 
     def gather_shared(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:
         """Gather `x` as `moved` describes, keep it for `readers` further matrices, and return it as an operand."""

@@ -377,24 +377,24 @@ class TableWeight(GlobalShapeTensor):
 
     | size_of_table   (rows, features) of the full table
     | head            function that returns split logits from the hidden states and the rank's part
-    | flipped         True if the tensor is the transposed table, (features, rows)"""
+    | transposed      True if the tensor is the transposed table, (features, rows)"""
 
     size_of_table: tuple[int, ...]
     head: Callable[[Tensor, Tensor], Tensor]
-    flipped: bool
+    transposed: bool
     too_late = "{} got a table that is split over the ranks; call the embedding, or multiply with its weight"
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, *, size: tuple[int, ...], head: Callable[[Tensor, Tensor], Tensor], flipped: bool = False
+        cls, local: Tensor, *, size: tuple[int, ...], head: Callable[[Tensor, Tensor], Tensor], transposed: bool = False
     ) -> "TableWeight":
         """Return a table of `size` (rows, features) with the part `local`, which is never transposed."""
-        self = cls.over(local, shape=size[::-1] if flipped else size)
-        self.size_of_table, self.head, self.flipped = size, head, flipped
+        self = cls.over(local, shape=size[::-1] if transposed else size)
+        self.size_of_table, self.head, self.transposed = size, head, transposed
         return self
 
-    def _like(self, local: Tensor, *, flipped: bool) -> "TableWeight":
-        return TableWeight(local, size=self.size_of_table, head=self.head, flipped=flipped)
+    def _like(self, local: Tensor, *, transposed: bool) -> "TableWeight":
+        return TableWeight(local, size=self.size_of_table, head=self.head, transposed=transposed)
 
     @classmethod
     def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
@@ -405,16 +405,16 @@ class TableWeight(GlobalShapeTensor):
         first, second = (*args, None, None)[:2]
         if isinstance(first, TableWeight):
             if func in _TRANSPOSES:
-                return first._like(first.local, flipped=not first.flipped)
+                return first._like(first.local, transposed=not first.transposed)
             if func in _CONVERSIONS:
-                return first._like(func(first.local, *args[1:], **given), flipped=first.flipped)
+                return first._like(func(first.local, *args[1:], **given), transposed=first.transposed)
             if func in ANSWERED_BY_PART:
                 return func(first.local, *args[1:], **given)
         elif isinstance(second, TableWeight):
-            if func is functional.linear and not second.flipped:
+            if func is functional.linear and not second.transposed:
                 logits, bias = second.head(first, second.local), given.get("bias")
                 return logits if bias is None else logits + bias
-            if func in _PRODUCTS and second.flipped:
+            if func in _PRODUCTS and second.transposed:
                 return second.head(first, second.local)
         table = next(value for value in pytree.tree_leaves((args, given)) if isinstance(value, TableWeight))
         raise ValueError(

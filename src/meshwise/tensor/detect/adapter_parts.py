@@ -4,12 +4,12 @@ Adapters follow the matrix that they adapt. The parts of the matrices are found 
 computes W x + B A x. DoRA multiplies each output by a factor, from a learned magnitude m. IA3 multiplies outputs of
 W x, or inputs x of feedforward modules, by learned factors l. Under 1d:
 
-    | W          A                          B         m                       l of outputs   l of inputs
-    | colwise    whole, or each_head (*)    colwise   magnitude, split as y   inner          whole, or each_head (*)
-    | rowwise    rowwise                    whole     magnitude, whole        whole          inner
-    | whole      whole                      whole     whole                   whole          whole
+    | W          A                          B         m                         l of outputs   l of inputs
+    | colwise    whole, or each_head (*)    colwise   magnitude, split as W x   inner          whole, or each_head (*)
+    | rowwise    rowwise                    whole     magnitude, whole          whole          inner
+    | whole      whole                      whole     whole                     whole          whole
 
-(*) If an attention gathers x, each rank has one term of the gradient of what reads x; `each_head` sums the terms.
+(*) If an attention gathers x, each rank has one term of the gradient of A or l. The role `each_head` sums the terms.
 
 `expert/expert_parallel.py` divides the adapters of experts. Learned prompts are whole: they enter as embeddings."""
 
@@ -97,7 +97,7 @@ def _of_adapters(layer: nn.Module, part: Part) -> dict[str, Part]:
 
 
 def _refuse_unknown(name: str, layer: nn.Module, part: Part, plan: Plan) -> None:
-    """Raise PlanError for an adapted layer that is not split here."""
+    """Raise PlanError for an adapted layer that tensor parallelism cannot split."""
     others = [own for own, _ in layer.named_parameters() if own.partition(".")[0] not in _KNOWN]
     drops = any(isinstance(each, nn.Dropout) and each.p > 0 for each in layer.modules())
     if plan.tp_mode != "1d" or plan.sequence_parallel:

@@ -38,12 +38,12 @@ from meshwise.tensor.detect.model_structure import ModelStructure
 Rules: TypeAlias = Mapping[str, str]
 """Mapping from a name pattern to the role of the modules or parameters that match; `*` matches inside one word.
 
-    {"blocks.*.attention": "attention heads=8 kv_heads=2",     how many heads, when the module does not say
+    {"blocks.*.attention": "attention heads=8 kv_heads=2",     numbers of heads that the module does not show
      "blocks.*.attention.qkv": "colwise sections=3",             a fused matrix: all of q, all of k, all of v
      "blocks.*.attention.scale": "inner grain=2",                split, but two neighbouring heads stay together
      "blocks.*.mlp.up": "colwise",
      "blocks.*.mlp.down": "rowwise",
-     "blocks.*.moe": "experts",                                  its ModuleList of experts, each called by the module
+     "blocks.*.moe": "experts",                                  a module that calls the experts in its ModuleList
      "classifier": "whole"}"""
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -214,7 +214,7 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
 def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
     """Return an error message about parameters without a role, with rules to copy that were tried and work."""
     structure = found.structure
-    first = {of_all_blocks(name): name for name in reversed(found.left)}  # one of names equal but for numbers
+    first = {of_all_blocks(name): name for name in reversed(found.left)}  # one of the names that differ only in numbers
     general = list(first.values())[::-1]
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
     more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
@@ -243,7 +243,7 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
     """Return whether every parameter gets a role that the plan can split. Whole matrices in blocks need 1d."""
     try:
         found = _read(module, plan=plan, rules=rules)
-        if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_stream, found.whole))):
+        if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_hidden_states, found.whole))):
             return False
         return bool(_fitting(found, plan=plan))
     except ValueError:
@@ -284,9 +284,9 @@ _SMALL = ("norm", "positions", "patches", "vector")
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, needs_all_features: bool) -> dict[str, Part]:
     """Return the parts, changed for a model that uses all features of hidden states outside of the blocks.
 
-    A model does so if it has no head, or if `needs_all_features` (modules outside of the blocks do). Then blocks, and
-    embeddings and split linears outside of blocks, get `whole_features`. Small parts outside of blocks, such as norms,
-    become whole. Under 1d, or without blocks, nothing changes."""
+    A model does so if it has no head, or if `needs_all_features` (modules outside of the blocks do). Then blocks get
+    `whole_features`, as do embeddings and split linears outside of blocks. Small parts there, such as norms, become
+    whole. Under 1d, or without blocks, nothing changes."""
     blocks = tuple(name for name, part in parts.items() if part.role == "block")
     split = any(part.role == "head" for part in parts.values()) and not needs_all_features
     if plan.tp_mode == "1d" or not blocks or split:
@@ -302,10 +302,10 @@ def whole_outside(parts: Mapping[str, Part], *, plan: Plan, needs_all_features: 
 
 
 def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan) -> None:
-    """Raise PlanError for attentions whose heads do not fit the ranks, or that read the sizes of a split input."""
+    """Raise PlanError for attentions with heads that do not fit the ranks, or that read sizes of a split input."""
     ranks = head_degree(plan)
     for attention in attentions:
-        if plan.sequence_parallel and not attention.enters_whole:
+        if plan.sequence_parallel and not attention.reads_right_sizes:
             raise PlanError(
                 f"{attention.name} reads sizes of its input x, but under '{plan}' x has only some of the tokens. All "
                 "tokens are gathered only if nothing but its first matrices reads x: call self.q(x), self.k(x), "
@@ -396,8 +396,8 @@ def _only_1d(module: nn.Module, part: Part, width: int | None, *, rows_move: boo
         sizes = [parameter.shape[-1:] if looks_up else parameter.shape for parameter in module.parameters()]
         # a linear may read several tokens' features side by side
         multiple = isinstance(module, nn.Linear) and width and module.in_features in range(2 * width, 2**62, width)
-        reads_stream = any(width in each for each in sizes) or multiple
-        if reads_stream and not _reads_all(module, part, width):
+        reads_hidden = any(width in each for each in sizes) or multiple
+        if reads_hidden and not _reads_all(module, part, width):
             does = "makes" if looks_up else "reads"
             return f"{type(module).__name__} is kept whole, and it {does} hidden states, which are split by features"
     if part.role == "patches" and isinstance(module, PATCH_CONVOLUTIONS) and module.groups > 1:

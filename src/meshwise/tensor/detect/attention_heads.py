@@ -28,7 +28,7 @@ from torch import nn
 from meshwise.model.parameter_units import dotted_names
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.forward_source import split_children
+from meshwise.tensor.detect.forward_source import fused_children
 from meshwise.tensor.detect.known_names import (
     CONFIGURATIONS,
     FEATURES,
@@ -125,7 +125,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     kept = [tuple(value) for value in vars(owner).values() if isinstance(value, tuple | list)]
     if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
         return "sections"
-    return "sections" if child in split_children(owner) else None
+    return "sections" if child in fused_children(owner) else None
 
 
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 
 def _grain(name: str, number: Any, heads: AttentionHeads, group: int) -> int:
-    """Return how many of the heads or features that `number` counts stay together; 0 if it counts something else."""
+    """Return how many heads (or features of heads) stay together, if `number` counts them; else 0."""
     if type(number) is not int:
         return 0
     if name in HEADS and number == heads.count:
@@ -260,7 +260,7 @@ def latent_attentions(module: nn.Module) -> Mapping[str, nn.Module]:
 
 
 def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str, Part]:
-    """Return the parts of an attention called `name` and of its modules.
+    """Return the parts of a multi-head latent attention called `name` and of its modules.
 
     Raises PlanError if the plan has more ranks than the attention has heads, splits tokens, or is not `tp_mode=1d`."""
     heads = _heads(attention)

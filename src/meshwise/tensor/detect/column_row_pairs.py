@@ -156,7 +156,7 @@ class BranchFinder:
 
 @dataclass(frozen=True)
 class BranchItem:
-    """Matrix with its role ("" if its sizes leave it open), and whether an attention holds it."""
+    """Matrix, its role ("" if its sizes leave it open), and `in_attention`: True if an attention holds it."""
 
     matrix: MatrixModule
     role: str
@@ -205,8 +205,8 @@ class FoundAttention:
 
     cut_as_one: bool
     """True if q, k and v are split equally, as in a fused matrix; then no two ranks hold the same KV head."""
-    enters_whole: bool
-    """True if the forward gets a whole input or reads no sizes of its input, so that no size is wrong under a plan."""
+    reads_right_sizes: bool
+    """True if the forward reads no sizes of its input, or the input is whole. Else the sizes are those of a part."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +249,8 @@ class ColumnRowPairs:
         around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
         whole = f"rule for {around}: 'whole'" if around != block else ""
         if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
-            return f"it seems an attention with more matrices than q, k and v; {whole or 'no role fits them'}"
-        why = f"it seems an attention, but {home} counts no heads that fit"
+            return f"it looks like an attention with more matrices than q, k and v; {whole or 'no role fits them'}"
+        why = f"it looks like an attention, but {home} counts no heads that fit"
         return f"{why}; state the number of heads by 'attention heads=…'{whole and f', or {whole}'}"
 
     def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
@@ -285,12 +285,12 @@ class ColumnRowPairs:
         kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_degree(self.plan)) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
-        # A single matrix gathers its input itself and keeps only a part, unless its module reads the input's sizes.
+        # A single matrix gathers its input itself and keeps only this rank's part, unless its module reads sizes.
         alone = len(branch.colwise) == 1 and reads_no_sizes(owner)
         outside = [matrix for matrix in branch.colwise if cross and "q" not in matrix.own_name.lower()]
         gathers = not alone and self._share_input(branch, outside)
         narrows = gathers and heads.features == branch.colwise[0].inputs and splits_by_width(owner)
-        whole = gathers or reads_no_sizes(owner)
+        right_sizes = gathers or reads_no_sizes(owner)
         found = {
             home: Part(
                 "attention",
@@ -323,7 +323,7 @@ class ColumnRowPairs:
                     shared=keys and kv_replicas > 1,
                 )
         found |= self._parts_between(home, heads=heads, grain=grain, shared=kv_replicas > 1)
-        self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, enters_whole=whole))
+        self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, reads_right_sizes=right_sizes))
         return found
 
     def _parts_between(self, name: str, *, heads: AttentionHeads, grain: int, shared: bool) -> dict[str, Part]:
@@ -411,7 +411,7 @@ class ColumnRowPairs:
         """Return the parts of torch's MultiheadAttention, whose input matrices are its own parameters, by name."""
         width = module.head_dim
         heads = AttentionHeads(module.num_heads, module.num_heads, width)
-        self.attentions.append(FoundAttention(name, heads, cut_as_one=True, enters_whole=True))
+        self.attentions.append(FoundAttention(name, heads, cut_as_one=True, reads_right_sizes=True))
         fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
         found = {
             "in_proj_weight": Part("colwise", sections=fused, grain=width),

@@ -4,7 +4,7 @@ Several linears that read one tensor may share one gather at the entry of the mo
 the tensor (`only_read_by`). Any other reader (a norm, a residual) needs the part before the gather. If the source is
 unclear, every linear gathers separately, which costs only traffic. A forward that reads sizes of its input needs the
 gathered input (`reads_no_sizes`, `splits_by_width`). A forward that splits a child's output shows that the child is a
-fused matrix (`split_children`)."""
+fused matrix (`fused_children`)."""
 
 import ast
 import inspect
@@ -94,8 +94,8 @@ def splits_by_width(module: nn.Module) -> bool:
     return bool(uses) and all(id(node) in harmless for node in uses)
 
 
-def split_children(module: nn.Module) -> set[str]:
-    """Return the names of children whose output a module's forward splits, directly or through a variable."""
+def fused_children(module: nn.Module) -> set[str]:
+    """Return the names of children whose output the module's forward splits, directly or through a variable."""
     definition = _forward(module)
     if definition is None:
         return set()

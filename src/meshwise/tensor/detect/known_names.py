@@ -1,4 +1,4 @@
-"""List the attribute and argument names by which attentions are recognised, and analyse dotted module names.
+"""Attribute and argument names by which attentions are recognised, and functions of dotted module names.
 
 The names are conventions of several libraries. A few classes are listed too, where no attribute shows how the fused
 matrix is arranged. Classes are listed by full name, so that their library need not be installed."""

@@ -63,7 +63,7 @@ class MatrixModule:
 
 
 def as_matrix(module: nn.Module, *, name: str) -> MatrixModule | None:
-    """Return a description of `module`, called `name`, if it is a matrix; else None."""
+    """Return a description of `module`, called `name`, if it computes a linear layer; else None."""
     if full_name(type(module)) in STORED_AS_INPUTS_BY_OUTPUTS:
         inputs, outputs = module.get_parameter("weight").shape
         return MatrixModule(name, inputs, outputs, weight_is_transposed=True)
@@ -127,7 +127,7 @@ class _ConstantEmbedding(nn.Embedding):
 
 
 def matrices(module: nn.Module, *, name: str) -> Iterator[MatrixModule]:
-    """Yield the matrices in a module called `name`, itself included, in the order of registration."""
+    """Yield the linear layers in a module called `name`, itself included, in the order of registration."""
     for inner, child in module.named_modules(prefix=name):
         if matrix := as_matrix(child, name=inner):
             yield matrix
@@ -136,32 +136,32 @@ def matrices(module: nn.Module, *, name: str) -> Iterator[MatrixModule]:
 def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
     """Return the number of features that a norm normalises over, and its formula; None if `module` is no such norm.
 
-    A norm has no children. Its parameters are vectors of one size; without any, `normalized_shape` has one dim."""
+    A norm has no children. Its parameters are vectors of one size; if it has none, `normalized_shape` has one dim."""
     width = _width(module)
     if width is None:
         return None
-    asked, x_RW = _with_random_parameters(module), _random(_ROWS, width)
+    asked, x_RW = _with_random_parameters(module), _small_random(_ROWS, width)
     answer = _output(asked, x_RW, shape=x_RW.shape)
     if answer is None:
         return None
-    kept, near = _kept(module), None
+    own_epsilons, near = _possible_epsilons(module), None
     for norm in _candidates(module):
         expected = _compute(norm, x_RW, asked._parameters)
         if torch.allclose(expected, answer.double(), rtol=_EXACT, atol=_EXACT):
             return width, norm
         if near is None and torch.allclose(expected, answer.double(), rtol=_NEAR, atol=_NEAR):
             near = dataclasses.replace(norm, statistics=torch.float32)
-            if norm.epsilon in kept:
+            if norm.epsilon in own_epsilons:
                 break
     return None if near is None else (width, near)
 
 
 def mixes_no_features(module: nn.Module) -> bool:
-    """Return whether no output feature depends on another input feature, as a run on half of the features shows."""
+    """Return whether no output feature depends on another input feature, by a run on half of the features."""
     width = _width(module)
     if width is None or width < 2:
         return False
-    asked, x_RW = _with_random_parameters(module), _random(_ROWS, width)
+    asked, x_RW = _with_random_parameters(module), _small_random(_ROWS, width)
     whole, x_half = _output(asked, x_RW, shape=x_RW.shape), x_RW[:, : width // 2]
     for name, parameter in list(asked.named_parameters(recurse=False)):
         asked._parameters[name] = nn.Parameter(parameter[: width // 2], requires_grad=False)
@@ -169,7 +169,7 @@ def mixes_no_features(module: nn.Module) -> bool:
     return whole is not None and half is not None and torch.equal(whole[:, : width // 2], half)
 
 
-def _random(*shape: int, seed: int = 0) -> Tensor:
+def _small_random(*shape: int, seed: int = 0) -> Tensor:
     """Return random numbers near 1e-3. Their squares are as small as usual epsilons, so the output shows an epsilon."""
     return (_random_numbers(*shape, seed=seed) + 1) * 1e-3
 
@@ -188,12 +188,12 @@ def _width(module: nn.Module) -> int | None:
 def _with_random_parameters(module: nn.Module) -> nn.Module:
     asked = copy.deepcopy(module)
     for place, (name, parameter) in enumerate(list(asked.named_parameters(recurse=False)), start=1):
-        asked._parameters[name] = nn.Parameter(_random(*parameter.shape, seed=place) * 1e3, requires_grad=False)
+        asked._parameters[name] = nn.Parameter(_small_random(*parameter.shape, seed=place) * 1e3, requires_grad=False)
     return asked
 
 
-def _kept(module: nn.Module) -> list[float]:
-    """Return the numbers between 0 and 1 among a module's attributes; its epsilon may be one of them."""
+def _possible_epsilons(module: nn.Module) -> list[float]:
+    """Return the numbers between 0 and 1 among a module's attributes."""
     return [value for value in vars(module).values() if type(value) is float and 0 < value < 1]
 
 
@@ -204,7 +204,7 @@ def _candidates(module: nn.Module) -> list[Norm]:
     pairs = [("weight", "bias")] if usual else list(itertools.permutations([*names, ""], 2))
     return [
         Norm(centred, epsilon, offset=offset, gain=gain, bias=bias)
-        for epsilon in dict.fromkeys([*_kept(module), None, *_USUAL])
+        for epsilon in dict.fromkeys([*_possible_epsilons(module), None, *_USUAL])
         for centred in (True, False)
         for offset in (0.0, 1.0)
         for gain, bias in pairs

@@ -81,7 +81,7 @@ class ModelStructure:
         """Return the reason why a parameter has no role, as text in brackets, or "" if no reason is known."""
         return next((f"  ({self._reasons[key]})" for key in (name, *enclosing(name)) if key in self._reasons), "")
 
-    def writes_stream(self, name: str) -> bool:
+    def writes_hidden_states(self, name: str) -> bool:
         """Return whether `name` is a matrix in a block, with an output as wide as the hidden states."""
         matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
         return matrix is not None and matrix.outputs == self.width and self._in_block(name)
@@ -93,7 +93,7 @@ class ModelStructure:
         if name:
             for item in left:
                 self._reasons.setdefault(item.matrix.name, f"{item.matrix} forms no pair with another matrix")
-            self.parts[name] = Part("block", stream=self.width)
+            self.parts[name] = Part("block", hidden_width=self.width)
         for inner, module in block.named_modules(prefix=name):
             if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
                 assert isinstance(module, nn.MultiheadAttention)
@@ -127,9 +127,9 @@ class ModelStructure:
                 self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
 
     def _read_parameter(self, name: str, parameter: nn.Parameter, *, in_attention: bool) -> None:
-        """Give the part `vector` to a parameter that a user's module itself holds and whose last dim is the width.
+        """Give the part `vector` to a parameter of a user's module whose last dim is the width.
 
-        The parameter has one row, or is a table outside of the blocks; one that could be a matrix needs a rule."""
+        It must have one row, or be a table outside of the blocks. A square table may be a matrix: it needs a rule."""
         if name in self.parts or parameter.shape[-1:] != (self.width,):
             return
         table = not self._in_block(name) and parameter.shape[0] != self.width
@@ -228,14 +228,14 @@ def _why_unknown(module: nn.Module) -> str:
 
 
 def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
-    """Return whether this role would replace a forward that computes more than a matrix or an embedding."""
+    """Return whether this role would replace a forward that is not one of a linear layer or an embedding."""
     if module is None or role not in ("colwise", "rowwise", "single", "head", "embedding"):
         return False
     return not returns_table_rows(module) if role == "embedding" else as_matrix(module, name="") is None
 
 
 def _blocks(module: nn.Module, *, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of each block: an outermost list entry that has an attention or two matrices."""
+    """Yield name and module of each block: an entry of an outermost list, with an attention or two matrices."""
     for child_name, child in module.named_children():
         below = f"{name}.{child_name}" if name else child_name
         entry = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
