@@ -146,11 +146,8 @@ class LocalWorld(World):
             copies = [slices[index] for index in call.others]
             self._sum(call, slices, slices[group.index], op, copies=copies)
 
-        def after() -> None:
-            if reachable is not x:
-                put(reachable, into=x)
-
-        return self._begin(call, gives=[reachable], needs=call.others, users=call.others, act=act, after=after)
+        others, after = call.others, lambda: put(reachable, into=x)  # copies nothing where both are one tensor
+        return self._begin(call, gives=[reachable], needs=others, users=others, act=act, after=after)
 
     def _sum(
         self, call: QueuedCall, parts: Sequence[Tensor], into: Tensor, op: str, copies: Sequence[Tensor] = ()
@@ -201,7 +198,7 @@ class LocalWorld(World):
         if all(host.slabs.locate(x) is not None for x in tensors):
             return tensors
         sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]
-        memory = host.slabs.lend(sum(sizes), dtype=torch.uint8).split(sizes)
+        memory = host.slabs.lend(sum(sizes), dtype=torch.uint8, briefly=True).split(sizes)
         copies = [lent[: x.nbytes].view(x.dtype) for lent, x in zip(memory, tensors, strict=True)]
         for target, x in zip(copies, tensors, strict=True):
             put(x, into=target)
