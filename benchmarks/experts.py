@@ -4,6 +4,7 @@
     python benchmarks/experts.py --memory     # activations that a rank keeps, with and without chunk=
     python benchmarks/experts.py --exchange   # all-to-alls of tokens in a step, beside equal ones by themselves
     python benchmarks/experts.py --parts "1Gbit 1ms"   # dispatch_parts=, on an emulated link and without it
+    python benchmarks/experts.py --contestants   # the reference GPT, beside mixtures of Megatron-Core and DeepSpeed
     python benchmarks/experts.py --skewed     # replicate=, with a router whose first choice is always the same expert
 
 Two models with 4 blocks of 16 experts, top-2, in fp32: the reference GPT, and Mixtral of transformers. Mixtral also
@@ -16,11 +17,13 @@ with more, a rank waits for a core, and that wait would count."""
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from torch.nn import functional
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import meshwise as mw
+from expert_contestants import CONTESTANTS
 from meshwise.comm.api.world import EmulatedLink
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.testing import SavedForBackward, run
@@ -50,8 +54,13 @@ OF_MIXTRAL = ("dp=4 ep=4", "dp=4 zero=3 ep=4", "dp=4 zero=3")
 PEERS = {"transformers, fsdp_size=4 ep_size=4": 4, "transformers, fsdp_size=4": 1}
 """Contestants with transformers' own parallelism, and their `ep_size`."""
 ROWS, RANKS, PAIR, REPEATS = 16, 4, 2, 4
+EXCHANGED = ((ROWS, SHAPE), (4 * ROWS, replace(SHAPE, layers=1, width=512)))
+"""Rows and models whose all-to-alls are measured: about 1 MB and 17 MB given by a rank in each call."""
+COLD_BYTES, QUARTILES = 64 << 20, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
 PARTS = ("dp=2 ep=2", "dp=2 ep=2 dispatch_parts=2", "dp=2 ep=2 dispatch_parts=4")
 SKEWED = ("dp=2 ep=2", "dp=2 ep=2 replicate=1")
+Exchanged = tuple[tuple[float, float], tuple[float, float], list[torch.Size], list[torch.Size]]
+"""An all-to-all in a step: the clocks before and after it, and the shapes of the given and the received parts."""
 Found = dict[str, tuple[list[float], int]]
 """By contestant: seconds of its steps, and bytes of parameters on rank 0."""
 Contestant = tuple[Callable[[], object], int]
@@ -66,6 +75,9 @@ def main() -> None:
     parser.add_argument("--exchange", action="store_true", help="measure the all-to-alls of tokens alone")
     parser.add_argument("--parts", metavar="LINK", help="measure dispatch_parts= on an emulated link")
     parser.add_argument("--skewed", action="store_true", help="measure replicate= with a skewed router")
+    parser.add_argument(
+        "--contestants", action="store_true", help="measure Megatron-Core and DeepSpeed-MoE beside ours"
+    )
     arguments = parser.parse_args()
     if arguments.exchange:
         print(mw.run(PAIR, exchange, args=(arguments.rounds,))[0])
@@ -77,6 +89,9 @@ def main() -> None:
         print(activations())
         return
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.contestants:
+            print(markdown("reference GPT", mw.run(RANKS, measure, args=(others, folder, arguments.rounds))[0]))
+            return
         transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL)).save_pretrained(f"{folder}/model")
         for model, kind in (("reference GPT", reference), ("Mixtral", mixtral)):
             found = mw.run(RANKS, measure, args=(kind, folder, arguments.rounds))[0]
@@ -109,53 +124,84 @@ def activations() -> str:
 
 
 def exchange(world: mw.World, rounds: int) -> str:
-    """Return the time of a step's all-to-alls of tokens, and the time of equal ones as `meshwise bench` calls them.
+    """Return a table of the all-to-alls of tokens in a step, beside equal ones by themselves.
 
-    In the step each begins at a barrier; by themselves, `REPEATS` run back to back after a barrier. The time of a call
-    is the shortest of the ranks: the rank that arrives last waits for no other."""
+    In the step each begins at a barrier. Its tensors were just computed, and the computation has pushed code and data
+    of the collective out of the caches. So equal calls by themselves run in two settings:
+
+    | caches cold   one call from a barrier on, after the rank has written `COLD_BYTES` of other memory
+    | caches warm   `REPEATS` calls back to back with the same buffers, after an untimed one, as in `meshwise bench`
+
+    The time of a call is the shortest of the ranks: the rank that arrives last waits for no other. CPU seconds leave
+    out the time in which other processes had the core."""
     torch.set_num_threads(1)
-    tokens = torch.randint(0, 256, (ROWS, 129), generator=torch.Generator().manual_seed(1))
-    trainer = mw.parallelize(lambda: MixtureGPT(SHAPE), PARTS[0], loss=next_token_loss, world=world, lr=1e-3)
-    original, found = mw.World.all_to_all, list[tuple[float, Any, Any]]()
+    lines = ["| all-to-alls of tokens | ms | step / these (quartiles) | CPU, ms | step / these (quartiles) |"]
+    lines.append("|---|--:|---|--:|---|")
+    for rows, shape in EXCHANGED:
+        found = torch.stack([exchanged(*turn) for turn in steps_with_exchanges(world, rows, shape, rounds)])
+        for setting, name in enumerate((f"a step, {shape.width} features", "caches cold", "caches warm")):
+            cells = [name]
+            for clock in range(2):
+                times = found[:, setting, clock]
+                low, middle, high = (found[:, 0, clock] / times).quantile(QUARTILES).tolist()
+                cells.append(f"{times.median() * 1e3:.2f} | {middle:.2f} ({low:.2f}-{high:.2f})")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"- Machine: {machine()}; one thread a rank, {rounds} turns."])
+
+
+def clocks() -> tuple[float, float]:
+    """Return the wall time and the CPU time of this thread, in seconds."""
+    return time.perf_counter(), time.thread_time()
+
+
+def steps_with_exchanges(
+    world: mw.World, rows: int, shape: MixtureConfig, rounds: int
+) -> Iterator[tuple[mw.World, list[Exchanged]]]:
+    """Train steps, each with other tokens, so that the sizes of the all-to-alls change as in training.
+
+    Return for each step, after two untimed ones, the trainer's world and the all-to-alls of the step."""
+    draws = torch.Generator().manual_seed(1)
+    trainer = mw.parallelize(lambda: MixtureGPT(shape), PARTS[0], loss=next_token_loss, world=world, lr=1e-3)
+    original, calls = mw.World.all_to_all, list[Exchanged]()
 
     def timed(self: mw.World, x: Any, *, into: Any, axes: Any) -> Any:
-        parts = [x] if isinstance(x, Tensor) else list(x)
-        if not parts[0].is_floating_point():
+        if not x[0].is_floating_point():
             return original(self, x, into=into, axes=axes)
         world.barrier()
-        started = time.perf_counter()
+        start = clocks()
         work = original(self, x, into=into, axes=axes)
         work.wait()
-        found.append((time.perf_counter() - started, [*parts], [into] if isinstance(into, Tensor) else list(into)))
+        calls.append((start, clocks(), [each.shape for each in x], [each.shape for each in into]))
         return work
 
-    inside, alone, sent = [], [], 0
     for turn in range(rounds + 2):
+        calls.clear()
+        tokens = torch.randint(0, 256, (rows, shape.context + 1), generator=draws)
         mw.World.all_to_all = timed  # type: ignore[method-assign]
         trainer.step((tokens[:, :-1], tokens[:, 1:]))
         mw.World.all_to_all = original  # type: ignore[method-assign]
-        calls, sent = found[:], sum(part.nbytes for _, parts, _ in found for part in parts)
-        found.clear()
-        seconds = []
-        for _, parts, into in calls:
-            given, taken = ([torch.ones_like(part) for part in each] for each in (parts, into))
-            world.barrier()
-            started = time.perf_counter()
-            for _ in range(REPEATS):
-                original(trainer.world, given, into=taken, axes="dp").wait()
-            seconds.append((time.perf_counter() - started) / REPEATS)
-        last = [
-            [min(each) for each in zip(*world.exchange(one), strict=True)] for one in ([s for s, *_ in calls], seconds)
-        ]
         if turn > 1:
-            inside.append(sum(last[0]))
-            alone.append(sum(last[1]))
-    ratios = statistics.quantiles((one / other for one, other in zip(inside, alone, strict=True)), n=4)
-    return (
-        f"{len(calls)} all-to-alls of tokens in a step, {sent / 1e6:.1f} MB given by rank 0: "
-        f"{statistics.median(inside) * 1e3:.2f} ms in the step, {statistics.median(alone) * 1e3:.2f} ms by themselves, "
-        f"ratio {ratios[1]:.2f} ({ratios[0]:.2f}-{ratios[2]:.2f})"
-    )
+            yield trainer.world, calls
+
+
+def exchanged(world: mw.World, calls: list[Exchanged]) -> Tensor:
+    """Return the seconds of all calls, (settings, clocks): in the step, alone with cold and with warm caches."""
+    spans = [[(start, stop)] for start, stop, _, _ in calls]
+    other = torch.zeros(COLD_BYTES // 4)
+    for call, (_, _, *shapes) in zip(spans, calls, strict=True):
+        for repeats in (1, REPEATS):
+            given, taken = ([torch.ones(shape) for shape in each] for each in shapes)
+            if repeats == 1:
+                other.add_(1)
+            else:
+                world.all_to_all(given, into=taken, axes="dp").wait()
+            world.barrier()
+            start = clocks()
+            for _ in range(repeats):
+                world.all_to_all(given, into=taken, axes="dp").wait()
+            call.append((start, clocks()))
+    times = torch.tensor(spans, dtype=torch.float64).diff(dim=2).squeeze(2) / torch.tensor([[1], [1], [REPEATS]])
+    return torch.stack(world.exchange(times)).amin(0).sum(0)
 
 
 def variants(world: mw.World, link: str | None, rounds: int) -> str:
@@ -232,11 +278,33 @@ def mixtral(world: mw.World, batch: tuple[Tensor, Tensor], folder: str) -> dict[
         plan: planned(transformers.MixtralForCausalLM.from_pretrained(path), plan, world, batch, options)
         for plan in OF_MIXTRAL
     }
+    rows = rows_over_gloo(world, batch, folder)
+    return found | {name: peer(path, experts, rows) for name, experts in PEERS.items()}
+
+
+def others(world: mw.World, batch: tuple[Tensor, Tensor], folder: str) -> dict[str, Contestant]:
+    """Return our plan and the mixtures of other libraries in the reference model, all from the same parameters."""
+
+    def model() -> MixtureGPT:
+        torch.manual_seed(1)
+        return MixtureGPT(SHAPE)
+
+    found = {PLANS[0]: planned(model(), PLANS[0], world, batch, mw.Options())}
+    rows = rows_over_gloo(world, batch, folder)
+    for name, (package, build) in CONTESTANTS.items():
+        if importlib.util.find_spec(package):
+            found[name] = build(model(), SHAPE, rows)
+        elif world.rank == 0:
+            print(f"{name} is left out: there is no package {package} here")
+    return found
+
+
+def rows_over_gloo(world: mw.World, batch: tuple[Tensor, Tensor], folder: str) -> tuple[Tensor, Tensor]:
+    """Open torch's process group over gloo, for other libraries, and return the rows of this rank."""
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(RANKS)}
     torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", rank=world.rank, world_size=RANKS)
     start, stop = (ROWS // RANKS * number for number in (world.rank, world.rank + 1))
-    rows = batch[0][start:stop], batch[1][start:stop]
-    return found | {name: peer(path, experts, rows) for name, experts in PEERS.items()}
+    return batch[0][start:stop], batch[1][start:stop]
 
 
 def planned(model: Any, plan: str, world: mw.World, batch: tuple[Tensor, Tensor], options: mw.Options) -> Contestant:

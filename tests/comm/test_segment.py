@@ -36,6 +36,22 @@ def test_a_slab_that_goes_while_one_is_looked_for_is_not_lent(monkeypatch: pytes
     assert other[:800].view(torch.float64).equal(x)
 
 
+def test_a_brief_loan_takes_any_unused_slab_that_is_large_enough() -> None:
+    slabs = TensorSlabs()
+    place, _ = slabs.locate(slabs.lend(1 << 20, dtype=torch.uint8))  # type: ignore[misc] # it is in shared memory
+    brief = slabs.lend(1 << 10, dtype=torch.uint8, briefly=True)
+    assert slabs.locate(brief) == (place, 0)
+    del brief
+    longer = slabs.lend(1 << 10, dtype=torch.uint8)
+    assert slabs.locate(longer)[0] != place  # type: ignore[index]
+
+
+def test_a_slab_of_a_brief_loan_has_room_for_a_larger_one() -> None:
+    slabs = TensorSlabs()
+    place, _ = slabs.locate(slabs.lend(1 << 20, dtype=torch.uint8, briefly=True))  # type: ignore[misc]
+    assert slabs.locate(slabs.lend(5 << 18, dtype=torch.uint8, briefly=True)) == (place, 0)
+
+
 def memories() -> set[str]:
     """Ours that are open here. Whatever else the process has open may come and go in other threads."""
     files = {str(entry): os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()}

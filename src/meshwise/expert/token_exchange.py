@@ -205,8 +205,8 @@ class ExpertExchange:
                 rows = rows.detach().requires_grad_()
             results = self._computed(rows, local=routing.local, compute=compute)
             returned.append(self._moved(results, routing.received, routing.sent))
-        order = torch.cat([each.order for each in routings])
-        weighted: Tensor = torch.cat([each() for each in returned]) * x.weights.reshape(-1)[order].unsqueeze(-1)
+        order, found = torch.cat([each.order for each in routings]), [each() for each in returned]
+        weighted: Tensor = (torch.cat(found) if found[1:] else found[0]) * x.weights.reshape(-1)[order].unsqueeze(-1)
         if len(order) == x.chosen.numel():  # nothing is dropped: a sum in a fixed order, also on CUDA
             mixed: Tensor = weighted[order.argsort()].unflatten(0, x.chosen.shape).sum(1)
         else:

@@ -239,10 +239,11 @@ def _start_all_reduce(x: Tensor, along: _Along, _: _Along) -> Finish:
 
 
 def _start_all_to_all(x: Tensor, split: _Along, cat: _Along) -> Finish:
-    parts = [part.contiguous() for part in x.split(split.sizes, split.dim)]
-    mine = _resized(x, split.dim, split.sizes[split.index])
-    into = [x.new_empty(_resized(mine, cat.dim, size)) for size in cat.sizes]
-    return _after(split.world.all_to_all(parts, into=into, axes=split.axes), lambda: torch.cat(into, cat.dim))
+    given = [part.contiguous() for part in x.split(split.sizes, split.dim)]
+    whole = x.new_empty(_resized(_resized(x, split.dim, split.sizes[split.index]), cat.dim, sum(cat.sizes)))
+    parts = _parts_in(whole, cat)
+    work = split.world.all_to_all(given, into=parts, axes=split.axes)
+    return _after(work, lambda: torch.cat(parts, cat.dim) if cat.dim else whole)
 
 
 class _Collective(NamedTuple):

@@ -143,11 +143,8 @@ class LocalWorld(World):
             slices = [x[start:stop] for x in call.tensors(reachable)]
             self._sum(call, slices, slices[group.index], op, copies=[slices[index] for index in call.others])
 
-        def after() -> None:
-            if reachable is not x:
-                put(reachable, into=x)
-
-        return self._begin(call, gives=[reachable], needs=call.others, users=call.others, act=act, after=after)
+        others, after = call.others, lambda: put(reachable, into=x)  # copies nothing where both are one tensor
+        return self._begin(call, gives=[reachable], needs=others, users=others, act=act, after=after)
 
     def _sum(self, call: QueuedCall, parts: list[Tensor], into: Tensor, op: str, copies: Sequence[Tensor] = ()) -> None:
         if call.adds:
@@ -196,7 +193,7 @@ class LocalWorld(World):
         if all(host.slabs.locate(x) is not None for x in tensors):
             return tensors
         sizes = [-(-x.nbytes // _ALIGNED) * _ALIGNED for x in tensors]
-        memory = host.slabs.lend(sum(sizes), dtype=torch.uint8).split(sizes)
+        memory = host.slabs.lend(sum(sizes), dtype=torch.uint8, briefly=True).split(sizes)
         copies = [lent[: x.nbytes].view(x.dtype) for lent, x in zip(memory, tensors, strict=True)]
         for target, x in zip(copies, tensors, strict=True):
             put(x, into=target)

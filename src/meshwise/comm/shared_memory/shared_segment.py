@@ -8,7 +8,7 @@ open a memfd through /proc/PID/fd, and check its label.
     peer    /proc/OWNER/fd/7      ──► mmap ──► the same bytes, as a tensor
 
 A new mapping costs a page fault every 4 KB. So the segments of tensors, called slabs, are reused for tensors of
-similar size; two unused slabs are kept for this."""
+similar size, and for smaller tensors of one call; two unused slabs are kept for this."""
 
 import contextlib
 import ctypes
@@ -123,12 +123,13 @@ class TensorSlabs:
                 return self.lend(numel, dtype=dtype)
         return torch.empty(numel, dtype=dtype)
 
-    def lend(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor in shared memory, whatever the number of slabs in use. Raises OSError when refused."""
+    def lend(self, numel: int, *, dtype: torch.dtype, briefly: bool = False) -> Tensor:
+        """Return a 1-D tensor in shared memory, whatever the number of slabs in use. Raises OSError when refused.
+        briefly: for one call. Any unused slab that is large enough serves; a new one has room for a quarter more."""
         size = max(1, numel * dtype.itemsize)
-        slab = self._fitting(size)
+        slab = self._fitting(size, briefly=briefly)
         if slab is None:
-            slab = self.make(size)
+            slab = self.make(size + size // 4 if briefly else size)
             _advise(slab.memory, _POPULATE_WRITE)
         lease = memoryview(slab.memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = slab.memory.data_ptr()
@@ -145,10 +146,10 @@ class TensorSlabs:
         lent = self._lent.get(start)
         return None if lent is None else (lent[0].place, x.data_ptr() - start)
 
-    def _fitting(self, size: int) -> SharedSegment | None:
+    def _fitting(self, size: int, *, briefly: bool) -> SharedSegment | None:
         """Remove from the pool the smallest unused slab that can hold `size` bytes, and return it; None if none can."""
         for slab in sorted(self._free, key=lambda slab: slab.memory.numel()):
-            if fits(size, slab=slab.memory.numel()):
+            if fits(size, slab=slab.memory.numel()) or (briefly and size <= slab.memory.numel()):
                 with contextlib.suppress(ValueError):
                     self._free.remove(slab)
                     return slab
