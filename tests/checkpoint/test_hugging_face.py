@@ -3,15 +3,17 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from meshwise.checkpoint.checkpoint_format import DamageError
-from meshwise.checkpoint.hugging_face import PARTS, ExportError, export
+from meshwise.checkpoint.hugging_face import PARTS, WHOLE, ExportError, export
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig
@@ -141,6 +143,35 @@ def test_an_export_has_the_layout_and_names_that_transformers_reads(name: str, t
     for key, value in model.named_parameters():
         assert torch.equal(value, expected[key]), key
     again = run(2, load, args=(build, "dp=2 zero=2", tmp_path / "out"))[0][1]
+    assert all(torch.equal(again[key], value) for key, value in expected.items())
+
+
+def mixture(kind: str) -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4} if kind == "mixtral" else {"num_experts": 4, "moe_intermediate_size": 8}
+    sizes |= {"num_experts_per_tok": 2, "num_key_value_heads": 2, "head_dim": 8, **experts}
+    config = transformers.AutoConfig.for_model(kind, vocab_size=40, **sizes)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind,one_of_an_expert",
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w1.weight"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.3.gate_proj.weight"),
+    ],
+)
+def test_a_mixture_is_exported_with_the_tensors_of_each_expert(
+    kind: str, one_of_an_expert: str, tmp_path: Path
+) -> None:
+    build = partial(mixture, kind)
+    expected = run(2, train_and_save, args=(build, "dp=2 ep=2", tmp_path / "step-1"))[0]
+    export(tmp_path / "step-1", into=tmp_path / "out", build=build)
+    with safe_open(tmp_path / "out" / WHOLE, "pt") as file:
+        assert one_of_an_expert in file.keys()  # noqa: SIM118 - no mapping
+    again = run(2, load, args=(build, "dp=2 ep=2 zero=3", tmp_path / "out"))[0][1]
+    assert again.keys() == expected.keys()
     assert all(torch.equal(again[key], value) for key, value in expected.items())
 
 

@@ -10,12 +10,13 @@ any plan. The files have no checksums. Tensors keep the model's names, but the t
 parts of fused experts. No tensor is transposed.
 
     | exported model    files                                                  read back by
-    | of transformers   model.safetensors (or parts), config.json              from_pretrained of its class
+    | of transformers   model.safetensors (or parts), config.json, ...         from_pretrained of its class
     | of PEFT           adapter_model.safetensors, adapter_config.json         PeftModel.from_pretrained
     | of PEFT, merged   the files of its base model                            from_pretrained of the base's class
     | any other         model.safetensors (or parts)                           the function that builds the model
 
-An export writes its files to a folder beside the target, and reads the model back. It moves the files into the target
+transformers gives tensors the names of the models that are published: one tensor per expert in most mixtures. An export
+writes its files to a folder beside the target, and reads the model back. It moves the files into the target
 only if both models compute the same logits, up to rounding. So a failed export leaves the target unchanged."""
 
 import contextlib
@@ -215,10 +216,11 @@ def export(
         else:
             # The checkpoint has the fp32 master of a narrower parameter; `extra` has the parameter's dtype.
             dtypes = {name: DTYPES[word] for name, word in index.extra.get("dtypes", {}).items()}
-            _write({name: one.to(dtypes.get(name, one.dtype)) for name, one in tensors.items()}, into=new)
-            config = getattr(saved, "config", None)
-            if _is_of("transformers", saved) and config is not None:
-                config.save_pretrained(new)
+            tensors = {name: one.to(dtypes.get(name, one.dtype)) for name, one in tensors.items()}
+            if _is_of("transformers", saved):
+                saved.save_pretrained(new, state_dict=tensors, max_shard_size=_PART_BYTES)  # type: ignore[operator]
+            else:
+                _write(tensors, into=new)
         names = sorted(path.name for path in new.iterdir())
         difference = float((_logits(_read_back(saved, new, build, reader), tokens) - expected).abs().max())
         if not difference <= _BOUND * float(expected.abs().max()):
