@@ -48,7 +48,7 @@ Call = Callable[[nn.Module], Any]
 """Function that runs a model on an example, and returns the output or the loss."""
 
 ROUNDS = 3
-"""Number of timed runs; the median over equal calls counts. Operations are counted in one run."""
+"""Number of timed runs. A call gets the median time of its equal calls in all runs; operations need one run."""
 
 
 def probe(
@@ -227,7 +227,7 @@ class _Watched:
         else:
             stand_in = partial(map_tensors, partial(torch.zeros_like, device=device))
             inputs = map_tensors(lambda tensor: tensor.to("meta"), given)
-            stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # zeros stand for computed values here
+            stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # zeros in place of values, so not known
             watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.tracer.depends_on_pieces(a))
             for one, copy in zip(self._module.modules(), self._shadow.modules(), strict=True):
                 # Some models register hooks as they run.
@@ -277,7 +277,7 @@ class _Inside:
         self._repeated = False
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Return the block's output, and set `calls`; without `calls` if a module runs other than once, or repeats."""
+        """Return the block's output, and set `calls` if each module runs exactly once and is not repeated later."""
         inputs, parts = (args, kwargs), {name: self._module.get_submodule(name) for name in self._parts}
         for name, part in parts.items():
             part.forward = partial(self._part, name, part)
