@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 _NOT_VALUES = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad"})
+"""Attributes of a parameter that can be read without its values."""
 
 
 def read_from_children(module: nn.Module) -> list[nn.Parameter]:
