@@ -76,7 +76,7 @@ class Replicas:
         self._restart()
 
     def _restart(self) -> None:
-        """Begin the first round: the present parameters are the agreed ones."""
+        """Begin the first round: the present parameters count as agreed."""
         self.steps = 0
         self._mixed = 0
         self._counts = [0.0] * self.scheme.fragments
@@ -95,7 +95,7 @@ class Replicas:
         """Run the exchanges that are due after a step. `count`: of the replica's loss; 0 if the step was skipped."""
         scheme, self.steps = self.scheme, self.steps + 1
         self._counts = [before + count for before in self._counts]
-        begun, applied = scheme.begun(self.steps), scheme.applied(self.steps)
+        begun, applied = scheme.fragments_to_begin(self.steps), scheme.fragments_to_apply(self.steps)
         if begun or applied or scheme.in_groups(self.steps):
             self._wait()  # a skipped step ran no optimizer, which otherwise waits
         if scheme.in_groups(self.steps):
@@ -269,7 +269,7 @@ class Replicas:
         return {**kept, "mixed": self._mixed, "counts": counts, "in_flight": flying}
 
     def load_state(self, saved: Mapping[str, Any] | None) -> None:
-        """Continue a round from the result of `state` when the tensors are loaded; without it, begin a first round.
+        """Continue a round from the result of `state` when the tensors are loaded. None: begin a first round.
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. A round
         of a scheme with other outer state begins anew."""
