@@ -53,7 +53,7 @@ RATE_FACTORS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-"""Factor of the rate by `adjust_lr_fn`. With `match_rms_adamw`, use the rate and weight decay of AdamW."""
+"""Factor of the rate, by the value of `adjust_lr_fn`. With `match_rms_adamw`, AdamW's rate and weight decay fit."""
 
 
 def orthogonalize(matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
@@ -197,7 +197,7 @@ class MomentOptimizer(LayerwiseRates):
         return int(self.param_groups[0].get("step", 0)) if self.state or not slices else 0
 
     def variance_updates(self, step: int) -> int:
-        """Return how many of the first `step` steps change the variance."""
+        """Return how many of the first `step` steps change the variance: here all."""
         return step
 
     @torch.no_grad()
