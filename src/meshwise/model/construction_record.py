@@ -401,8 +401,8 @@ class _CpuPretence(TorchFunctionMode):
         """If the caller is torch's truncated normal, record it as one operation and return True.
 
         The truncated normal reads the numbers that it drew, to redraw those outside of the bounds. To answer, the mode
-        would compute the parameter now, before its name, and so its seed, is known. torch has no hook at this point,
-        but first asks whether the tensor is a meta tensor, and skips its work if the answer is True."""
+        would compute the parameter now, before its name, and so its seed, is known. torch has no hook at this point.
+        But it first asks whether the tensor is a meta tensor, and skips its work if so."""
         if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:
             return False
         tensor, *bounds = (asker.f_locals[name] for name in ("tensor", "mean", "std", "a", "b"))

@@ -10,9 +10,9 @@ A unit is gathered when one of its modules is called. But a forward can also rea
     return functional.linear(x, self.embedding.weight)          # a head tied by use, not by registration
 
 Then the child is never called, and its weight would not be gathered. torch's own MultiheadAttention reads `out_proj`
-like this. No hook sees the read of an attribute, and parameters must stay plain parameters. So the source code of
-`forward`, and of the methods that it calls on `self`, is searched for dotted names that lead from `self` to a
-child's parameter. The search misses a child under another name, and a function without source code."""
+like this. No hook sees the read of an attribute, and parameters must stay plain parameters. So a search reads
+the source code of `forward`, and of the methods that it calls on `self`. It finds dotted names that lead from `self` to
+a child's parameter. The search misses a child under another name, and a function without source code."""
 
 import ast
 import difflib

@@ -124,7 +124,7 @@ def largest_kept(probability: float) -> int:
 
 @lru_cache(maxsize=256)
 def keep_mask(probability: float, *, dtype: torch.dtype = torch.bool, scaled: bool = False) -> Distribution:
-    """Return the distribution of a dropout mask: 1 (1 / probability if `scaled`) with about this probability, else 0."""
+    """Return the distribution of dropout masks: 1 (1 / probability if `scaled`) with about this probability, else 0."""
     most = largest_kept(probability)
     if most < -(2**31):
         return Distribution(dtype, lambda _word, out: out.zero_())

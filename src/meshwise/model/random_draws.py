@@ -12,8 +12,8 @@ state. A rank computes the slice of the full draw that its tensor needs. Key and
                tensor; the size of dim 0 is samples, samples · heads or samples · tokens. They lie along dim 1 if a
                module has `batch_first=False`, or if only the size of dim 1 is the number of samples. A tensor without
                such a dim is drawn once for all samples.
-    place      the module that draws, the number of the draw in this call, and for the module and each of its callers,
-               the number of the call (counted inside its caller). Hooks on the modules keep a stack of running calls.
+    place      the module that draws, and the number of the draw in this call; for the module and each of its callers
+               the number of the call, counted inside its caller. Hooks on the modules keep a stack of running calls.
     region     `ActivationRegion`, from tensor parallelism: the slice of the activations that the rank has
 
 A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, without callers

@@ -112,8 +112,8 @@ def build_optimizer(
     logical: access to whole parameters; passed only to a class that declares `needs`. The groups of such a class have
     the key `names`: the names of their parameters on all ranks.
 
-    Uses torch's fused implementation, which reads and writes every buffer once, if the class has one for the device, no
-    parameter is complex, and `arguments` name no implementation.
+    Uses torch's fused implementation, which reads and writes every buffer once. Exceptions: the class has none for the
+    device, a parameter is complex, or `arguments` name an implementation.
 
     Raises ValueError if `optimizer` is no optimizer class or does not take an argument. Without `needs`, also if it is
     in `NEED_WHOLE_TENSORS` or updates slices differently (`slice_difference`)."""

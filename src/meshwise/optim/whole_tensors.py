@@ -1,7 +1,7 @@
 """Run an optimizer class on whole tensors, each of them on one rank (`whole`): Adafactor, Shampoo, your own class.
 
-An update by rows, columns, norms or matrices is another algorithm on a slice. Here a step of the class itself runs for
-each parameter on the rank that owns it, with one instance of the class for each parameter:
+An update by rows, columns, norms or matrices is another algorithm on a slice. Here each
+parameter has its own instance of the class, and the step of the instance runs on the rank that owns the parameter:
 
     slices of values and gradients ── gathered on the owner ── step of the class ── new values ── slices
 

@@ -132,7 +132,7 @@ class LossScale:
 
     def __post_init__(self) -> None:
         if not 0 < self.value < math.inf or math.frexp(self.value)[0] != 0.5:
-            raise ValueError(f"a loss scale of {self.value:g}; give a power of two, as 1024.0: it rounds no gradient")
+            raise ValueError(f"a loss scale of {self.value:g} is no power of two, and would round; give one, as 1024.0")
 
     @property
     def factor(self) -> float:

@@ -265,7 +265,7 @@ class RemoteModule:
 
     def _backward(self, caller: int, header: _Header, gradients: list[Tensor]) -> list[Tensor]:
         if (caller, header.call) not in self._kept:
-            raise ValueError("a backward after its step(), or a second one; run the module again")
+            raise ValueError("a backward after its step(), or a second backward of a call; call the module again")
         inputs, outputs = self._kept.pop((caller, header.call))
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])

@@ -1,6 +1,6 @@
 """Let the replicas of a plan agree by a `SyncScheme`: `Replicas` runs the exchanges of a round.
 
-x_r: parameters of replica r, a: the last agreed parameters, n_r: the counts of the loss of replica r in the round,
+x_r: parameters of replica r. a: the last agreed parameters. n_r: sum of the loss counts of replica r in the round.
 w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no replica has one, all weigh the same.
 
     | begin, without outer step    send n_r x_r
@@ -12,8 +12,8 @@ w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no
 
 v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.
 
-A rank gives P bytes to the all-reduces of a round (P: its masters), and P + S with `state=mean` (S: state tensors of
-the optimizer). Between two agreements no message goes from replica to replica."""
+A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
+its optimizer. Between two agreements no message goes from replica to replica."""
 
 import contextlib
 import dataclasses

@@ -244,7 +244,7 @@ class _Walk:
         trained = self._trained[stage]
         whole = whole or (place in self._adjacent and not split_pays(flight.leaves, parameters=trained))
         given = zip(flight.outputs, flight.gradients, strict=True)
-        pairs = [(output, gradient) for output, gradient in given if output.requires_grad]  # others: all is frozen
+        pairs = [(output, gradient) for output, gradient in given if output.requires_grad]  # else all is frozen
         outputs, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
         if outputs and whole:
             torch.autograd.backward(outputs, gradients)

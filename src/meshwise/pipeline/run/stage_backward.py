@@ -1,7 +1,7 @@
 """Run the backward of a stage in two parts: first I for the gradients of received values, later W for parameters.
 
 Two calls of autograd would compute the shared path twice. But a node of the graph, such as a matrix product, computes
-the gradients of its two operands separately, and autograd omits a gradient that is not requested. So:
+the gradients of its two operands separately. Autograd omits a gradient that is not requested. So:
 
     output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to received values
                │             │
