@@ -130,9 +130,9 @@ def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredM
     """Return the model's units in order of registration, each as a list of pieces. Every parameter is in a piece.
 
     Each module that a pattern of `units` matches is a unit. Raises ValueError as `select` does."""
-    walk = _Walk(module, select(module, units=units))
-    walk.visit("", module, entry=False)
-    pieces = [piece for piece in walk.pieces() if piece.parameters]
+    finder = _PieceFinder(module, select(module, units=units))
+    finder.visit("", module, entry=False)
+    pieces = [piece for piece in finder.pieces() if piece.parameters]
     return _merge(pieces, {name: p.numel() for name, p in module.named_parameters()})
 
 
@@ -161,7 +161,7 @@ def matches(name: str, *, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-class _Walk:
+class _PieceFinder:
     """Walk over the tree of modules that collects the pieces."""
 
     def __init__(self, root: nn.Module, chosen: Collection[str]) -> None:

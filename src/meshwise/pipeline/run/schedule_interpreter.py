@@ -124,13 +124,13 @@ class ScheduleInterpreter:
                 "Start the ranks again, and load the last checkpoint: trainer.load(path)"
             )
         try:
-            return _Walk(self, schedule, jobs).run()
+            return _ScheduleRun(self, schedule, jobs).run()
         except BaseException:
             self._broken_off = f"in {self._world.flight_recorder.doing} on rank {self._rank} of the pipeline"
             raise
 
 
-class _Walk:
+class _ScheduleRun:
     """State of one run of a schedule on this rank."""
 
     def __init__(self, owner: ScheduleInterpreter, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
