@@ -175,7 +175,7 @@ class ReferenceRun:
         with self.draws.running(SampleRows(0, row_count(batch))):
             with self._casts.forward():
                 output = forward(self.model, batch)
-            output = output if self._precision.computes is None else widen_for_loss(output)
+            output = output if self._precision.compute_dtype is None else widen_for_loss(output)
             total, count = call_loss(self.model, batch, forward=lambda _model, _batch: output, loss=self._loss)
         if not float(count):
             raise ValueError("the loss counted nothing in this batch: it returned a count of 0")

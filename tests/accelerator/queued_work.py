@@ -19,7 +19,7 @@ import torch
 
 from meshwise import comm
 from meshwise.comm.in_process.thread_and_trace_worlds import Rendezvous, RunEnded
-from meshwise.model.torch_private import without_modes
+from meshwise.model.torch_private import without_dispatch_modes
 
 _PATIENCE_SECONDS = 120.0
 _CHANCE = 0.2
@@ -181,7 +181,7 @@ class WorkQueues:
     def _run(self, members: Sequence[QueuedWork], joint: JointWork | None) -> None:
         run = members[0].run if joint is None else joint.run
         assert run is not None
-        with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with without_dispatch_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             run()
         for one in members:
             self._pending.pop(one, None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from accelerator.queued_work import QueuedWork, WorkQueues, place_of_call
 from accelerator.stream_races import Clock, Memory, RaceDetector, label
 from meshwise.comm.api.streams import Stream, Streams, TimeOrigin
-from meshwise.model.torch_private import without_modes
+from meshwise.model.torch_private import without_dispatch_modes
 
 POOL = 32
 """Number of streams in a pool: then the pool gives its streams again, to communicators too."""
@@ -282,7 +282,7 @@ class SimulatedStreams(Streams):
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
     """Hide operations inside the block from all modes and from autograd."""
-    with without_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with without_dispatch_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 

@@ -116,13 +116,13 @@ FAULTS = (
         "may not have (written|read) yet",
     ),
     Fault(
-        "pipeline.run.schedule_interpreter:_Walk._receive",
+        "pipeline.run.schedule_interpreter:_ScheduleRun._receive",
         "work.wait()",
         STAGES,
         "may not have written yet",
     ),
     Fault(
-        "pipeline.run.schedule_interpreter:_Walk._release",
+        "pipeline.run.schedule_interpreter:_ScheduleRun._release",
         "work.wait()",
         STAGES,
         "freed while a stream may use",

@@ -36,7 +36,7 @@ def test_micro_batches_in_flight_count() -> None:
     costs = {"a": cost(100, 50, 10, 1.0, 2.0, in_flight=3)}
     assert choose_modes(costs, budget=299, allowed=("none", "full")) == {"a": "full"}
     assert choose_modes(costs, budget=300, allowed=("none", "full")) == {"a": "none"}
-    with pytest.raises(PlanError, match="with all 1 blocks of this rank recomputed they keep 30 bytes"):
+    with pytest.raises(PlanError, match="with all 1 blocks of this rank recomputed, 30 bytes are kept"):
         choose_modes(costs, budget=29, allowed=("none", "full"))
 
 

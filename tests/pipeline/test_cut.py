@@ -44,7 +44,7 @@ def test_a_cut_at_some_of_the_places_of_another(at: tuple[str, ...]) -> None:
     model = gpt(tied=True)
     finest = cut_pieces(model, call=lm)
     assert finest.stages == len(finest.keys)
-    made = cut_model(model, stages=len(at) + 1, call=lm, request=CutRequest("params", where=CutOptions(at=at)))
+    made = cut_model(model, stages=len(at) + 1, call=lm, request=CutRequest("params", options=CutOptions(at=at)))
     assert finest.coarser(at, model=model) == made
 
 
@@ -121,7 +121,7 @@ def classify(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("how, stages", [("blocks", 3), ("auto", 4), ("auto", 12)])
 def test_a_resnet_is_cut(how: Any, stages: int) -> None:
     model = ResNet(norm=nn.BatchNorm2d)
-    cut = cut_model(model, stages=stages, call=classify, request=CutRequest("params", where=CutOptions(how=how)))
+    cut = cut_model(model, stages=stages, call=classify, request=CutRequest("params", options=CutOptions(how=how)))
     is_the_model(model, classify, cut)
 
 

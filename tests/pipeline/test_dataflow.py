@@ -39,7 +39,7 @@ def example(model: nn.Module) -> Tensor:
 def cut(model: nn.Module, *, at: str = "layers.2", bare: bool = False) -> ModelCut:
     """In two; `bare`: of a model without values."""
     cut_from = copy.deepcopy(model).to("meta") if bare else model
-    return cut_model(cut_from, stages=2, call=example, request=CutRequest(where=CutOptions(at=(at,), how="blocks")))
+    return cut_model(cut_from, stages=2, call=example, request=CutRequest(options=CutOptions(at=(at,), how="blocks")))
 
 
 def through(layers: Any, x: Any, *args: Any) -> Any:
@@ -276,7 +276,7 @@ def test_a_buffer_that_a_method_changes_outside_of_pieces_is_refused() -> None:
 
     build = lambda: Model(levelled, *linears(), Level())  # noqa: E731
     with pytest.raises(CutError, match=r"the model changes its buffer layers.4.level outside of its pieces"):
-        cut_model(made(build), stages=3, call=example, request=CutRequest(where=CutOptions(how="blocks")))
+        cut_model(made(build), stages=3, call=example, request=CutRequest(options=CutOptions(how="blocks")))
 
 
 def test_a_piece_inside_of_a_reentrant_checkpoint_is_refused() -> None:

@@ -158,7 +158,7 @@ def test_a_measured_step_prints_as_a_table_and_is_read_from_a_file(tmp_path: Pat
         "%",
     ]
     assert lines[5] == "step 36 s, the schedule's part of it 33 s"
-    assert lines[-1] == "bubble 27.3 % on the mean, ideal 27.3 %"
+    assert lines[-1] == "bubble 27.3 % on average, ideal 27.3 %"
     measured.write(tmp_path / "a.json")
     assert MeasuredStep.read(tmp_path / "a.json") == measured
 

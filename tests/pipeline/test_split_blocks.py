@@ -77,7 +77,7 @@ PARTS = ("before", "qkv", "project", "again", "up", "down")
 def test_a_stage_may_begin_at_any_module_of_a_block(part: str) -> None:
     model = Decoder().double()
     at = (f"blocks.0.{part}", f"blocks.1.{part}")
-    cut = cut_model(model, stages=3, call=loss_of, request=CutRequest("params", where=CutOptions(at=at)))
+    cut = cut_model(model, stages=3, call=loss_of, request=CutRequest("params", options=CutOptions(at=at)))
     assert cut.split_blocks == ("blocks.0", "blocks.1")
     is_the_model(model, loss_of, cut)
 
@@ -86,7 +86,9 @@ def test_several_stages_may_share_a_block() -> None:
     model = Decoder(layers=3).double()
     at = ("blocks.1.before", "blocks.1.project", "blocks.1.down", "blocks.2", "head")
     stages = is_the_model(
-        model, loss_of, cut_model(model, stages=6, call=loss_of, request=CutRequest("params", where=CutOptions(at=at)))
+        model,
+        loss_of,
+        cut_model(model, stages=6, call=loss_of, request=CutRequest("params", options=CutOptions(at=at))),
     )
     blocks = [stage.module.get_submodule("blocks.1") for stage in stages]
     kept = [{name for name, _ in block.named_parameters()} for block in blocks]
@@ -104,7 +106,7 @@ def test_several_stages_may_share_a_block() -> None:
 def test_where_it_is_worth_it_blocks_are_opened_and_the_table_says_so() -> None:
     model = small_gpt()
     whole, auto = (
-        cut_model(model, stages=3, call=small_lm, request=CutRequest("params", where=CutOptions(how=how)))
+        cut_model(model, stages=3, call=small_lm, request=CutRequest("params", options=CutOptions(how=how)))
         for how in ("blocks", "auto")
     )
     assert whole.split_blocks == ()
@@ -112,7 +114,7 @@ def test_where_it_is_worth_it_blocks_are_opened_and_the_table_says_so() -> None:
     assert all(f"{name} is split: a stage begins inside" in str(auto) for name in auto.split_blocks)
     is_the_model(model, small_lm, auto)
     even = cut_model(
-        model, stages=2, call=small_lm, request=CutRequest("params", where=CutOptions(pieces=("blocks.*",)))
+        model, stages=2, call=small_lm, request=CutRequest("params", options=CutOptions(pieces=("blocks.*",)))
     )
     assert even.split_blocks == (), "pieces that were asked for stay whole"
 
@@ -124,7 +126,7 @@ def test_split_blocks_shorten_the_step_of_a_schedule() -> None:
     schedule = make_schedule("1f1b", pp=4, microbatches=8)
     taken = {}
     for how in ("blocks", "auto"):
-        request = CutRequest("time", where=CutOptions(how=how), schedule=schedule)
+        request = CutRequest("time", options=CutOptions(how=how), schedule=schedule)
         cut = cut_model(model, stages=4, call=lambda model: model(TOKENS), request=request)
         costs = [ActionCost(load / 3, load / 3, load / 3) for load in cut.loads]
         taken[how] = clock(schedule, costs=costs).seconds / (sum(cut.loads) * 8 / 4)
@@ -202,7 +204,7 @@ def test_a_block_that_runs_twice_or_is_checkpointed_stays_whole(call: Callable[[
         return out
 
     with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.up'"):
-        cut_model(model, stages=2, call=squares, request=CutRequest("params", where=CutOptions(at=("blocks.1.up",))))
+        cut_model(model, stages=2, call=squares, request=CutRequest("params", options=CutOptions(at=("blocks.1.up",))))
 
 
 class Repeating(Block):
@@ -218,7 +220,7 @@ def test_a_block_that_checkpoints_itself_stays_whole() -> None:
     model.blocks = nn.ModuleList(Repeating(0.0) for _ in range(2)).double()
     call = lambda model: model(torch.ones(2, LENGTH, WIDTH).double())  # noqa: E731
     with pytest.raises(CutError, match=r"a stage cannot begin at 'blocks\.1\.up'"):
-        cut_model(model, stages=2, call=call, request=CutRequest("params", where=CutOptions(at=("blocks.1.up",))))
+        cut_model(model, stages=2, call=call, request=CutRequest("params", options=CutOptions(at=("blocks.1.up",))))
 
 
 ROLES = {"qkv": "colwise", "project": "rowwise"}
@@ -232,13 +234,13 @@ def test_no_stage_begins_between_the_matrices_that_ranks_share_out() -> None:
             model,
             stages=2,
             call=loss_of,
-            request=CutRequest("params", where=CutOptions(at=("blocks.1.again",)), roles=pairs),
+            request=CutRequest("params", options=CutOptions(at=("blocks.1.again",)), roles=pairs),
         )
     whole = small_gpt()
     inner = {"blocks.1.attention.qkv": "colwise", "blocks.1.attention.projection": "rowwise"}
     at = CutOptions(at=("blocks.1.mlp_norm",))
     assert cut_model(
-        whole, stages=2, call=small_lm, request=CutRequest("params", where=at, roles=inner)
+        whole, stages=2, call=small_lm, request=CutRequest("params", options=at, roles=inner)
     ).split_blocks == ("blocks.1",)
 
 

@@ -236,7 +236,7 @@ def test_the_table_of_a_stage_has_its_parameters_under_their_names() -> None:
 
 def test_stages_begin_at_the_given_names() -> None:
     model = gpt()
-    cut = cut_model(model, stages=3, call=lm, request=CutRequest("params", where=CutOptions(at=("blocks.1", "norm"))))
+    cut = cut_model(model, stages=3, call=lm, request=CutRequest("params", options=CutOptions(at=("blocks.1", "norm"))))
     assert [cut.keys[bound] for bound in cut.bounds[1:-1]] == ["blocks.1", "norm"]
     is_the_model(model, lm, cut)
 
@@ -253,12 +253,12 @@ def test_stages_begin_at_the_given_names() -> None:
 )
 def test_names_that_cannot_be_cut_at_are_refused(at: tuple[str, ...], message: str) -> None:
     with pytest.raises(CutError, match=message.replace(".", r"\.")):
-        cut_model(gpt(), stages=3, call=lm, request=CutRequest("params", where=CutOptions(at=at)))
+        cut_model(gpt(), stages=3, call=lm, request=CutRequest("params", options=CutOptions(at=at)))
 
 
 def test_more_stages_than_pieces_is_refused_with_how_many_fit() -> None:
     with pytest.raises(CutError, match=r"9 stages do not fit: .* at most pp·virtual_stages=8"):
-        cut_model(gpt(), stages=9, call=lm, request=CutRequest("params", where=CutOptions(how="blocks")))
+        cut_model(gpt(), stages=9, call=lm, request=CutRequest("params", options=CutOptions(how="blocks")))
     with pytest.raises(CutError, match=r"MLP has 3 pieces, so at most pp·virtual_stages=3"):
         cut_model(mlp(), stages=4, call=total, request=PARAMS)
 
@@ -267,7 +267,7 @@ def test_a_model_without_values_is_cut_by_operations_for_want_of_time() -> None:
     with torch.device("meta"):
         model = gpt()
     call = lambda model: model(TOKENS.to("meta"))  # noqa: E731
-    by_memory = CutRequest("memory", where=CutOptions(how="blocks"))
+    by_memory = CutRequest("memory", options=CutOptions(how="blocks"))
     cut = cut_model(model, stages=3, call=call, request=by_memory)
     assert cut.bounds == cut_model(gpt(), stages=3, call=lm, request=by_memory).bounds
     by_work = cut_model(model, stages=3, call=call)
@@ -310,7 +310,7 @@ def test_time_is_measured() -> None:
 
 
 def test_a_cut_prints_as_a_table_and_pickles() -> None:
-    cut = cut_model(gpt(tied=True), stages=3, call=lm, request=CutRequest("params", where=CutOptions(how="blocks")))
+    cut = cut_model(gpt(tied=True), stages=3, call=lm, request=CutRequest("params", options=CutOptions(how="blocks")))
     assert pickle.loads(pickle.dumps(cut)) == cut
     assert str(cut).splitlines() == [
         "stage  runs                      parameters  params  part    then sends",

@@ -62,5 +62,5 @@ def test_a_scale_goes_through_json() -> None:
 @pytest.mark.parametrize("value", [0.0, -2.0, math.nan, math.inf, 1000.0])
 def test_a_scale_that_is_no_power_of_two_is_refused(value: float) -> None:
     """With 0, NaN or infinity no step would ever be applied."""
-    with pytest.raises(ValueError, match=f"a loss scale of {value:g}; give a power of two"):
+    with pytest.raises(ValueError, match=f"a loss scale of {value:g} is no power of two, and would round; give one"):
         LossScale(value)

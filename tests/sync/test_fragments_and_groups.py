@@ -147,8 +147,8 @@ def test_a_torus_is_as_square_as_it_can_be(rows: int, columns: int) -> None:
 def test_steps_at_which_replicas_agree() -> None:
     scheme = SyncScheme(every=4, group=2, group_every=2)
     assert [step for step in range(1, 9) if scheme.in_groups(step)] == [2, 6]  # after 4 and 8 all agree
-    assert [step for step in range(1, 9) if scheme.applied(step)] == [4, 8]
+    assert [step for step in range(1, 9) if scheme.fragments_to_apply(step)] == [4, 8]
     each = SyncScheme(every=2, fragments=2)
-    assert [each.applied(step) for step in (1, 2, 3)] == [(0,), (1,), (0,)]
+    assert [each.fragments_to_apply(step) for step in (1, 2, 3)] == [(0,), (1,), (0,)]
     assert SyncScheme(every=2, delay=1).state_names == ("agreed", "outer_change")
     assert SyncScheme(every=2, blend=0.5).has_anchor

@@ -84,7 +84,7 @@ class Bucket:
         self.trainable = rows[0].trainable
         self.frozen = [False] * len(rows)
         self.device = world.device
-        copies = tuple(axis for axis in (*rows[0].copies(world.mesh), *self.outer) if axis not in storage.sync_axes)
+        copies = tuple(axis for axis in (*rows[0].copy_axes(world.mesh), *self.outer) if axis not in storage.sync_axes)
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
         self.is_offloaded = tiers.is_offloaded("params")
         self.is_sharded = reduction.shards_parameters and (self.group.size > 1 or self.is_offloaded)

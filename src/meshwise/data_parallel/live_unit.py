@@ -384,7 +384,7 @@ class UnitGradients:
 
 
 def _kind(row: ParameterRow, mesh: Mesh) -> tuple[Any, ...]:
-    return str(row.dtype), not row.trainable, row.summed, row.copies(mesh), row.held_at, row.counted_elsewhere
+    return str(row.dtype), not row.trainable, row.summed, row.copy_axes(mesh), row.held_at, row.counted_elsewhere
 
 
 _VALUES = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))

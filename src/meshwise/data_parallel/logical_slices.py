@@ -184,7 +184,7 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
     """Return piece `number` of a bucket as a parameter whose owner has the index `owner` along `axes`."""
     piece, mesh = bucket.place.pieces[number], bucket.world.mesh
     ranks, is_split = bucket.world.group(axes).ranks, bucket.storage.reduction.shards_updates
-    copies = [*piece.row.copies(mesh), *(bucket.outer if is_split else mesh.expand(piece.row.summed))]
+    copies = [*piece.row.copy_axes(mesh), *(bucket.outer if is_split else mesh.expand(piece.row.summed))]
     rows = [one.row for one in bucket.place.pieces]
     shard_axes = mesh.expand(bucket.axes)
     parts = []

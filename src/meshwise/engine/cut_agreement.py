@@ -48,7 +48,7 @@ def cutter(
 
     `where`: where stages may begin. `parts`: the role of each module under tp."""
     roles = {name: part.role for name, part in parts.items()}
-    request = CutRequest(by=plan.partition, where=where, schedule=schedule, roles=roles)  # type: ignore[arg-type]
+    request = CutRequest(by=plan.partition, options=where, schedule=schedule, roles=roles)  # type: ignore[arg-type]
     return partial(cut_model, model, stages=schedule.stages, request=request)
 
 

@@ -408,9 +408,9 @@ def _computed(forward: Forward, *, plan: Plan, precision: Precision, casts: Mode
             if plan.tp > 1 and type(error) in (RuntimeError, ValueError):
                 error.add_note(_OF_A_PART)
             raise
-        return output if precision.computes is None else widen_for_loss(output)
+        return output if precision.compute_dtype is None else widen_for_loss(output)
 
-    return forward if plan.tp == 1 and precision.computes is None else run
+    return forward if plan.tp == 1 and precision.compute_dtype is None else run
 
 
 def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:

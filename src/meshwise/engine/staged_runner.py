@@ -40,8 +40,8 @@ from meshwise.pipeline.schedules.schedule_table import (
     Schedule,
     add_gathers,
     add_transfers,
-    lines_of,
     lower,
+    message_pairs,
 )
 from meshwise.plan import PlanError
 
@@ -129,7 +129,7 @@ class StagedRunner:
         self._world = engine.world
         self._gathers = any(stage.engine.reduction.shards_parameters for stage in stages.values())
         self.schedule, self._plain = lower(schedule, gathers=self._gathers), schedule
-        self.lines = engine.lines | lines_of(self.schedule)
+        self.lines = engine.lines | message_pairs(self.schedule)
         self.evaluation_micro_batches = schedule.microbatches
         for live in stages.values():
             live.tied = any(row.name in engine.tied for row in live.engine.table.rows)

@@ -46,7 +46,7 @@ from meshwise.model.module_copy import PartialCopyGuard
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.run.measured_step import MeasuredStep, measured_step
+from meshwise.pipeline.run.measured_step import MeasuredStep, measured_steps
 from meshwise.pipeline.schedules.schedule_table import Schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import KINDS, dtype_names
@@ -146,7 +146,7 @@ class Trainer:
         Before the first step makes gradients and optimizer state, their dtypes are those that it will make."""
         buckets = [bucket for unit in self._engine.units for bucket in unit.buckets]
         found = {kind: {one[kind] for one in (bucket.dtypes() for bucket in buckets) if kind in one} for kind in KINDS}
-        found["compute"] = {self._recipe.precision.computes or dtype for dtype in found["parameters"]}
+        found["compute"] = {self._recipe.precision.compute_dtype or dtype for dtype in found["parameters"]}
         found["buffers"] = {buffer.dtype for module in self.modules for buffer in module.buffers()}
         if made := {value.dtype for value in state_tensors(self.optimizer) if value.dim()}:
             found["optimizer_state"] = made
@@ -488,7 +488,7 @@ class StepMeasurement:
 
     def steps(self) -> list[MeasuredStep]:
         """Return the measured steps, each with the actions of all ranks. Every rank calls it, after the block."""
-        return measured_step(self._watch, world=self._trainer.world, schedule=self._trainer.schedule)
+        return measured_steps(self._watch, world=self._trainer.world, schedule=self._trainer.schedule)
 
     def typical(self) -> MeasuredStep | None:
         """Return the step with the median time, or None without steps. Every rank calls it, after the block."""

@@ -44,7 +44,7 @@ class ActivationTransfers:
     """Limits for moving activations, in bytes.
 
     | least    smallest storage that is moved
-    | ahead    bytes that the backward brings back before it needs them
+    | ahead    bytes that the backward brings back in advance, each time that it needs a storage
     | staged   most bytes of the buffers between the device and the disk, in total"""
 
     least: int = 64 * 2**10
@@ -73,7 +73,7 @@ class ParkedStorage:
         self._arriving: Callable[[], Tensor] | None = None
 
     def start(self) -> Callable[[], Tensor]:
-        """Start to bring the bytes back, unless it has begun; return the function that waits for them."""
+        """Start to bring the bytes back, unless a call has done so; return the function that waits for them."""
         if self._arriving is None:
             self._arriving = self._bring()
         return self._arriving
@@ -274,7 +274,7 @@ class ActivationTier:
 
     @contextlib.contextmanager
     def saving(self, model: nn.Module) -> Iterator[None]:
-        """Move the tensors that a forward of `model` inside the block saves for its backward, not the model's own."""
+        """Move the tensors that a forward of `model` in the block saves, except its parameters and buffers."""
         saved = _SavedTensors(self.mover, model, self.transfers)
         with saved_tensors_hooks(saved.pack, lambda tensor: tensor()):
             yield

@@ -1,8 +1,8 @@
 """Choose how each block's activations are recomputed under a memory budget, and apply the tier of activations.
 
-A budget is met by measured costs. In the first steps every block recomputes everything, which takes the least memory.
-Meanwhile each block measures the bytes and seconds of every mode. Then each block gets its mode, the same mode on every
-rank that runs the block. No mode changes a number, so these steps train like all others."""
+The modes follow from measured costs. In the first steps every block recomputes everything, which takes the least
+memory. Meanwhile each block measures the bytes and seconds of every mode. Then each block gets its mode, the same one
+on every rank that runs the block. No mode changes a number, so these steps train like all others."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -145,7 +145,7 @@ class ActivationPolicy:
     """Callbacks that `close` runs last."""
 
     def with_offload(self, forward: Forward) -> Forward:
-        """Return a forward that moves its saved activations to their tier; `forward` itself if they stay."""
+        """Return a forward that moves saved activations to their tier; `forward` itself if they stay on the device."""
         tier = self.activations
         if tier is None:
             return forward

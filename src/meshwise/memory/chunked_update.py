@@ -1,15 +1,14 @@
 """Update parameters in chunks, while the next chunks are read from their tier.
 
 An elementwise optimizer can update any part of its parameters alone, because torch's optimizers skip parameters without
-a gradient. So one optimizer holds the state of all parameters, as without offloading, and `step` runs once per round:
+a gradient. So one optimizer holds the state of all parameters, as without offloading, and steps once per round:
 
     round 0    read │ update │ write
     round 1         │ read   │ update │ write
     round 2                  │ read   │ update │ write          three staging buffers: one in each column
 
 A round has as many chunks as fit into a staging buffer. If nothing is offloaded, one round holds all chunks.
-
-`step` runs all rounds when the gradients of all buckets have been reduced.
+`ChunkedUpdate.step` runs all rounds, when the gradients of all buckets have been reduced.
 
 During the update, the disk tensors of a round's chunks lie in one staging buffer, chunk by chunk (`StagedRound`):
 
@@ -33,8 +32,8 @@ from meshwise.memory.tiers import Tiers
 class UpdateChunk:
     """Elements of one dtype of a bucket that are updated together, as flat tensors.
 
-    | slices      the optimizer's parameters, in the order of their elements; together they are the whole chunk. The
-    |             optimizer leaves those with `requires_grad` off as they are
+    | slices      the optimizer's parameters, in the order of their elements; together they are the whole chunk. Slices
+    |             with `requires_grad` off are not updated
     | master      the unrounded values, on their tier
     | narrow      the parameters in the model's dtype, rounded masters; None if the master is the parameter itself
     | gradient    returns the reduced gradients, on their tier; called when the gradients are ready
@@ -68,15 +67,15 @@ class StoredChunk:
             yield parameter, slice(start, start + parameter.numel())
             start += parameter.numel()
 
-    def state(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Return the keys of `on_disk` for which the optimizer has state already: after its first step, all of them."""
+    def state_keys(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return the state keys of `on_disk` that the optimizer has already; after its first step, it has all."""
         begun = [optimizer.state.get(parameter, {}).keys() for parameter in self.chunk.slices]
         own = self.on_disk.keys() - {"master", "narrow", "gradient"}
         return [key for key in self.on_disk if key in own and any(key in keys for keys in begun)]
 
 
 class StagedRound:
-    """One round of chunks in a staging buffer. Call `bind_values`, then the optimizer's step, `write` and `leave`."""
+    """One round of chunks in a staging buffer. Call `bind_values`, the optimizer's step, `write`, `release` in turn."""
 
     def __init__(self, round_: Sequence[StoredChunk], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
         """Wait for a staging buffer, and start to read the masters, gradients and optimizer state on disk."""
@@ -92,7 +91,7 @@ class StagedRound:
             self._buffer = tiers.staging.take(tiers.staging_size)
         start = 0
         for one, memory, values in zip(round_, self._memory, self._values, strict=True):
-            written = {"master", "gradient", *one.state(optimizer)}
+            written = {"master", "gradient", *one.state_keys(optimizer)}
             for name, tensor in one.on_disk.items():
                 assert self._buffer is not None
                 memory[name] = self._buffer[start : start + whole_blocks(tensor.nbytes)]
@@ -127,7 +126,7 @@ class StagedRound:
         """Round the masters to parameters, start to write the changed tensors back to disk, and return the writes."""
         writes: list[SwapTransfer] = []
         for one, memory, values in zip(self.round, self._memory, self._values, strict=True):
-            changed = {"master", "narrow", *one.state(self._optimizer)}
+            changed = {"master", "narrow", *one.state_keys(self._optimizer)}
             for parameter, span in one.spans:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     if key in values and value.data_ptr() != values[key][span].data_ptr():
@@ -144,7 +143,7 @@ class StagedRound:
         self._transfers = writes
         return writes
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give the optimizer its tensors on disk again, drop the gradients, and free the buffer when it is idle."""
         for one in self.round:
             for parameter, span in one.spans:
@@ -245,12 +244,12 @@ class ChunkedUpdate:
                 self.optimizer.step()
                 self._tiers.record_update(staged.bytes, since=began)
                 writes += staged.write()
-                staged_rounds.popleft().leave()
+                staged_rounds.popleft().release()
                 for one in staged.round:
                     done(one.chunk)
         finally:
             for staged in staged_rounds:
-                staged.leave()
+                staged.release()
         for written in writes:
             written.wait()
 

@@ -18,7 +18,7 @@ A block that writes to another buffer is refused, because its repeated forward m
 A block may receive an object (a list, a dict, an instance of a class) and change it in its forward. For example, a
 decoder of the transformers library writes its keys and values into the cache that it receives. A repeated forward
 would find them there, and append them again. So during the repetition the object has its earlier content
-(`BlockInputs`); afterwards its present content is restored. A tensor that is written to in place is not restored."""
+(`InputContainers`); afterwards its present content is restored. A tensor changed in place is not restored."""
 
 import contextlib
 import functools
@@ -162,7 +162,7 @@ class _Call:
         self._state = block.recall.snapshot()
         self._torch_state = _torch_state()
         self._inputs = _Inputs(args, kwargs, block=block.name)
-        self._containers = BlockInputs(args, kwargs)
+        self._containers = InputContainers(args, kwargs)
 
     # ---- the first forward -------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class _Save(torch.autograd.Function):
 
 
 def _torch_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a function whose contexts restore the present casts, default device and generators of torch."""
+    """Return a function that returns a context with torch's casts, default device and generators as they are now."""
     devices = ["cpu", "cuda"] if cuda_in_use() else ["cpu"]
     casts = [(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in devices]
     cached = torch.is_autocast_cache_enabled()
@@ -328,7 +328,7 @@ Container: TypeAlias = dict[Any, Any] | list[Any]
 """A list, a dict, or the attributes of an object (its `__dict__`)."""
 
 
-class BlockInputs:
+class InputContainers:
     """The containers that can be reached from a block's arguments, with copies of their content before its forward."""
 
     def __init__(self, *arguments: Any) -> None:

@@ -65,7 +65,7 @@ class RecomputeCost:
 
 
 def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Sequence[str]) -> dict[str, str]:
-    """Return a mode of `allowed` for every block; all blocks keep at most `budget` bytes, and recompute little.
+    """Return a mode of `allowed` for every block, so that all blocks together keep at most `budget` bytes.
 
     At first every block has the mode that keeps the fewest bytes. Then blocks change to modes that keep more, as long
     as the bytes fit; the block that saves the most seconds per byte comes first. Raises PlanError, with the smallest
@@ -74,7 +74,7 @@ def choose_modes(costs: Mapping[str, RecomputeCost], *, budget: int, allowed: Se
     left = budget - sum(cost.kept(chosen[name]) for name, cost in costs.items())
     if left < 0:
         raise PlanError(
-            f"budget={budget}: with all {len(costs)} blocks of this rank recomputed they keep {budget - left} bytes. "
+            f"budget={budget}: with all {len(costs)} blocks of this rank recomputed, {budget - left} bytes are kept. "
             f"Nearest that works: 'budget={-(-(budget - left) // 2**20)}M', or more microbatches"
         )
     while True:
@@ -134,7 +134,6 @@ _NAMES = """
 """
 KEPT = frozenset(f"aten::{name}" for name in _NAMES.split())
 """Schema names of the operations whose outputs are kept."""
-
 
 _CALLS = """
     linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution

@@ -98,14 +98,14 @@ class SwapTransfer:
         """Call `call` once when all pieces have ended, even if some failed: on a thread of the file, or at once."""
         left = iter(self._futures)
 
-        def go_on(_: object = None) -> None:
+        def await_next(_: object = None) -> None:
             for future in left:
                 if not future.done():
-                    future.add_done_callback(go_on)
+                    future.add_done_callback(await_next)
                     return
             call()
 
-        go_on()
+        await_next()
 
 
 class SwapFile:
@@ -169,7 +169,7 @@ class SwapFile:
     def write(self, offset: int, *, values: Tensor, after: Callable[[], None] = lambda: None) -> SwapTransfer:
         """Start to write `values` (uint8, aligned, whole blocks) to the file from byte `offset` on.
 
-        `after` is called on the file's threads before they read `values`; it may wait for them."""
+        `after` is called on the file's threads before they read `values`; it may wait until they are complete."""
         return self._move("write", os.pwritev, offset, values, after)
 
     def later(self, call: Callable[[], object]) -> None:
@@ -206,7 +206,7 @@ class SwapFile:
         return SwapTransfer([self._pool.submit(move, offset + low, memory[low : low + PIECE]) for low in starts])
 
     def _map(self, size: int) -> None:
-        """Map `size` bytes after the bytes in use. Each mapping keeps a descriptor, so there are few, growing ones."""
+        """Map `size` bytes after the bytes in use. A mapping keeps a file descriptor, so mappings are few and large."""
         self._file.truncate(self.size + size)
         self._room = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=self.size), dtype=torch.uint8)
         self._offsets[self._room.data_ptr()] = self.size
@@ -278,7 +278,7 @@ def whole_blocks(size: int) -> int:
 def aligned(size: int, *, streams: Streams | None = None) -> Tensor:
     """Return an uninitialized uint8 tensor of `size` bytes in host memory, aligned to blocks.
 
-    It is pinned if `streams` belong to a GPU, and a meta tensor if they belong to meta. None: the CPU's."""
+    It is pinned if `streams` belong to a GPU, and a meta tensor if they belong to meta. None: ordinary memory."""
     if streams is not None and streams.device.type == "cuda":
         raw = streams.host_empty([size], dtype=torch.uint8)
         if raw.data_ptr() % BLOCK == 0:  # room for a shift would double it: torch rounds up to a power of two
@@ -327,7 +327,7 @@ class PinnedSlabs:
 
 
 class BufferPool:
-    """Pool of aligned buffers of at most `most` bytes in total. A larger buffer is lent only if no other one is."""
+    """Pool of aligned buffers of at most `most` bytes in total. A larger buffer is lent only while no other is lent."""
 
     def __init__(
         self,

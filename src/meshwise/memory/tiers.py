@@ -172,7 +172,7 @@ class Tiers:
     # ---- movement ----------------------------------------------------------------------------------------------
 
     def bring(self, tensor: Tensor) -> BorrowedTensor:
-        """Start to copy an offloaded tensor to the device. For a tensor that is on the device, no copy is made."""
+        """Start to copy an offloaded tensor to the device. A tensor that is on the device is not copied."""
         if self.file is not None and (offset := self.file.locate(tensor)) is not None:
             if (buffer := self._gathered.take_now(whole_blocks(self._largest))) is None:
                 return BorrowedTensor(tensor.to(self.device))
@@ -252,7 +252,7 @@ class Tiers:
             assert self.file is not None
             if transfer.ended:
                 self.file.later(give)
-            else:  # nobody has waited for the values
+            else:  # no call has waited for the values
                 transfer.then(give)
 
         return BorrowedTensor(moved, ready=ready, release=release)

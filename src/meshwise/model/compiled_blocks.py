@@ -2,8 +2,8 @@
 
 torch.compile of a whole split model meets hooks, modes and collectives that it cannot trace. A block's own forward has
 none of them. Blocks of one class and equal shapes share their compiled code. A block that draws random numbers runs
-uncompiled, because its draws depend on places that torch.compile would take for constants. Under random=local, where
-torch draws, it is compiled too. Layers that tp or ep split run uncompiled, and the rest of their block is compiled."""
+uncompiled: a draw depends on its place in the model, which torch.compile would take for a constant. Under random=local
+torch draws, so such a block is compiled too. Layers that tp or ep split run uncompiled, not the rest of their block."""
 
 import threading
 import warnings

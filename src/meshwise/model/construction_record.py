@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.torch_private import LightDispatchMode, without_modes, written_arguments
+from meshwise.model.torch_private import LightDispatchMode, without_dispatch_modes, written_arguments
 
 CPU = torch.device("cpu")
 """The device on which values are computed."""
@@ -66,7 +66,6 @@ class ConstructionOperation:
     """The function to call; a random operation takes the keyword `generator`."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-
     outputs: tuple[Tensor | None, ...]
     """Results of the operation; None for a result in the storage of an argument."""
     writes: tuple[int, ...]
@@ -75,7 +74,6 @@ class ConstructionOperation:
     """Identities of the storages whose earlier values the operation reads."""
     random: bool = False
     """True if the operation draws random numbers."""
-
     uninitialised: bool = False
     """True if the results are memory that was never written (`torch.empty`)."""
     shapes_only: bool = False
@@ -89,7 +87,7 @@ def storage(t: Tensor) -> int:
 
 
 class ConstructionRecord:
-    """Record of all tensor operations of one model's construction, in order; `seed`: the model's, for all draws."""
+    """Record of all tensor operations of one model's construction, in order; all draws follow from its `seed`."""
 
     def __init__(self, *, seed: int) -> None:
         self.seed = seed
@@ -154,7 +152,7 @@ class ConstructionRecord:
             latest = bisect_left(writers, before) - 1
             if latest < 0:
                 continue  # a constant that no operation has changed
-            first = [] if key in self._constants else writers[:1]  # creates the memory that the latest one overwrites
+            first = [] if key in self._constants else writers[:1]  # the first one creates the memory
             for index in {*first, writers[latest]} - found:
                 found.add(index)
                 open_ += [(read, index) for read in self._operations[index].reads]
@@ -227,7 +225,7 @@ _OVERWRITING = frozenset(
 
 @contextlib.contextmanager
 def recording(*, seed: int) -> Iterator[ConstructionRecord]:
-    """Record this thread's tensor operations inside the block, on meta tensors; `seed`: the model's, for all draws."""
+    """Record this thread's tensor operations inside the block, on meta tensors; all draws follow from `seed`."""
     record = ConstructionRecord(seed=seed)
     with _Recorder(record), _CpuPretence(record):
         yield record
@@ -349,7 +347,7 @@ class _Recorder(LightDispatchMode):
 
 def _values(record: ConstructionRecord, tree: Any) -> Any:
     """Return the tree with values in place of its meta tensors."""
-    with without_modes():
+    with without_dispatch_modes():
         found = iter(record.values(list(tensors(tree))))
         return map_tensors(lambda _: next(found), tree)
 
@@ -387,7 +385,7 @@ class _CpuPretence(TorchFunctionMode):
             return self._skips_to_record(sys._getframe(1)) or self._answers[func]
         if func in self._readers and self._record.knows(args[0]):
             values = _values(self._record, args[0].detach())
-            with without_modes():
+            with without_dispatch_modes():
                 return func(values, *args[1:], **kwargs)
         if func is Tensor.new_tensor and self._record.knows(args[0]):
             data, kwargs = args[1], {"dtype": args[0].dtype, **kwargs, "device": CPU}
@@ -403,12 +401,12 @@ class _CpuPretence(TorchFunctionMode):
         """If the caller is torch's truncated normal, record it as one operation and return True.
 
         The truncated normal reads the numbers that it drew, to redraw those outside of the bounds. To answer, the mode
-        would compute the parameter now, before its name, and so its seed, is known. torch has no hook at this point,
-        but first asks whether the tensor is a meta tensor, and skips its work if the answer is True."""
+        would compute the parameter now, before its name, and so its seed, is known. torch has no hook at this point.
+        But it first asks whether the tensor is a meta tensor, and skips its work if so."""
         if asker.f_code is not nn.init._no_grad_trunc_normal_.__code__:
             return False
         tensor, *bounds = (asker.f_locals[name] for name in ("tensor", "mean", "std", "a", "b"))
-        with torch._C.DisableTorchFunction(), without_modes():
+        with torch._C.DisableTorchFunction(), without_dispatch_modes():
             view = tensor.detach()
         self._record.add(
             ConstructionOperation(

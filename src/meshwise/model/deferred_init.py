@@ -29,7 +29,7 @@ class ParameterSource:
     """Source of the values of a model's parameters and buffers; the values exist, or are computed on demand."""
 
     def __init__(self, module: nn.Module, *, record: ConstructionRecord | None, shapes_only: bool = False) -> None:
-        """`record`: computes values of a model on meta; None if they exist. `shapes_only`: True if they never do."""
+        """`record`: computes the values of a model on meta; None if they exist. `shapes_only`: there are no values."""
         self.module = module
         self.deferred = record is not None or shapes_only
         """True if the parameters of `module` are on the meta device, and get their values later."""
@@ -50,7 +50,7 @@ class ParameterSource:
     def full(self, name: str) -> Tensor:
         """Return the full tensor of a parameter or buffer, by any of its names.
 
-        A record computes the values on the CPU. With `shapes_only` it is a meta tensor, else the model's tensor."""
+        With a record it is computed on the CPU; with `shapes_only` it is on meta; else it is the model's own tensor."""
         wanted = self._tensors[name]
         if self._shapes_only:
             return wanted.to("meta")
@@ -98,7 +98,7 @@ class ParameterSource:
 def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> ParameterSource:
     """Return the source of the values of a module, or of the module that a function builds on the meta device.
 
-    The function is called once, on meta tensors, and its tensor operations are recorded; `seed`: for its draws. Raises
+    The function is called once, on meta tensors, and its operations are recorded. Draws follow from `seed`. Raises
     ValueError for a module on the meta device, a result that is no module, and draws that cannot be repeated."""
     if isinstance(model, nn.Module):
         check_readable(model)

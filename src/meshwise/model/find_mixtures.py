@@ -112,7 +112,7 @@ def _mixture(module: nn.Module) -> Mixture | None:
         if takes >= 3:
             return Mixture(experts, counts)
         return Mixture(experts, counts, "rows") if takes == 1 and all(each.dim() == 3 for each in own) else None
-    alike = [type(each) for each in module.children() if any(True for _ in each.parameters())]
-    if isinstance(module, nn.ModuleDict | nn.ModuleList) and alike == [*alike[:1]] * experts and takes >= 3:
+    classes = [type(each) for each in module.children() if any(True for _ in each.parameters())]
+    if isinstance(module, nn.ModuleDict | nn.ModuleList) and classes == [*classes[:1]] * experts and takes >= 3:
         return Mixture(experts, counts, "called")
     return None

@@ -81,7 +81,7 @@ def call_loss(model: nn.Module, batch: Any, *, forward: Forward, loss: Loss) -> 
     """Run forward and loss; return the sum of the loss and the count of its terms, two scalar tensors (count: fp64).
 
     Raises LossError if `loss` does not return a scalar sum and a count of at least 0. A count in a tensor is not read,
-    because that would wait for the GPU. If it is below 0 it becomes NaN, and so does every sum of counts."""
+    because that would wait for the GPU. If it is below 0 it becomes NaN, which makes every sum of counts NaN."""
     output = forward(model, batch)
     returned = loss(output, batch)
     if not isinstance(returned, tuple) or len(returned) != 2:

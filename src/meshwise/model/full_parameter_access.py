@@ -52,7 +52,6 @@ SliceTensors: TypeAlias = Mapping[nn.Parameter, Tensor]
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """Parameter groups of an optimizer (`optimizer.param_groups`), or some of them."""
 
-
 OwnedTensor: TypeAlias = tuple[str, nn.Parameter, Mapping[str, Any]]
 """A whole parameter that this rank computes: its name, the key of its state, and its parameter group."""
 
@@ -63,8 +62,8 @@ def key_of(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) ->
 
 
 NEEDS = ("norms", "matrices", "replicas")
-"""Allowed values of `needs` in an optimizer class; all give the same access. With `replicas`, a rank keeps the codec's
-errors for `exchange_momenta`. If `keeps_gradients` is True when a step begins, gradients of replicas are not summed."""
+"""Values of `needs` in an optimizer class; all give the same access. With `replicas`, a rank also keeps the errors of
+`exchange_momenta`'s codec. If `keeps_gradients` is True when a step begins, replicas do not sum their gradients."""
 
 
 class LogicalTensors:

@@ -25,18 +25,18 @@ from meshwise.comm.api.streams import gpu_count
 from meshwise.model.random_bits import BLOCK, WORD_FACTOR, IndexBlock, largest_kept, mask_numbers
 from meshwise.model.torch_private import dispatch_mode_count
 
-_DROPPED = 10_000.0
-_GOLDEN_ANGLE = 2.399963
+_DROPPED = 10_000.0  # subtracted from a dropped score, so that its exponential is 0
+_GOLDEN_ANGLE = 2.399963  # radians; sines of its multiples are the values of a trial
 _LEAST_FEATURES = 16
 _LEAST_SCORES = 2**21
-"""Smaller attentions compute their scores whole, and need not wait for the compiler."""
+"""Attentions with at most so many scores run without the kernel, and need not wait for the compiler."""
 
 
 class MaskNumbers(NamedTuple):
     """The int32 numbers of a mask with `rows` rows: `first` and `factor` (rows, 1), `column` (1, columns).
 
-    An element is kept if its word is at most `most`. `scale`: one over the probability of that, a float64 scalar on the
-    device. As a number it would be a constant of the kernel, or stop torch 2.11's compiler."""
+    An element is kept if its word is at most `most`. `scale`: 1 / probability of keeping, a float64 scalar on
+    the device. A Python number would become a constant of the kernel, or stop the compiler of torch 2.11."""
 
     first: Tensor
     factor: Tensor
@@ -165,16 +165,16 @@ def can_attend(given: Mapping[str, Any]) -> bool:
 def works(attempt: Callable[[torch.device], None], *, device: torch.device) -> bool:
     """Return whether the first use of a kernel on a GPU succeeds; warn if it fails.
 
-    It takes place in a thread of its own, without the modes and hooks of a forward."""
+    It runs in a separate thread, without the modes and hooks of a forward."""
     if not gpu_count() or importlib.util.find_spec("triton") is None:
         return False
     try:
         with ThreadPoolExecutor(1) as thread:
             thread.submit(attempt, device).result()
-    except Exception as error:  # noqa: BLE001 - of torch's compiler, Triton or the C compiler, or other values
+    except Exception as error:  # noqa: BLE001 - from torch's compiler, Triton or the C compiler, or values differ
         warnings.warn(
-            f"a kernel of dropout does not work here ({type(error).__name__}: {str(error).strip().splitlines()[0]}), "
-            "so masks take forty operations; random=local in the plan takes torch's own dropout",
+            f"the kernel of dropout does not work here ({type(error).__name__}: {str(error).strip().splitlines()[0]}), "
+            "so each mask takes forty operations; with random=local in the plan, torch's own dropout runs",
             stacklevel=2,
         )
         return False

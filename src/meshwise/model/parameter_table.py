@@ -72,7 +72,7 @@ class ParameterRow:
         held_at = (*self.held_at, *placement.held_at)
         return replace(self, layout=placement.layout, summed=placement.summed, held_at=held_at)
 
-    def copies(self, mesh: Mesh) -> tuple[str, ...]:
+    def copy_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the axes of `mesh` over which both the parameter and its gradient are the same on every rank."""
         return mesh.others((*self.layout.axes, *self.summed, *dict(self.held_at)))
 
@@ -168,7 +168,7 @@ def parameter_table(
     names = all_names(module)
     check_trains(module)
     check_readable(module)
-    _check(names)
+    _refuse_shared_memory(names)
     rule = options or matrices_decay
     sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
     divided = _joined(partition(module), sizes=sizes, limit=bucket)
@@ -258,7 +258,7 @@ def check_readable(module: nn.Module) -> None:
             raise ValueError(f"{name} has no shape yet; call the model once on an example before handing it over")
 
 
-def _check(names: Mapping[nn.Parameter, list[str]]) -> None:
+def _refuse_shared_memory(names: Mapping[nn.Parameter, list[str]]) -> None:
     """Raise ValueError for two different parameters that share memory."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for parameter, (name, *_) in names.items():

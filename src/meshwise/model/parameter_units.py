@@ -10,9 +10,9 @@ A unit is gathered when one of its modules is called. But a forward can also rea
     return functional.linear(x, self.embedding.weight)          # a head tied by use, not by registration
 
 Then the child is never called, and its weight would not be gathered. torch's own MultiheadAttention reads `out_proj`
-like this. No hook sees the read of an attribute, and parameters must stay plain parameters. So the source code of
-`forward`, and of the methods that it calls on `self`, is searched for dotted names that lead from `self` to a
-child's parameter. The search misses a child under another name, and a function without source code."""
+like this. No hook sees the read of an attribute, and parameters must stay plain parameters. So a search reads
+the source code of `forward`, and of the methods that it calls on `self`. It finds dotted names that lead from `self` to
+a child's parameter. The search misses a child under another name, and a function without source code."""
 
 import ast
 import difflib
@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 _NOT_VALUES = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad"})
+"""Attributes of a parameter that can be read without its values."""
 
 
 def read_from_children(module: nn.Module) -> list[nn.Parameter]:
@@ -129,9 +130,9 @@ def partition(module: nn.Module, *, units: Patterns = ()) -> list[list[GatheredM
     """Return the model's units in order of registration, each as a list of pieces. Every parameter is in a piece.
 
     Each module that a pattern of `units` matches is a unit. Raises ValueError as `select` does."""
-    walk = _Walk(module, select(module, units=units))
-    walk.visit("", module, entry=False)
-    pieces = [piece for piece in walk.pieces() if piece.parameters]
+    finder = _PieceFinder(module, select(module, units=units))
+    finder.visit("", module, entry=False)
+    pieces = [piece for piece in finder.pieces() if piece.parameters]
     return _merge(pieces, {name: p.numel() for name, p in module.named_parameters()})
 
 
@@ -160,7 +161,7 @@ def matches(name: str, *, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-class _Walk:
+class _PieceFinder:
     """Walk over the tree of modules that collects the pieces."""
 
     def __init__(self, root: nn.Module, chosen: Collection[str]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
-_COLUMNS = 0x2545F4914F6CDD1D
+_COLUMNS = 0x2545F4914F6CDD1D  # turns a draw's key into another one, for the columns
 WORD_FACTOR = 0x2C1B3C6D
 """The factor m of a word."""
 
@@ -124,7 +124,7 @@ def largest_kept(probability: float) -> int:
 
 @lru_cache(maxsize=256)
 def keep_mask(probability: float, *, dtype: torch.dtype = torch.bool, scaled: bool = False) -> Distribution:
-    """Return a dropout mask's distribution: True (1 / probability if `scaled`) with about this probability, else 0."""
+    """Return the distribution of dropout masks: 1 (1 / probability if `scaled`) with about this probability, else 0."""
     most = largest_kept(probability)
     if most < -(2**31):
         return Distribution(dtype, lambda _word, out: out.zero_())

@@ -12,8 +12,8 @@ state. A rank computes the slice of the full draw that its tensor needs. Key and
                tensor; the size of dim 0 is samples, samples · heads or samples · tokens. They lie along dim 1 if a
                module has `batch_first=False`, or if only the size of dim 1 is the number of samples. A tensor without
                such a dim is drawn once for all samples.
-    place      the module that draws, the number of the draw in this call, and for the module and each of its callers,
-               the number of the call (counted inside its caller). Hooks on the modules keep a stack of running calls.
+    place      the module that draws, and the number of the draw in this call; for the module and each of its callers
+               the number of the call, counted inside its caller. Hooks on the modules keep a stack of running calls.
     region     `ActivationRegion`, from tensor parallelism: the slice of the activations that the rank has
 
 A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, without callers
@@ -225,8 +225,8 @@ class RandomDraws:
         tokens: TokenPositions | None = None,
         alone: bool = False,
     ) -> None:
-        """`tokens`: where tokens are split over ranks, which ones this rank has. `alone`: no other thread of this
-        process draws from torch's generators."""
+        """`tokens`: positions of this rank's tokens, if ranks split tokens. `alone`: no other thread of this process
+        draws from torch's generators."""
         self.local = local
         self._seeds_forwards = local and alone and not (before or after or tokens)
         self._names = [name for name, _ in module.named_modules()] if self._seeds_forwards else []
@@ -234,7 +234,7 @@ class RandomDraws:
         self.unknown: set[str] = set()
         """Texts "operation in module" of the operations that drew from torch's own generator."""
         self.drew = False
-        """Whether the model drew anything since the step began."""
+        """True if the model has drawn since the step began."""
         self._module = module
         self._seed = seed
         self._before, self._after = before or {}, after or {}
@@ -336,7 +336,7 @@ class RandomDraws:
         self._active = self._ran = True
         kept = generator_states() if self.local else []
         try:
-            # The mode of split tokens is the inner one: it replaces an attention before its draws are.
+            # The mode of split tokens is entered last, so it sees an attention first, and replaces it before its draws.
             wanted = self.everywhere or self._tokens is not None or ("" in self._drawing and not again)
             with self._intercepting(wanted=wanted), split:
                 yield
@@ -380,7 +380,7 @@ class RandomDraws:
 
     @contextlib.contextmanager
     def restored(self, place: DrawState) -> Iterator[None]:
-        """Inside the block, repeat the draws that follow `place`."""
+        """Repeat, inside the block, the draws that follow `place`."""
         before = self._stack, self._region, self._rows
         self._stack, self._region, self._rows = [self._stack[0], place[0].copied()], place[1], place[2]
         try:

@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.model.torch_private import LightDispatchMode, in_backward, without_modes, written_arguments
+from meshwise.model.torch_private import LightDispatchMode, in_backward, without_dispatch_modes, written_arguments
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ class ShapeConstants(LightDispatchMode):
         self._values = WeakTensorKeyDictionary()
         self._places: set[int] = set()
         self._drawn = WeakTensorKeyDictionary()
-        with without_modes():
+        with without_dispatch_modes():
             for bare, values in given:
                 self._note(bare, values.clone())  # a clone, because the model may write to them
 
@@ -99,7 +99,7 @@ class ShapeConstants(LightDispatchMode):
                         self._drawn[one] = True
             if func._schema.is_mutable:
                 self._changed(func, args, kwargs, known=known)
-            elif known and _is_small(output) and (self._is_models(output) or (given and packet not in _LIKE)):
+            elif known and _is_small(output) and (self._is_made_by_model(output) or (given and packet not in _LIKE)):
                 with contextlib.suppress(RuntimeError):  # a CPU does not compute everything
                     values_made = list(tensors(self._on_values(func, args, kwargs)))
                     for one, values in zip(tensors(output), values_made, strict=True):
@@ -113,7 +113,7 @@ class ShapeConstants(LightDispatchMode):
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         return seeded or any(not one.is_meta and one in self._drawn for one in given)
 
-    def _is_models(self, output: Any) -> bool:
+    def _is_made_by_model(self, output: Any) -> bool:
         """Return whether the model, not the engine, made a tensor from sizes alone.
 
         In a backward, the engine makes zeros as large as parameters. The model makes integers, or repeats a forward."""
@@ -133,7 +133,7 @@ class ShapeConstants(LightDispatchMode):
         """Return the result of the operation on the known values."""
         if func._overloadpacket in _NEW:
             args = (torch.empty(0, dtype=args[0].dtype), *args[1:])
-        with without_modes():
+        with without_dispatch_modes():
             return func(*self._valued(args), **self._valued(kwargs))
 
     def _valued(self, given: Any) -> Any:
@@ -163,7 +163,7 @@ class ShapeConstants(LightDispatchMode):
             if mask is None:
                 found.append(one)
                 continue
-            with without_modes():
+            with without_dispatch_modes():
                 places = mask.nonzero().unbind(1)
             found += map(self._keep, places)
         return found
@@ -212,7 +212,7 @@ def run_on_meta(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[str, A
         return None
     place = _LABELS.get(func._overloadpacket)
     if place is not None and args[place].dtype == torch.uint8:  # devices accept bytes, torch's meta kernel does not
-        with without_modes():
+        with without_dispatch_modes():
             args = (*args[:place], args[place].long(), *args[place + 1 :])
     if func is aten._grouped_mm.default and args[0].dtype == args[1].dtype != torch.bfloat16:
         return _grouped(*args[:2], *args[2:3], **kwargs)

@@ -2,7 +2,7 @@
 
 An elementwise optimizer such as AdamW computes the same numbers on slices as on whole tensors. An optimizer that uses
 rows, columns or the norm of a tensor does not. Such a class declares `needs` and receives access to whole tensors
-(`model.full_parameter_access`). Refused are torch's classes that need whole tensors, and other classes whose updates of
+(`model.full_parameter_access`). torch's classes that need whole tensors are refused, and other classes whose updates of
 slices differ in a trial (`slice_difference`).
 
 Hyperparameters of groups are saved and restored by parameter name. torch's `state_dict` numbers parameters and groups,
@@ -96,8 +96,8 @@ NEED_WHOLE_TENSORS: Mapping[str, str] = {
     "SparseAdam": "it needs sparse gradients, and buckets are dense",
 }
 """Why torch's optimizers of these names cannot update slices; classes derived from them are refused too."""
-NEED_MORE = ("LBFGS", "SparseAdam")
-"""Keys of `NEED_WHOLE_TENSORS` that `whole` refuses too."""
+REFUSED_BY_WHOLE = ("LBFGS", "SparseAdam")
+"""Keys of `NEED_WHOLE_TENSORS` that `meshwise.optim.whole` refuses too."""
 
 
 def build_optimizer(
@@ -112,8 +112,8 @@ def build_optimizer(
     logical: access to whole parameters; passed only to a class that declares `needs`. The groups of such a class have
     the key `names`: the names of their parameters on all ranks.
 
-    Uses torch's fused implementation, which reads and writes every buffer once, if the class has one for the device, no
-    parameter is complex, and `arguments` name no implementation.
+    Uses torch's fused implementation, which reads and writes every buffer once. Exceptions: the class has none for the
+    device, a parameter is complex, or `arguments` name an implementation.
 
     Raises ValueError if `optimizer` is no optimizer class or does not take an argument. Without `needs`, also if it is
     in `NEED_WHOLE_TENSORS` or updates slices differently (`slice_difference`)."""
@@ -137,7 +137,7 @@ def build_optimizer(
             f"{name} needs whole parameters, but ranks update flat slices of them: {how}. Run it on whole tensors: "
             f"optimizer=meshwise.optim.whole({name}); or declare `needs`, as in meshwise/model/full_parameter_access.py"
         )
-    adagrad = issubclass(optimizer, torch.optim.Adagrad)  # fused on CPUs alone
+    adagrad = issubclass(optimizer, torch.optim.Adagrad)  # torch has it fused on CPUs only
     slices = [parameter for group in groups for parameter in group["params"]]
     plain = not any(one.is_complex() or (adagrad and one.is_cuda) for one in slices)
     if plain and "fused" in accepted and not IMPLEMENTATIONS & set(arguments):
@@ -151,7 +151,7 @@ def refuse_bases(optimizer: OptimizerClass, *, names: Iterable[str]) -> None:
     where = name if module.startswith("torch.") else f"{module}:{name}"
     for base in (base.__name__ for base in optimizer.__mro__ if base.__name__ in names):
         instead = f'run it on whole tensors: optimizer=meshwise.optim.whole({name}), in a job name = "whole:{where}"'
-        if base in NEED_MORE:
+        if base in REFUSED_BY_WHOLE:
             instead = "use AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam or another elementwise optimizer"
         derived = "" if base == name else f", as a kind of {base},"
         raise ValueError(f"{name}{derived} cannot run on slices of parameters: {NEED_WHOLE_TENSORS[base]}; {instead}")

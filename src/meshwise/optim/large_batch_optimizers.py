@@ -53,13 +53,13 @@ RATE_FACTORS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-"""Factor of the rate by `adjust_lr_fn`. With `match_rms_adamw`, use the rate and weight decay of AdamW."""
+"""Factor of the rate, by the value of `adjust_lr_fn`. With `match_rms_adamw`, AdamW's rate and weight decay fit."""
 
 
 def orthogonalize(matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
     """Return U S Vᵀ for a matrix U D Vᵀ, (rows, columns), with the diagonal of S between about 0.7 and 1.2.
 
-    A step is X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X, by coefficients (a, b, c); first X is divided by max(norm, eps)."""
+    First X is divided by max(norm, eps). A step is X <- a X + b (X Xᵀ) X + c (X Xᵀ)² X; `coefficients`: (a, b, c)."""
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.T if tall else matrix
@@ -73,8 +73,8 @@ def orthogonalize(matrix: Tensor, *, steps: int, coefficients: tuple[float, floa
 class Muon(WholeParameterOptimizer):
     """Muon for parameters of two or more dims; the dims after the first are flattened. State: `momentum_buffer`.
 
-    Takes the arguments of torch.optim.Muon, and `dtype`: the name of the dtype in which matrices travel and are
-    orthogonalised, None for the dtype of the gradient. Raises ValueError for a parameter with fewer dims."""
+    Takes the arguments of torch.optim.Muon, and `dtype`: name of the dtype in which matrices are sent and
+    orthogonalised. None: the dtype of the gradient. Raises ValueError for a parameter with fewer dims."""
 
     needs = "matrices"
     DEFAULTS: Mapping[str, Any] = {
@@ -197,7 +197,7 @@ class MomentOptimizer(LayerwiseRates):
         return int(self.param_groups[0].get("step", 0)) if self.state or not slices else 0
 
     def variance_updates(self, step: int) -> int:
-        """Return how many of the first `step` steps change the variance."""
+        """Return how many of the first `step` steps change the variance: here all."""
         return step
 
     @torch.no_grad()

@@ -69,7 +69,7 @@ class OneBitAdam(MomentOptimizer):
 
 
 class ZeroOneAdam(OneBitAdam):
-    """AdamW with encoded momenta, except in exact steps, which become rarer and alone change the variance."""
+    """AdamW with encoded momenta, except in exact steps. These become rarer, and only they change the variance."""
 
     DEFAULTS: Mapping[str, Any] = {**OneBitAdam.DEFAULTS, "warmup": 100_000, "kappa": 16}
 

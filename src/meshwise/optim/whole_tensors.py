@@ -1,7 +1,7 @@
 """Run an optimizer class on whole tensors, each of them on one rank (`whole`): Adafactor, Shampoo, your own class.
 
-An update by rows, columns, norms or matrices is another algorithm on a slice. Here a step of the class itself runs for
-each parameter on the rank that owns it, with one instance of the class for each parameter:
+An update by rows, columns, norms or matrices is another algorithm on a slice. Here each
+parameter has its own instance of the class, and the step of the instance runs on the rank that owns the parameter:
 
     slices of values and gradients ── gathered on the owner ── step of the class ── new values ── slices
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.model.full_parameter_access import LogicalTensors
-from meshwise.optim.flat_optimizer import NEED_MORE, OptimizerClass, refuse_bases, slice_difference
+from meshwise.optim.flat_optimizer import REFUSED_BY_WHOLE, OptimizerClass, refuse_bases, slice_difference
 
 _GROUP = "group"
 """Key of a parameter's state: the values that the step of the class wrote into its parameter group, such as a count."""
@@ -55,14 +55,14 @@ class WholeTensors(torch.optim.Optimizer):
         self.logical.map_whole(values, gradients, groups=self.param_groups, function=self._stepped)
 
     def _stepped(self, key: nn.Parameter, value: Tensor, gradient: Tensor) -> Tensor:
-        """Return the values of a parameter after a step of the class. Between steps, `key` has no memory."""
+        """Return the values of a parameter after a step of the class. Between steps, `key` stores a single element."""
         group, one = self._steps[key]
         written = self.state[key].pop(_GROUP, {})
         before = {**_values(group), **written}
         one.param_groups, one.state = [{**before, "params": [key]}], self.state
-        nothing, key.data, key.grad = key.data, value, gradient
+        stub, key.data, key.grad = key.data, value, gradient
         one.step()
-        result, key.data, key.grad = key.data, nothing, None
+        result, key.data, key.grad = key.data, stub, None
         written |= {name: it for name, it in _values(one.param_groups[0]).items() if it is not before.get(name)}
         if written:
             self.state[key][_GROUP] = written
@@ -79,5 +79,5 @@ def whole(kind: OptimizerClass) -> OptimizerClass:
     The class takes the arguments of `kind`. Raises ValueError for LBFGS, SparseAdam, and any non-optimizer."""
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ValueError(f"whole({kind!r}) needs an optimizer class: whole(torch.optim.Adafactor)")  # noqa: TRY004
-    refuse_bases(kind, names=NEED_MORE)
+    refuse_bases(kind, names=REFUSED_BY_WHOLE)
     return type(f"whole({kind.__name__})", (WholeTensors,), {"kind": kind, "__doc__": kind.__doc__})

@@ -1,7 +1,7 @@
 """Choose the dtypes of a training: for storage, computation, gradients, updates and buffers.
 
-They follow from `precision` and `wire` of the plan and from nothing else in it. docs/precision.md has the table of
-dtypes. `Trainer.precision` reports the dtypes that the tensors of a rank really have.
+They follow from two keys of the plan alone, `precision` and `wire`. docs/precision.md has the table of dtypes.
+`Trainer.precision` reports the dtypes that the tensors of a rank really have.
 
 The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them (Micikevicius et
 al., "Mixed Precision Training", arXiv 1710.03740). `LossScale` is the loss scale of fp16 (section 3.2 there);
@@ -51,7 +51,7 @@ class Precision:
             )
 
     @property
-    def computes(self) -> torch.dtype | None:
+    def compute_dtype(self) -> torch.dtype | None:
         """Dtype of matrix products; None for the dtype that the model declares."""
         return self.compute or self.parameters
 
@@ -132,7 +132,7 @@ class LossScale:
 
     def __post_init__(self) -> None:
         if not 0 < self.value < math.inf or math.frexp(self.value)[0] != 0.5:
-            raise ValueError(f"a loss scale of {self.value:g}; give a power of two, as 1024.0: it rounds no gradient")
+            raise ValueError(f"a loss scale of {self.value:g} is no power of two, and would round; give one, as 1024.0")
 
     @property
     def factor(self) -> float:
@@ -190,7 +190,7 @@ class ModelCasts:
         self._hooks: list[_InputCasts] = []
         self._converts = False
         self._fitting: set[bool] = set()
-        """Whether gradients are enabled, for the forwards whose products need no conversion."""
+        """Values of `torch.is_grad_enabled()` in forwards whose products need no conversion."""
 
     def hook(self, module: nn.Module) -> contextlib.ExitStack:
         """Convert the inputs of modules to the dtype of their parameters, until the returned stack is closed.
@@ -205,11 +205,11 @@ class ModelCasts:
         return undo
 
     def forward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward, which computes products in the dtype `precision.computes`.
+        """Return the context of a forward, which computes products in the dtype `precision.compute_dtype`.
 
         The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast. On CUDA it
         converts the operands of products alone if the parameters are stored in the dtype."""
-        dtype = self._precision.computes
+        dtype = self._precision.compute_dtype
         if dtype is None or dtype not in NARROW or not torch.amp.is_autocast_available(self._device.type):
             return contextlib.nullcontext()
         if self._device.type == "cuda" and self._precision.parameters is not None:
@@ -220,8 +220,8 @@ class ModelCasts:
     def _products(self, dtype: torch.dtype) -> Iterator[None]:
         """Convert products inside the block, by a mode that sees every function, which takes time.
 
-        So later forwards have no mode once all modules have run without a conversion. A split layer asks the mode for
-        the dtype, and so keeps it."""
+        Once all modules have run without a conversion, later forwards have no mode. They keep it if a split layer asks
+        the mode for its dtype."""
         with ProductCasts(dtype) as casts:
             yield
         self._converts |= casts.used
@@ -232,7 +232,7 @@ class ModelCasts:
 class ProductCasts(TorchFunctionMode):
     """Mode that computes products (matmul, linear, attention, convolution) in one dtype, and changes nothing else.
 
-    `used`: whether it has converted an operand, or a function has asked for its dtype."""
+    `used`: True if it has converted an operand, or a function has asked for its dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _floating(module: nn.Module) -> Iterator[Tensor]:
-    """Return the floating parameters of a module itself, without reading values, which may be off the device."""
+    """Return the floating parameters of a module itself; their values, which may be off the device, are not read."""
     return (parameter for parameter in module.parameters(recurse=False) if parameter.dtype.is_floating_point)
 
 

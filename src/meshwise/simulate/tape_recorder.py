@@ -41,7 +41,7 @@ from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.shared_segment import KEPT, fits
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.model.shape_constants import run_on_meta
-from meshwise.model.torch_private import LightDispatchMode, without_modes
+from meshwise.model.torch_private import LightDispatchMode, without_dispatch_modes
 from meshwise.optim.flat_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action
 from meshwise.simulate.step_tape import (
@@ -110,7 +110,7 @@ class Recorder:
 
     def borrow(self, numel: int, *, dtype: torch.dtype, category: Category | None = None) -> Tensor:
         """Return a meta tensor that counts as shared memory. It reuses the slab of a freed tensor if one fits."""
-        with without_modes():
+        with without_dispatch_modes():
             tensor = torch.empty(numel, dtype=dtype, device="meta")
         fitting = min((slab for slab in self._free_slabs if fits(tensor.nbytes, slab=slab)), default=None)
         if fitting is not None:
@@ -327,7 +327,7 @@ def _fused(kind: str, given: dict[str, Any]) -> bool:
         return True
     q, k, v = (torch.empty(1, t.size(1), 2, t.size(3), dtype=t.dtype, device="cpu") for t in (query, key, value))
     mask = None if given["attn_mask"] is None else torch.empty(2, 2, dtype=given["attn_mask"].dtype, device="cpu")
-    with torch._C.DisableTorchFunction(), without_modes():
+    with torch._C.DisableTorchFunction(), without_dispatch_modes():
         choice: int = torch._fused_sdp_choice(
             q, k, v, mask, 0.0, given["is_causal"], scale=given["scale"], enable_gqa=given["enable_gqa"]
         )

@@ -1,8 +1,8 @@
-"""Parameter servers: workers push gradients and pull parameters, at most some steps apart (`ParameterServers`).
+"""Parameter servers: workers push gradients, servers update parameters, and workers pull them (`ParameterServers`).
 
 W workers have the rows of a batch. S servers each hold 1/S of every bucket, with the optimizer.
 
-    | clock     number of a worker's step, from 1; every call of `step` is one, also one that raises
+    | clock     number of a worker's step, from 1; a step that raises counts too
     | version   number of gradients that a server has applied to its shard
     | worker    step c: forward, backward, clip ─ push to each server ─ wait for parameters ─ step c + 1
     | server    apply a push as soon as it comes ─ answer when the slowest active worker has pushed step c - k
@@ -39,7 +39,7 @@ from meshwise.plan import Plan
 
 
 class ServedGradient(NamedTuple):
-    """A gradient that a server has applied: of step `clock` of a worker, at the version `read`; it made `applied`."""
+    """Gradient of step `clock` of a worker, for parameters of version `read`. Applying it made version `applied`."""
 
     worker: int
     clock: int
@@ -161,7 +161,7 @@ class ParameterServers:
                 )
 
     def _header(self, numbers: Sequence[float]) -> Tensor:
-        """Return numbers as bytes: no other message is of bytes, so a server can take it from any worker."""
+        """Return numbers as a uint8 tensor. No other message has this dtype, so a server takes it from any worker."""
         return torch.tensor(numbers, dtype=torch.float64, device=self._world.device).view(torch.uint8)
 
     # ---- a server -------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class ParameterServers:
 def _row_codes(bucket: Bucket) -> Tensor:
     """Return the rows to send of parameters with sparse gradients in this step, as int64 numbers.
 
-    First -1 - i for parameter number i; then the elements of the bucket at which its rows begin that are not zero."""
+    For each parameter: -1 - i for its number i, then the element of the bucket where each nonzero row begins."""
     codes: list[Tensor] = []
     for index in sorted(bucket.sparse):
         piece = bucket.place.pieces[index]
@@ -277,7 +277,7 @@ def _row_codes(bucket: Bucket) -> Tensor:
 
 
 def _kept(place: BucketPlace, codes: Tensor) -> Tensor:
-    """Return which elements of a bucket are sent, (elements,): all but the rows that `codes` of `_row_codes` lack."""
+    """Return a mask of the elements that are sent, (elements,): False in sparse rows without a code (`_row_codes`)."""
     kept = torch.ones(place.size, dtype=torch.bool, device=codes.device)
     for index in (-1 - codes[codes < 0]).tolist():
         piece = place.pieces[index]

@@ -11,7 +11,7 @@ The rank that has the module serves: it waits for messages of its callers and an
     | CLOSE       serves until all callers have sent one               none
 
 A caller gets answers in the order of its messages. A call is two autograd functions, one that sends and one that
-receives. So two calls begun before either is waited for run at the same time, and so do their backwards.
+receives. So two calls that begin before the first `wait` run at the same time, and so do their backwards.
 
 Messages go through the World. The transport of torch.distributed.rpc has no watchdog and no flight recorder, and does
 not work between ranks that are threads."""
@@ -49,7 +49,7 @@ class _Header(NamedTuple):
 
 
 class RemoteCall:
-    """A call of a remote module in progress. Call `wait` for what the module returned; the fields are internal."""
+    """A call of a remote module in progress. `wait` returns the results; the fields are internal."""
 
     def __init__(self, module: "RemoteModule", *, number: int) -> None:
         self.module, self.number = module, number
@@ -161,6 +161,7 @@ class RemoteModule:
     def _send(self, call: RemoteCall, header: _Header, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message about a call to the owner, without waiting for its arrival."""
         pickle.dumps(header.keywords)  # raises here, before the owner waits for a message
+        # `recv_any` tells messages apart by size and dtype alone, so a message of a rare kind announces the header.
         bell = torch.zeros(3, dtype=torch.uint16, device=self._world.device)
         call.works = [self._world.send(bell, axis=self._axis, to=self._rank)]
         call.works += self._sent(header._replace(call=call.number), tensors, to=self._rank)
@@ -205,7 +206,7 @@ class RemoteModule:
             caller = self._world.recv_any(bell, axis=self._axis, sources=sorted(active - stepped))
             header, tensors = self._received(source=caller)
             if header.kind is _Kind.STEP and self.optimizer is not None:
-                self._wait_for(caller)  # an answer may have a parameter in it
+                self._wait_for(caller)  # an answer may share memory with a parameter
                 stepped.add(caller)
             else:
                 self._answer(caller, header, tensors)
@@ -240,7 +241,7 @@ class RemoteModule:
             self._reply(caller, _Header(header.kind), results)
 
     def _reply(self, caller: int, header: _Header, tensors: Sequence[Tensor]) -> None:
-        """Answer a caller. It may take answers of other owners first, so only the next answer waits for this one."""
+        """Answer a caller without waiting, because it may first take answers of other owners; the next answer waits."""
         self._wait_for(caller)
         self._replies[caller] = self._sent(header, tensors, to=caller)
 
@@ -264,7 +265,7 @@ class RemoteModule:
 
     def _backward(self, caller: int, header: _Header, gradients: list[Tensor]) -> list[Tensor]:
         if (caller, header.call) not in self._kept:
-            raise ValueError("a backward after its step(), or a second one; run the module again")
+            raise ValueError("a backward after its step(), or a second backward of a call; call the module again")
         inputs, outputs = self._kept.pop((caller, header.call))
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])

@@ -1,6 +1,6 @@
 """Let the replicas of a plan agree by a `SyncScheme`: `Replicas` runs the exchanges of a round.
 
-x_r: parameters of replica r, a: the last agreed parameters, n_r: the counts of the loss of replica r in the round,
+x_r: parameters of replica r. a: the last agreed parameters. n_r: sum of the loss counts of replica r in the round.
 w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no replica has one, all weigh the same.
 
     | begin, without outer step    send n_r x_r
@@ -12,8 +12,8 @@ w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no
 
 v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.
 
-A rank gives P bytes to the all-reduces of a round (P: its masters), and P + S with `state=mean` (S: state tensors of
-the optimizer). Between two agreements no message goes from replica to replica."""
+A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
+its optimizer. Between two agreements no message goes from replica to replica."""
 
 import contextlib
 import dataclasses
@@ -76,7 +76,7 @@ class Replicas:
         self._restart()
 
     def _restart(self) -> None:
-        """Begin the first round: the present parameters are the agreed ones."""
+        """Begin the first round: the present parameters count as agreed."""
         self.steps = 0
         self._mixed = 0
         self._counts = [0.0] * self.scheme.fragments
@@ -95,7 +95,7 @@ class Replicas:
         """Run the exchanges that are due after a step. `count`: of the replica's loss; 0 if the step was skipped."""
         scheme, self.steps = self.scheme, self.steps + 1
         self._counts = [before + count for before in self._counts]
-        begun, applied = scheme.begun(self.steps), scheme.applied(self.steps)
+        begun, applied = scheme.fragments_to_begin(self.steps), scheme.fragments_to_apply(self.steps)
         if begun or applied or scheme.in_groups(self.steps):
             self._wait()  # a skipped step ran no optimizer, which otherwise waits
         if scheme.in_groups(self.steps):
@@ -269,7 +269,7 @@ class Replicas:
         return {**kept, "mixed": self._mixed, "counts": counts, "in_flight": flying}
 
     def load_state(self, saved: Mapping[str, Any] | None) -> None:
-        """Continue a round from the result of `state` when the tensors are loaded; without it, begin a first round.
+        """Continue a round from the result of `state` when the tensors are loaded. None: begin a first round.
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. A round
         of a scheme with other outer state begins anew."""

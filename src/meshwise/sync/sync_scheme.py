@@ -72,13 +72,13 @@ def check_graph(graph: str, *, size: int) -> None:
         found_more, reached = not more <= reached, reached | more
     if reached != set(range(size)):
         raise ValueError(
-            f"sync: graph={graph} does not connect the replicas 0 to {size - 1}, and only these; they would never "
+            f"sync: graph={graph} must connect the replicas 0 to {size - 1}, and name no others, or they never "
             f"agree. Write graph={','.join(f'{one}-{one + 1}' for one in range(size - 1)) or 'ring'}"
         )
 
 
 def _edges(graph: str, size: int) -> list[tuple[int, int]]:
-    """Return the undirected edges of a graph; an edge may come twice."""
+    """Return the undirected edges of a graph; an edge may occur twice."""
     if graph == "ring":
         return [(one, (one + 1) % size) for one in range(size)]
     if graph == "torus":
@@ -106,7 +106,7 @@ class SyncScheme:
     every: int = 1
     """Number of steps of a round, at whose end the replicas agree. The plan's key `every`."""
     graph: str = "all"
-    """With whom: `all`; `ring`, `torus`, `exponential`; `groups:2`; or edges of replicas such as `0-1,1-2,0-2`."""
+    """Neighbours that agree: `all`; `ring`, `torus`, `exponential`; `groups:2`; or edges such as `0-1,1-2,0-2`."""
     outer_lr: float = 1.0
     """Factor of the outer step. With an outer momentum of 0 it moves from the last agreed parameters to the mean."""
     outer_momentum: float = 0.0
@@ -127,7 +127,7 @@ class SyncScheme:
     fragments: int = 1
     """Fragments of the model, which agree at different steps of a round; unit u is in fragment u mod `fragments`."""
     delay: int = 0
-    """Steps between the begin of an exchange and its application, in which training continues. Less than `every`."""
+    """Steps from the start of an exchange to its application; training continues meanwhile. Less than `every`."""
     blend: float = 0.0
     """Share of a replica's own parameters that it keeps when the agreed parameters are applied: 0 to below 1."""
     elastic: bool = False
@@ -175,20 +175,20 @@ class SyncScheme:
         sent = ("outer_change",) if self.delay else ()
         return ("agreed", *momentum, *sent) if self.has_anchor else ()
 
-    def applied(self, step: int) -> tuple[int, ...]:
+    def fragments_to_apply(self, step: int) -> tuple[int, ...]:
         """Return the fragments that all replicas apply after step number `step`, which counts from 1."""
         if step <= self.after:
             return tuple(range(self.fragments))
         ends = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
         return tuple(number for number, end in enumerate(ends) if (step - end) % self.every == 0 and step > self.delay)
 
-    def begun(self, step: int) -> tuple[int, ...]:
-        """Return the fragments whose exchange begins after step number `step`; without a delay, `applied(step)`."""
-        return self.applied(step + self.delay)
+    def fragments_to_begin(self, step: int) -> tuple[int, ...]:
+        """Return the fragments whose exchange begins after step number `step`: without a delay, those to apply then."""
+        return self.fragments_to_apply(step + self.delay)
 
     def in_groups(self, step: int) -> bool:
         """Return whether the replicas of each group agree after step number `step`."""
-        return bool(self.group) and step % self.group_every == 0 and not self.applied(step)
+        return bool(self.group) and step % self.group_every == 0 and not self.fragments_to_apply(step)
 
 
 SCHEMES: Mapping[str, SyncScheme] = MappingProxyType(

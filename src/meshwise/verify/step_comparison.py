@@ -338,7 +338,7 @@ class ReplayedSide(ReferenceSide):
 
     def _agree(self) -> None:
         scheme, step = self._scheme, self._steps
-        begun, applied = scheme.begun(step), scheme.applied(step)
+        begun, applied = scheme.fragments_to_begin(step), scheme.fragments_to_apply(step)
         if scheme.in_groups(step):
             self._mix(f"groups:{scheme.group}")
         if scheme.graph != "all":

@@ -54,7 +54,7 @@ def verify(
     if needs_of(training.get("optimizer")) == "replicas":
         training["codec"] = "none"
     subject = VerificationInputs(model, loss, list(batches), dtype, training, plan)
-    if subject.precision.computes is not None:
+    if subject.precision.compute_dtype is not None:
         subject = dataclasses.replace(subject, dtype=None)
     if not subject.batches:
         raise ValueError("batches is empty; give one global batch for each step to compare")

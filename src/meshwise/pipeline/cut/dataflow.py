@@ -51,8 +51,8 @@ def unchanged(value: Any) -> Any:
 
 
 _Writer: TypeAlias = tuple[str, Callable[[Any], Any]]
-"""A piece that stores values in its inputs or attributes: its key, and a function from a stored value to its
-replacement outside the piece, such as zeros for a meta tensor."""
+"""Key of a piece that stores values in its inputs or attributes, and a function that replaces a stored value for use
+outside the piece, as by zeros for a meta tensor."""
 
 
 def _effect_of(key: str) -> Dependencies:
@@ -73,7 +73,7 @@ class DataflowTracer(LightDispatchMode):
         self._read = self._used = _NOTHING
         self._piece: str | None = None
         self.reads = _ValueReads(self)
-        """Mode to enter before this one: it records reads of values that are no operation of torch."""
+        """Mode to enter before this one. It records reads that run no operation of torch, such as `tolist`."""
 
     def of(self, values: Any) -> Dependencies:
         """Return the dependencies of a tree of tensors and of all numbers that the model has read."""
@@ -115,7 +115,7 @@ class DataflowTracer(LightDispatchMode):
     def writing_back_changes(
         self, values: Any, *, copy: Any, key: str, stand_in: Callable[[Any], Any] = unchanged
     ) -> Iterator[None]:
-        """Write to `values`, after the block, what a piece changed in `copy`, its inputs; `stand_in`: see `_Writer`."""
+        """Apply to `values`, after the block, what a piece changed in its inputs `copy`. `stand_in`: see `_Writer`."""
         before = map_tensors(unchanged, copy)
         yield
         if copy is not values:
@@ -125,7 +125,7 @@ class DataflowTracer(LightDispatchMode):
     def writing_back_attributes(
         self, module: nn.Module, *, copy: nn.Module, key: str, stand_in: Callable[[Any], Any]
     ) -> Iterator[None]:
-        """Set on a piece, after the block, the attributes that its `copy`, which ran instead, has set on itself."""
+        """Set on `module`, after the block, each attribute that `copy`, which ran instead, has set on itself."""
         before = [dict(vars(one)) for one in copy.modules()]
         yield
         for one, other, was in zip(module.modules(), copy.modules(), before, strict=True):
@@ -170,12 +170,12 @@ class DataflowTracer(LightDispatchMode):
         """Return copies for use outside of the piece that stored these values."""
         key, stand_in = writer
 
-        def made(tensor: Tensor) -> Tensor:
+        def copied(tensor: Tensor) -> Tensor:
             own = tensor.detach().clone()
             self._dependencies[own.untyped_storage()] = _effect_of(key)
             return own
 
-        return map_tensors(made, stand_in(values))
+        return map_tensors(copied, stand_in(values))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,7 +183,7 @@ class DataflowTracer(LightDispatchMode):
         decided = self._of(_size_deciding(func, given))
         placed, named = args, kwargs
         if len({tensor.is_meta for tensor in given if tensor.is_meta or tensor.dim()}) == 2:
-            # A piece on meta tensors has made a mask or positions without naming a device; 0-dim tensors may stay.
+            # A piece on meta tensors made a mask on the default device. torch mixes only 0-dim tensors across devices.
             placed, named = map_tensors(lambda x: x.to("meta") if x.dim() else x, (args, kwargs))
         result = _zeros_elsewhere(func, placed, named) if self._piece is None else None
         result = func(*placed, **named) if result is None else result
@@ -222,7 +222,7 @@ def _zeros_elsewhere(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 
 class _ValueReads(TorchFunctionMode):
-    """Function mode that records reads of values, such as `tolist`, that are no operation of torch."""
+    """Function mode that records reads of values that run no operation of torch, such as `tolist`."""
 
     def __init__(self, tracer: DataflowTracer) -> None:
         super().__init__()

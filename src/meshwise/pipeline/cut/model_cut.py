@@ -20,8 +20,8 @@ from meshwise.pipeline.schedules.schedule_table import Schedule
 
 REMEDY = (
     "Give it a second name in the module that reads it, as in self.shared = other.weight in its __init__, and read "
-    "that: then each stage has it; or cut by hand so that both are on one stage: Options(cut=CutOptions(at=…)), "
-    "model.cut_at of a job"
+    "self.shared, so that each stage has it. Or cut by hand, so that both are on one stage: "
+    "Options(cut=CutOptions(at=…)), or model.cut_at of a job"
 )
 """Advice at the end of an error about a stage that needs a parameter of another stage."""
 
@@ -41,7 +41,9 @@ class CutOptions:
 
     def __post_init__(self) -> None:
         if self.how not in ("auto", "blocks"):
-            raise CutError(f"how={self.how!r}: a model is cut between its 'blocks', or where it is most even, 'auto'")
+            raise CutError(
+                f"how={self.how!r}: write 'blocks' to cut between blocks, or 'auto' to cut inside blocks too"
+            )
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,8 @@ class CutRequest:
     by: Literal["time", "params", "memory"] = "time"
     """Quantity to balance. `time`: seconds of forward and backward (on the meta device, operations). `params`: elements
     of parameters. `memory`: bytes of parameters, their gradients and optimizer states, and activations."""
-    where: CutOptions = CutOptions()
-    """Places at which stages may begin."""
+    options: CutOptions = CutOptions()
+    """Places at which stages may begin, and how they are chosen."""
     schedule: Schedule | None = None
     """Schedule of the stages. With it, `memory` counts the micro-batches that each stage holds, and `time` minimizes
     the training step instead of the largest stage."""
@@ -193,11 +195,11 @@ def cut_model(model: nn.Module, *, stages: int, call: Call, request: CutRequest 
     has a name at which no stage can begin, or names in the wrong order."""
     if request.schedule is not None and request.schedule.stages != stages:
         raise CutError(f"the schedule has {request.schedule.stages} stages, the cut {stages}")
-    where, timed = request.where, request.by == "time"
+    where, timed = request.options, request.by == "time"
     if where.made is not None and where.made.stages == stages:
         return where.made
     pieces = {piece.module for unit in partition(model) for piece in unit}
-    between = bool(where.at) and all(name.partition(":")[0] in pieces for name in where.at)  # none is inside a block
+    between = bool(where.at) and all(name.partition(":")[0] in pieces for name in where.at)  # not inside blocks
     splits = where.how == "auto" and not where.pieces and not between
     seen = probe(model, call=call, pieces=where.pieces, timed=timed, splits=splits)
     splittable = [
@@ -279,8 +281,8 @@ def _refuse_effects(seen: ProbeResult, bounds: Sequence[int]) -> None:
 def _refuse_readers(seen: ProbeResult, bounds: Sequence[int], holders: Mapping[str, Sequence[int]]) -> None:
     """Raise CutError if code between pieces computes with a parameter that its own stage does not hold."""
     users = [(call.key, bisect_right(bounds, place) - 1, call.dependencies) for place, call in enumerate(seen.calls)]
-    for user, stage, past in (*users, ("the result", len(bounds) - 2, seen.result)):
-        for name in sorted(past.parameters):
+    for user, stage, dependencies in (*users, ("the result", len(bounds) - 2, seen.result)):
+        for name in sorted(dependencies.parameters):
             if stage not in holders[name]:
                 raise CutError(
                     f"{user}, on stage {stage}, needs what the model computes with {name} outside of that module, and "

@@ -68,9 +68,9 @@ class PieceCall:
     """For a block that can be split: the calls of its modules, then (under the block's key) the rest of its code."""
 
     def parts(self) -> "Iterator[PieceCall]":
-        """Yield the calls inside this block, with costs scaled so that their sum is the cost of the block.
+        """Yield the calls inside this block. Their costs are scaled to add up to the cost of the block.
 
-        So each call has a part of the cost of the block's own code."""
+        The scaling divides the cost of the block's own code among them."""
         kept = self.cost.activations / (sum(called.cost.activations for called in self.inside) or 1.0)
         worked = self.cost.work / (sum(called.cost.work for called in self.inside) or 1.0)
         for called in self.inside:
@@ -96,7 +96,7 @@ class ProbeResult:
     """Seconds of forward and backward after the last call, such as of the loss; 0 if not measured."""
 
     def with_split_blocks(self, keys: Collection[str]) -> "ProbeResult":
-        """Return the result with each of these blocks that can be split replaced by the calls inside it."""
+        """Return the result with each block in `keys`, if it can be split, replaced by the calls inside it."""
         calls = (
             part
             for called in self.calls
@@ -125,8 +125,8 @@ class ProbeResult:
         """Return (key of a call before `position` with a side effect, key of a later user of the effect), or None."""
         before = [called.key for called in self.calls[:position]]
         after = [(called.key, called.dependencies) for called in self.calls[position:]]
-        for name, past in (*after, ("the result", self.result)):
-            for key in sorted(past.effects):
+        for name, dependencies in (*after, ("the result", self.result)):
+            for key in sorted(dependencies.effects):
                 if any(key == one or key.startswith(f"{one}.") for one in before):
                     return key, name
         return None
@@ -217,6 +217,7 @@ def is_repeated() -> bool:
     one = torch.ones((), requires_grad=True)
     product = one * one
     assert product.grad_fn is not None
+    # torch's checkpoint replaces every saved tensor by an object of its own.
     return type(product.grad_fn._raw_saved_self.data).__module__ == checkpoint.__module__  # type: ignore[attr-defined]
 
 

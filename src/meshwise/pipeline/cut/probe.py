@@ -48,7 +48,7 @@ Call = Callable[[nn.Module], Any]
 """Function that runs a model on an example, and returns the output or the loss."""
 
 ROUNDS = 3
-"""Number of timed runs; the median over equal calls counts. Operations are counted in one run."""
+"""Number of timed runs. A call gets the median time of its equal calls in all runs; operations need one run."""
 
 
 def probe(
@@ -64,19 +64,19 @@ def probe(
         found = [piece for unit in partition(model, units=pieces) for piece in unit]
     except ValueError as error:
         raise CutError(str(error)) from None
-    seen = _seen(model, call, found, timed=timed)
+    seen = _traced(model, call, found, timed=timed)
     changed = seen.changed_buffers
     # A module without parameters, as some batch norms, can be a separate piece.
     inside = {owner for owner in map(_owner, changed) if owner}
     if owners := sorted(owner for owner in inside if next(model.get_submodule(owner).parameters(), None) is None):
         found += [GatheredModule(owner, ()) for owner in owners]
-        seen = _seen(model, call, found, timed=timed)
+        seen = _traced(model, call, found, timed=timed)
         ran = {made.module for made in seen.calls}
         seen = dataclasses.replace(seen, changed_buffers={name for name in changed if _owner(name) not in ran})
     parts = {one.module: inner_modules(model.get_submodule(one.module)) for one in found if splits and one.block}
     if not any(parts.values()):
         return seen
-    inner = _seen(model, call, found, timed=timed, parts=parts)
+    inner = _traced(model, call, found, timed=timed, parts=parts)
     calls = (dataclasses.replace(whole, inside=one.inside) for whole, one in zip(seen.calls, inner.calls, strict=True))
     changed = seen.changed | inner.changed
     return dataclasses.replace(seen, calls=tuple(calls), changed=changed)
@@ -90,25 +90,25 @@ _Parts: TypeAlias = Mapping[str, Sequence[str]]
 """For each block to split, the names of its modules (`inner_modules`)."""
 
 
-def _seen(
+def _traced(
     model: nn.Module, call: Call, found: Sequence[GatheredModule], *, timed: bool, parts: _Parts = MappingProxyType({})
 ) -> ProbeResult:
     """Return the result of a traced run and, if `timed`, of separate runs that measure time."""
-    watch = _Watch(found, timed=timed and has_no_values(model))
+    record = _RunRecord(found, timed=timed and has_no_values(model))
     with contextlib.ExitStack() as stack:
-        meta = (MetaKernels(), watch.known) if has_no_values(model) else ()
-        for mode in (*meta, watch.tracer.reads, watch.tracer):
+        meta = (MetaKernels(), record.known) if has_no_values(model) else ()
+        for mode in (*meta, record.tracer.reads, record.tracer):
             stack.enter_context(mode)
-        seen = _run(model, call, found, watch, parts=parts)
+        seen = _run(model, call, found, record, parts=parts)
     if not timed or has_no_values(model):
         return seen
     with keep_freed_memory():
-        runs = [_run(model, call, found, _Watch(found, timed=True), parts=parts) for _ in range(ROUNDS)]
+        runs = [_run(model, call, found, _RunRecord(found, timed=True), parts=parts) for _ in range(ROUNDS)]
     return with_typical_costs(seen, runs=runs, model=model)
 
 
 def _run(
-    model: nn.Module, call: Call, found: Sequence[GatheredModule], watch: "_Watch", *, parts: _Parts
+    model: nn.Module, call: Call, found: Sequence[GatheredModule], record: "_RunRecord", *, parts: _Parts
 ) -> ProbeResult:
     """Return the result of one run of a copy of the model, with the forwards of the pieces `found` recorded."""
     everywhere = tuple(name for piece in found if piece.spans for name in piece.parameters)
@@ -119,17 +119,17 @@ def _run(
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
     owned = [name for piece in found if not piece.spans for name in piece.parameters]
-    watch.tracer.register_parameters({name: watched.get_parameter(name) for name in owned})
+    record.tracer.register_parameters({name: watched.get_parameter(name) for name in owned})
     before = _buffers_outside(watched, pieces=pieces)
     for name, module in pieces.items():
         own = shadow.get_submodule(name) if bare else None
-        module.forward = _Watched(name, module, watch, parts.get(name, ()), own)
+        module.forward = _RecordedForward(name, module, record, parts.get(name, ()), own)
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             result = call(watched)
-        tail = watch.since.to(result) if watch.timed and not bare else 0.0
+        tail = record.tail.to(result) if record.timed and not bare else 0.0
         changed = _changes(before, _buffers_outside(watched, pieces=pieces))
-        return dataclasses.replace(watch.seen(result, everywhere), tail=tail, changed_buffers=changed)
+        return dataclasses.replace(record.probe_result(result, everywhere), tail=tail, changed_buffers=changed)
     finally:
         for module in pieces.values():  # else it would keep this run's tensors alive until the next garbage collection
             del module.forward
@@ -150,7 +150,7 @@ def _give_zeros(model: nn.Module, args: Any, kwargs: Any, *, names: Sequence[str
         setattr(model.get_submodule(path), key, nn.Parameter(zeros, requires_grad=old.requires_grad))
 
 
-class _Watch:
+class _RunRecord:
     """Record of a run: the calls so far, and the modes that observe it."""
 
     def __init__(self, found: Sequence[GatheredModule], *, timed: bool) -> None:
@@ -162,7 +162,7 @@ class _Watch:
         self.tracer = DataflowTracer()
         self.known = ShapeConstants()
         """Mode that knows the values of meta tensors that follow from sizes."""
-        self.since = LossTail(())
+        self.tail = LossTail(())
         self._call_counts: Counter[str] = Counter()
         self._hidden: list[str] = []
 
@@ -192,7 +192,7 @@ class _Watch:
 
         return map_tensors(start, values)
 
-    def seen(self, result: Any, everywhere: tuple[str, ...]) -> ProbeResult:
+    def probe_result(self, result: Any, everywhere: tuple[str, ...]) -> ProbeResult:
         """Return the record of the run. A block can be split if it is called once, and only its output is used."""
         needed = self.dependencies(result)
         everything = {call.key: [call.dependencies, *(one.dependencies for one in call.inside)] for call in self.calls}
@@ -207,46 +207,46 @@ class _Watch:
 
 
 @dataclasses.dataclass(eq=False)
-class _Watched:
+class _RecordedForward:
     """Replacement for the forward of a piece that records each call."""
 
     _name: str
     _module: nn.Module
-    _watch: _Watch
+    _run_record: _RunRecord
     _parts: Sequence[str]
     _shadow: nn.Module | None
     """Copy on the meta device that runs in place of the module, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the piece, record the call, and return the output."""
-        watch, given = self._watch, (args, kwargs)
-        needed, device = watch.dependencies(given), device_of(given)
-        key = watch.key(self._name)
+        record, given = self._run_record, (args, kwargs)
+        needed, device = record.dependencies(given), device_of(given)
+        key = record.key(self._name)
         if self._shadow is None:
-            output, called = self._record(key, self._module, given)
+            output, called = self._recorded(key, self._module, given)
         else:
             stand_in = partial(map_tensors, partial(torch.zeros_like, device=device))
             inputs = map_tensors(lambda tensor: tensor.to("meta"), given)
-            stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # zeros stand for computed values here
-            watch.known.forget(b for a, b in stand_ins if b.is_floating_point() or watch.tracer.depends_on_pieces(a))
+            stand_ins = zip(tensors(given), tensors(inputs), strict=True)  # zeros in place of values, so not known
+            record.known.forget(b for a, b in stand_ins if b.is_floating_point() or record.tracer.depends_on_pieces(a))
             for one, copy in zip(self._module.modules(), self._shadow.modules(), strict=True):
                 # Some models register hooks as they run.
                 vars(copy).update((name, value) for name, value in vars(one).items() if "hooks" in name)
             with (
-                watch.tracer.writing_back_changes(given, copy=inputs, key=key, stand_in=stand_in),
-                watch.tracer.writing_back_attributes(self._module, copy=self._shadow, key=key, stand_in=stand_in),
-                watch.known.forward(),
+                record.tracer.writing_back_changes(given, copy=inputs, key=key, stand_in=stand_in),
+                record.tracer.writing_back_attributes(self._module, copy=self._shadow, key=key, stand_in=stand_in),
+                record.known.forward(),
             ):
                 output, called = self._without_values(key, self._shadow, inputs)
             output = stand_in(output)
-        watch.calls.append(dataclasses.replace(called, dependencies=needed | called.dependencies))
-        output = watch.output(output, key=key, made=self._shadow is not None)
-        watch.since = LossTail(output)
+        record.calls.append(dataclasses.replace(called, dependencies=needed | called.dependencies))
+        output = record.output(output, key=key, made=self._shadow is not None)
+        record.tail = LossTail(output)
         return output
 
     def _without_values(self, key: str, shadow: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, PieceCall]:
         try:
-            return self._record(key, shadow, inputs)
+            return self._recorded(key, shadow, inputs)
         except RuntimeError as error:
             raise CutError(
                 f"{key} cannot run without values: {error}\nA model that is given as a function is cut on the meta "
@@ -254,30 +254,30 @@ class _Watched:
                 "transformers: experts_implementation='batched_mm')"
             ) from error
 
-    def _record(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, PieceCall]:
-        watch, parameters = self._watch, self._watch.parameters[self._name]
+    def _recorded(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, PieceCall]:
+        record, parameters = self._run_record, self._run_record.parameters[self._name]
         if self._parts and not is_repeated():
-            block = _Inside(self._name, module, watch, parts=self._parts)
+            block = _BlockRun(self._name, module, record, parts=self._parts)
             output = block.run(*inputs)
             return output, PieceCall(
                 key, self._name, parameters, Dependencies(), bytes_of(output), CallCost(0.0, 0.0), inside=block.calls
             )
-        return _own_forward(module, watch, key=key, name=self._name, parameters=parameters, inputs=inputs)
+        return _own_forward(module, record, key=key, name=self._name, parameters=parameters, inputs=inputs)
 
 
-class _Inside:
+class _BlockRun:
     """Run of a block in which calls of its modules are recorded like pieces."""
 
-    def __init__(self, name: str, module: nn.Module, watch: _Watch, *, parts: Sequence[str]) -> None:
+    def __init__(self, name: str, module: nn.Module, record: _RunRecord, *, parts: Sequence[str]) -> None:
         self.calls: tuple[PieceCall, ...] = ()
-        self._name, self._module, self._watch, self._parts = name, module, watch, parts
-        names = {id(p): own for own, p in zip(watch.parameters[name], module.parameters(), strict=True)}
+        self._name, self._module, self._run_record, self._parts = name, module, record, parts
+        names = {id(p): own for own, p in zip(record.parameters[name], module.parameters(), strict=True)}
         self._held = {p: tuple(names[id(one)] for one in module.get_submodule(p).parameters()) for p in parts}
         self._found: list[PieceCall] = []
         self._repeated = False
 
     def run(self, args: Any, kwargs: Any) -> Any:
-        """Return the block's output, and set `calls`; without `calls` if a module runs other than once, or repeats."""
+        """Return the block's output, and set `calls` if each module runs exactly once and is not repeated later."""
         inputs, parts = (args, kwargs), {name: self._module.get_submodule(name) for name in self._parts}
         for name, part in parts.items():
             part.forward = partial(self._part, name, part)
@@ -288,7 +288,7 @@ class _Inside:
                 del part.forward
         found = sorted(called.module for called in self._found)
         if not self._repeated and found == sorted(f"{self._name}.{name}" for name in parts):
-            needed, same_shape = self._watch.tracer.of(output), has_input_shape(output, inputs=inputs)
+            needed, same_shape = self._run_record.tracer.of(output), has_input_shape(output, inputs=inputs)
             self.calls = (
                 *self._found,
                 PieceCall(self._name, self._name, (), needed, bytes_of(output), CallCost(0.0, 0.0), same_shape),
@@ -298,31 +298,31 @@ class _Inside:
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run a module of the block, record the call, and return the output."""
         self._repeated |= is_repeated()
-        inputs, watch, full = (args, kwargs), self._watch, f"{self._name}.{name}"
-        needed = watch.tracer.of(inputs)
+        inputs, record, full = (args, kwargs), self._run_record, f"{self._name}.{name}"
+        needed = record.tracer.of(inputs)
         held = self._held[name]
-        output, called = _own_forward(module, watch, key=full, name=full, parameters=held, inputs=inputs)
+        output, called = _own_forward(module, record, key=full, name=full, parameters=held, inputs=inputs)
         self._found.append(dataclasses.replace(called, dependencies=needed | called.dependencies))
-        return watch.output(output, key=full)
+        return record.output(output, key=full)
 
 
 def _own_forward(
-    module: nn.Module, watch: _Watch, *, key: str, name: str, parameters: tuple[str, ...], inputs: tuple[Any, Any]
+    module: nn.Module, record: _RunRecord, *, key: str, name: str, parameters: tuple[str, ...], inputs: tuple[Any, Any]
 ) -> tuple[Any, PieceCall]:
     """Run the class's own `forward`; return its result and its call, with the dependencies of the values it used."""
     run, own = partial(type(module).forward, module), list(module.parameters())
     # in the same memory, without their graph
     separate = map_tensors(lambda x: entered(x.detach().requires_grad_()) if x.requires_grad else x, inputs)
-    counts = watch.timed and any(tensor.is_meta for tensor in (*own, *tensors(separate)))
+    counts = record.timed and any(tensor.is_meta for tensor in (*own, *tensors(separate)))
     kind = operations_key(module, inputs=separate)
-    known = watch.counted.get(kind) if counts else None
-    with watch.tracer.inside(key), watch.tracer.writing_back_changes(inputs, copy=separate, key=key):
-        output, cost = profile_module(run, inputs=separate, parameters=own, timed=watch.timed and known is None)
+    known = record.counted.get(kind) if counts else None
+    with record.tracer.inside(key), record.tracer.writing_back_changes(inputs, copy=separate, key=key):
+        output, cost = profile_module(run, inputs=separate, parameters=own, timed=record.timed and known is None)
         if known is not None and known.activations != cost.activations:
             output, cost = profile_module(run, inputs=separate, parameters=own, timed=True)
         elif counts:
-            cost = watch.counted[kind] = known or cost
-        used = watch.tracer.used
+            cost = record.counted[kind] = known or cost
+        used = record.tracer.used
     same_shape = has_input_shape(output, inputs=inputs)
     return output, PieceCall(key, name, parameters, used, bytes_of(output), cost, same_shape)
 

@@ -40,7 +40,7 @@ class PartitionItems:
     loads: Sequence[Sequence[float]]
     """One list for each stage: the load of each item on this stage. Early stages hold more activations."""
     solid: Sequence[bool]
-    """True for items with parameters: each stage needs at least one, and only there a later stage begins."""
+    """True for items with parameters. Each stage needs such an item; each stage after the first begins at one."""
     sent_bytes: Sequence[float]
     """Bytes that are sent per micro-batch if a stage begins at the item."""
 
@@ -54,7 +54,7 @@ class PartitionItems:
         return [self.load(stage, start=start, end=end) for stage, (start, end) in enumerate(pairwise(bounds))]
 
     def load(self, stage: int, *, start: int, end: int) -> float:
-        """Return the load of stage `stage` with the items from start to end; infinite if they can be no stage."""
+        """Return the load of stage `stage` with the items from start to end; infinite if these cannot form a stage."""
         fits = self.solid[start] if start else any(self.solid[:end])
         return self.sum(stage, start=start, end=end) if fits else math.inf
 
@@ -168,7 +168,7 @@ def balance(
 
 
 def _with_needed_splits(seen: ProbeResult, splittable: Collection[str], bounds: Sequence[int]) -> StageBounds:
-    """Convert bounds for the case that all of `splittable` are split: split only the blocks with a boundary inside."""
+    """Return `bounds`, which count the calls with all of `splittable` split, with only the needed blocks split."""
     named = {place: name for name, place in reversed(seen.begins(splittable).items())}
     names = [named[bound] for bound in bounds[:-1]]
     needed = [called.key for called in seen.calls if {part.key for part in called.inside[:-1]}.intersection(names)]

@@ -4,7 +4,7 @@ The time of a step in which a rank does not compute is split by cause:
 
     | ideal        bubble of the schedule if all stages were equal and only computations took time
     | imbalance    more bubble because stages differ, if every computation took its stage's mean time
-    | receives     more waits for messages and for the last rank: transfers, and computations of varying length
+    | receives     more waits, for messages and for the end of other ranks: transfers, and computations of uneven length
     | collectives  waits for reductions, and waits inside computations (split layers, gathered units). The part in which
     |              the rank would have been idle by the schedule counts as ideal or imbalance
     | other        the remaining time: the interpreter between actions"""
@@ -138,7 +138,6 @@ class MeasuredStep:
         rows = [tuple(one for one in row if one.microbatch in present) for row in self.schedule.rows]
         events: list[Event] = []
         for ranks, own in zip(self.run.pipelines, means, strict=True):
-            # kinds of computation that do not occur cost 0
             costs = [ActionCost(*(stage.get(kind, 0.0) for kind in map(ActionKind, "FIWB"))) for stage in own]
             timeline = clock(Schedule(tuple(rows)), costs=costs)
             events += (dataclasses.replace(event, rank=ranks[event.rank]) for event in timeline.events)
@@ -163,7 +162,7 @@ class MeasuredStep:
         lines += [
             f"step {self.step.seconds:.4g} s, the schedule's part of it {run.seconds:.4g} s",
             f"by the clock with each stage's mean {self.predicted.seconds:.4g} s, all equal {self.ideal.seconds:.4g} s",
-            f"bubble {mean:.1f} % on the mean, ideal {ideal:.1f} %",
+            f"bubble {mean:.1f} % on average, ideal {ideal:.1f} %",
         ]
         return "\n".join(lines)
 
@@ -185,7 +184,7 @@ class MeasuredStep:
             raise ValueError(f"{path} is not a timeline of a run: {error}") from None
 
 
-def measured_step(watch: ActivityStopwatch, *, world: World, schedule: Schedule) -> list[MeasuredStep]:
+def measured_steps(watch: ActivityStopwatch, *, world: World, schedule: Schedule) -> list[MeasuredStep]:
     """Return the steps that all ranks of `world` recorded in their stopwatches. Every rank calls it."""
     every = world.exchange(watch.read(offset=clock_offset(world)))
     pipelines = world.mesh.groups(["pp"])

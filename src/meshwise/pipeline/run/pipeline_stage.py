@@ -30,7 +30,7 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import StageForwardLeft
 from meshwise.model.module_copy import copy_modules
-from meshwise.model.torch_private import without_modes
+from meshwise.model.torch_private import without_dispatch_modes
 from meshwise.pipeline.cut.model_cut import REMEDY, ModelCut
 from meshwise.pipeline.run.stage_backward import enter
 
@@ -39,7 +39,7 @@ class StageError(RuntimeError):
     """Error for a stage that runs differently than on the example from which the model was cut."""
 
 
-Place: TypeAlias = tuple[bool, int, dict[str, Any], dict[str, Any]]
+ForwardPoint: TypeAlias = tuple[bool, int, dict[str, Any], dict[str, Any]]
 """Point in a forward: (True inside a forward, number of the next call of a piece, received values, `shapes`)."""
 
 
@@ -56,7 +56,7 @@ class StageForwardState:
         self.shapes: dict[str, Any] = {}
         """Outputs of pieces so far as meta tensors, by key; without those of `same_shape`."""
         self.sent: dict[str, Any] = {}
-        self.nothing: Tensor | None = None
+        self.last_nan: Tensor | None = None
         """NaN that the last piece of another stage returned; the next such piece returns it again."""
         self.position = 0
 
@@ -89,29 +89,29 @@ class StageForwardState:
         return keys[position], self._contents.start <= position < self._contents.stop
 
     def keep(self, key: str, *, value: Any) -> None:
-        """Store a value that is sent at the end, if it is in `sends`. If the model will change it, store a copy."""
+        """Store the output of call `key` if this stage sends it; a copy, if the model will change it in place."""
         if self.repeats:
             return
         if key in self.sends:
             self.sent[key] = map_tensors(Tensor.clone, value) if key in self.changed else value
         if self.note_shapes and key not in self.same_shape:
-            with without_modes():  # a rehearsal counts no memory for it
+            with without_dispatch_modes():  # a rehearsal counts no memory for it
                 self.shapes[key] = map_tensors(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), value)
 
-    def shapes_of(self, key: str, *, module: nn.Module, first: Tensor) -> Any:
+    def output_shapes(self, key: str, *, module: nn.Module, first: Tensor) -> Any:
         """Return the output of a piece of an earlier stage as meta tensors. `first`: its first input.
 
-        A rehearsal leaves out stages that equal another one. Their pieces return what others of their class do."""
+        A rehearsal leaves out stages that equal another; their pieces get outputs of other pieces of their class."""
         modules = zip(self._contents.keys, self._modules, strict=True)
         same_class = (other for other, one in modules if type(one) is type(module))
         return next((self.shapes[other] for other in (key, *same_class) if other in self.shapes), first)
 
-    def snapshot(self) -> Place:
-        """Return the point that the forward has reached, for `restored` (`model.forward_replay.RememberedState`)."""
+    def snapshot(self) -> ForwardPoint:
+        """Return the point that the forward has reached, for `restored` (see `model.forward.RememberedState`)."""
         return self.open, self.position, self.received, self.shapes
 
     @contextlib.contextmanager
-    def restored(self, place: Place) -> Iterator[None]:
+    def restored(self, place: ForwardPoint) -> Iterator[None]:
         """Inside it, run a block of the model again from this point on."""
         left, repeated = self.snapshot(), self.repeats
         (self.open, self.position, self.received, self.shapes), self.repeats = place, True
@@ -123,7 +123,7 @@ class StageForwardState:
     def stop(self) -> dict[str, Any]:
         """End the forward, drop its values, and return the values to send, by key."""
         sent = self.sent
-        self.open, self.received, self.sent, self.nothing = False, {}, {}, None
+        self.open, self.received, self.sent, self.last_nan = False, {}, {}, None
         return sent
 
 
@@ -132,8 +132,8 @@ class Stage:
     """Stage `index` of the `count` stages of a model.
 
     `module` holds this stage's parameters under their names in the whole model. A tied parameter is a parameter of each
-    of its stages, whose gradients for it must be summed. `receives`, `sends`: keys of the values from the stage before,
-    and of those for the next stage."""
+    of its stages, and their gradients must be summed. `receives`: keys of the values from the stage before. `sends`:
+    keys of the values for the next stage."""
 
     module: nn.Module
     index: int
@@ -154,7 +154,7 @@ class Stage:
 
         `call(model)` runs the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`. `received` is
         the result of the stage before; its tensors that require gradients are leaves and get `.grad` in the backward.
-        `shapes`: `state.shapes` of that stage; with `note_shapes`, a copy gets the outputs of this stage's pieces.
+        `shapes`: `state.shapes` of the stage before. `note_shapes`: add the outputs of this stage's pieces to a copy.
         The last stage returns the result of `call`; any other stage returns a tree of tensors for every key in `sends`.
         Raises StageError when pieces run in another order than on the example of the cut."""
         self.state.start(received, shapes=shapes, note_shapes=note_shapes)
@@ -191,25 +191,25 @@ class PieceForward:
         if key in state.received:
             value = state.received[key]
             return map_tensors(Tensor.clone, value) if key in state.changed else value
-        return self._nothing(key, args, kwargs)
+        return self._nan_output(key, args, kwargs)
 
     def _own(self, args: Any, kwargs: Any) -> Any:
         # tp changes the class of the module after this object is made.
         forward = self.compiled or partial(type(self._module).forward, self._module)
         return forward(*args, **kwargs)
 
-    def _nothing(self, key: str, args: Any, kwargs: Any) -> Any:
+    def _nan_output(self, key: str, args: Any, kwargs: Any) -> Any:
         """Return NaN in the shapes and dtypes of the piece's output."""
         state = self._state
         first = args[0] if args and isinstance(args[0], Tensor) else next(tensors((args, kwargs)), torch.empty(()))
-        if first is state.nothing and not first._version and key in state.same_shape and key not in state.changed:
+        if first is state.last_nan and not first._version and key in state.same_shape and key not in state.changed:
             return first
-        shapes = first if key in state.same_shape else state.shapes_of(key, module=self._module, first=first)
+        shapes = first if key in state.same_shape else state.output_shapes(key, module=self._module, first=first)
         fresh, device = key in state.changed, first.device
         if first.is_meta:  # the model moved the input to the device of a remote parameter
             device = next((tensor.device for tensor in tensors(state.received)), device)
         made = map_tensors(lambda like: nan_like(like, device=device, fresh=fresh), shapes)
-        state.nothing = made if isinstance(made, Tensor) and not (fresh or made.is_meta) else None
+        state.last_nan = made if isinstance(made, Tensor) and not (fresh or made.is_meta) else None
         return made
 
 
@@ -228,11 +228,11 @@ class SplitBlockForward:
 
 
 def nan_like(tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
-    """Return NaN (integers: 0) in the shape and dtype of a tensor. If `fresh`, it has memory, and may be written to."""
+    """Return NaN (integers: 0) in the shape and dtype of a tensor. If `fresh`, in its own memory, to be written to."""
     if _nan(tensor.dtype, device)._version:  # a model has written to it
         _nan.cache_clear()
-    if device.type == "meta" and not fresh:  # contiguous, as what the piece returns: no operation copies it first
-        with without_modes():
+    if device.type == "meta" and not fresh:  # contiguous like the piece's own output, so that no operation copies it
+        with without_dispatch_modes():
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     nan = _nan(tensor.dtype, device).expand(tensor.shape)
     return nan.clone(memory_format=torch.contiguous_format) if fresh else nan
@@ -241,13 +241,13 @@ def nan_like(tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
 @cache
 def _nan(dtype: torch.dtype, device: torch.device) -> Tensor:
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-    # A rehearsal records no operation that only the first step of a process has; inference mode has no versions.
-    with without_modes(), torch.inference_mode(mode=False):
+    # A rehearsal must not record an operation that runs once per process. Tensors of inference mode have no versions.
+    with without_dispatch_modes(), torch.inference_mode(mode=False):
         return torch.full((), value, dtype=dtype, device=device)
 
 
 def signature(tree: Any, *, other: Callable[[Any], Hashable] = lambda value: type(value).__qualname__) -> Any:
-    """Return a hashable key of a tree of inputs: its shapes, dtypes and plain values. Equal keys have equal shapes.
+    """Return a hashable key of a tree of inputs: its shapes, dtypes and plain values.
 
     `other`: returns the key of a value of any other type."""
     if isinstance(tree, Tensor):

@@ -117,25 +117,25 @@ class ScheduleInterpreter:
 
         Return the result of the last stage for each micro-batch; empty if another rank has the last stage. Raises any
         error of a stage, and StageError if a stage sends other shapes or numbers for micro-batches of equal shapes.
-        Raises StageError also if an earlier run broke off: this run would receive a message of that one."""
+        Raises StageError also after a run that broke off, because its messages may still arrive."""
         if self._broken_off:
             raise StageError(
                 f"an earlier step broke off {self._broken_off}, and its messages between stages may still arrive. "
                 "Start the ranks again, and load the last checkpoint: trainer.load(path)"
             )
         try:
-            return _Walk(self, schedule, jobs).run()
+            return _ScheduleRun(self, schedule, jobs).run()
         except BaseException:
             self._broken_off = f"in {self._world.flight_recorder.doing} on rank {self._rank} of the pipeline"
             raise
 
 
-class _Walk:
+class _ScheduleRun:
     """State of one run of a schedule on this rank."""
 
-    def __init__(self, runtime: ScheduleInterpreter, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
-        self._stages, self._storages, self._trained = runtime._stages, runtime._storages, runtime._trained
-        self._world, self._rank, self._agreed = runtime._world, runtime._rank, runtime._agreed
+    def __init__(self, owner: ScheduleInterpreter, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
+        self._stages, self._storages, self._trained = owner._stages, owner._storages, owner._trained
+        self._world, self._rank, self._agreed = owner._world, owner._rank, owner._agreed
         self._ranks, self._jobs = schedule.rank_of, jobs
         self._rows = [[one for one in row if one.microbatch is None or one.microbatch in jobs] for row in schedule.rows]
         self._flights: dict[Place, _Flight] = defaultdict(_Flight)
@@ -145,7 +145,7 @@ class _Walk:
         self._posted: tuple[Sequence[Tensor], Sequence[Work]] | None = None
         self._sending: dict[int, deque[list[Work]]] = defaultdict(deque)
         self._waited: dict[int, int] = defaultdict(int)
-        self._arrived = self._acknowledged()
+        self._acknowledged = self._acknowledgements()
         computed = [action for action in self._rows[self._rank] if action.kind in COMPUTE]
         self._adjacent = {_place(one) for one, next_ in pairwise(computed) if next_ == one._replace(kind=ActionKind.W)}
 
@@ -207,7 +207,7 @@ class _Walk:
         flight.received = {}
         if last:
             training = torch.is_grad_enabled()
-            self._returned[index] = result.detach() if training else result  # the loss itself holds on to its graph
+            self._returned[index] = result.detach() if training else result  # the loss itself would keep its graph
             flight.outputs = [result] if training and result.requires_grad else []
             flight.gradients = [torch.ones_like(output) for output in flight.outputs]
             return
@@ -223,7 +223,7 @@ class _Walk:
             self._leaving[ActionKind.SEND_F, place] = self._header(stage, index, skeleton), detached
 
     def _keep_gradients(self, stage: Stage, index: int, specs: Sequence[Tensor]) -> None:
-        """Let gradients come back for the same tensors in each step, whatever parameters are frozen in it.
+        """Let gradients come back for the same tensors in each step, even if other parameters are frozen.
 
         The next stage does not know what is frozen here. It sends gradients that `_backward` ignores."""
         agreed, _ = self._agreed.get((stage.index, self._jobs[index].shapes), (None, None))
@@ -244,7 +244,7 @@ class _Walk:
         trained = self._trained[stage]
         whole = whole or (place in self._adjacent and not split_pays(flight.leaves, parameters=trained))
         given = zip(flight.outputs, flight.gradients, strict=True)
-        pairs = [(output, gradient) for output, gradient in given if output.requires_grad]  # others: all is frozen
+        pairs = [(output, gradient) for output, gradient in given if output.requires_grad]  # else all is frozen
         outputs, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
         if outputs and whole:
             torch.autograd.backward(outputs, gradients)
@@ -281,8 +281,8 @@ class _Walk:
         for name in agreed:
             if now[name] != before[name]:
                 raise StageError(
-                    f"stage {stage.index} sends as {name}, for micro-batch {index}, {_as_text(skeleton[name])}, and "
-                    f"for another micro-batch of the same shapes {_as_text(agreed[name])}. Only values of tensors may "
+                    f"stage {stage.index} sends as {name}, for micro-batch {index}, {_as_text(skeleton[name])}, but "
+                    f"sent {_as_text(agreed[name])} for another one of the same shapes. Only values of tensors may "
                     "differ, not shapes, dtypes, gradients or numbers. Return a number that differs as a tensor"
                 )
         return None
@@ -293,8 +293,8 @@ class _Walk:
         sends += [self._world.send(part.contiguous(), axis="pp", to=rank) for part in parts if part.numel()]
         self._sending[rank].append(sends)
 
-    def _acknowledged(self) -> dict[Action, int]:
-        """Return for each receive how many messages of this rank the sender has received before it sends."""
+    def _acknowledgements(self) -> dict[Action, int]:
+        """Return, for each receive of this rank, how many of its messages the sender has received before it sends."""
         found: dict[Action, int] = {}
         for row in self._rows:
             count = 0
@@ -349,7 +349,7 @@ class _Walk:
         (arrived, works), self._posted = self._posted, None
         for work in works:
             work.wait()
-        self._release(self._other_end(action), self._arrived[action])
+        self._release(self._other_end(action), self._acknowledged[action])
         if action.kind is ActionKind.RECV_B:
             self._flights[place].gradients = list(arrived)
         else:

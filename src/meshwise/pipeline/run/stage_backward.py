@@ -1,7 +1,7 @@
 """Run the backward of a stage in two parts: first I for the gradients of received values, later W for parameters.
 
 Two calls of autograd would compute the shared path twice. But a node of the graph, such as a matrix product, computes
-the gradients of its two operands separately, and autograd omits a gradient that is not requested. So:
+the gradients of its two operands separately. Autograd omits a gradient that is not requested. So:
 
     output ──► n4 ──► n3 ──► n2 ──► n1 ──► received          the spine: nodes that lead to received values
                │             │
@@ -12,7 +12,7 @@ After I, the saved tensors that W does not need are freed. I and W together comp
 (Qi et al., 2023; torch's pipelining does the same).
 
 A parameter gets its gradient already in I in three cases. If paths to it leave the spine at several nodes, autograd
-would run from one of them through the others again. If a path misses the spine, W has no node there to start at. Behind
+would run from one node through the others again. If a path misses the spine, W has no node there to start at. Behind
 torch's checkpoint, W would have to recompute.
 
 `enter` prepares received values, so that a backward sets their gradients without a copy."""
@@ -40,8 +40,8 @@ _REENTRANT = "CheckpointFunctionBackward"
 class StageEntrance(torch.autograd.Function):
     """Identity for received leaves. The result is no leaf and no view, so a model may change it in place.
 
-    Its backward stores the gradient as the leaf's `.grad` without a copy. torch would copy a gradient to which another
-    object refers too, for example a sender, if a stage passes a value on unchanged."""
+    Its backward stores the gradient as the leaf's `.grad` without a copy. torch would copy a gradient that another
+    object refers to, such as the sender of a value that the stage passes on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _leave(place: Node, parameters: Sequence[Tensor], gradients: Gradients) -> N
 def _forget(node: Node) -> None:
     """Free the saved tensors of a node that will not run again.
 
-    Tensors of dim 0 stay: autograd saves numbers so, such as a dropout's factor, and a rehearsal cannot free them."""
+    0-dim tensors stay: autograd saves numbers as such, as a dropout's factor, and a rehearsal cannot free them."""
     for saved in _saved(node):
         if isinstance(saved.data, Tensor) and saved.data.dim():
             with contextlib.suppress(RuntimeError):  # a tier or the model has put hooks on the saved tensor

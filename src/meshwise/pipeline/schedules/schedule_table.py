@@ -26,7 +26,7 @@ from meshwise.plan import PlanError
 
 
 class ScheduleError(PlanError):
-    """Error for a schedule that cannot run, or that excludes the given number of ranks, stages or micro-batches."""
+    """Error for a schedule that cannot run, or not with the given number of ranks, stages or micro-batches."""
 
 
 class ActionKind(StrEnum):
@@ -51,8 +51,8 @@ SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
 """Kinds that send a message to another rank."""
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 """Kinds that wait for a message from another rank."""
-UNITS = frozenset({ActionKind.GATHER, ActionKind.FREE, ActionKind.REDUCE})
-"""Kinds for all parameters of a stage; an action of these kinds has no micro-batch."""
+_PER_STAGE = frozenset({ActionKind.GATHER, ActionKind.FREE, ActionKind.REDUCE})
+"""Kinds that concern all parameters of a stage, so that their actions name no micro-batch."""
 
 _ACTION = re.compile(rf"(\d+)({'|'.join(sorted(ActionKind, key=len, reverse=True))})(\d*)")
 
@@ -74,7 +74,7 @@ class Action(NamedTuple):
         if found is None:
             raise ScheduleError(f"{text!r} is not an action; write stage, kind and micro-batch as in 2F0 or 2SEND_F0")
         stage, kind, microbatch = found.groups()
-        if (ActionKind(kind) in UNITS) == bool(microbatch):
+        if (ActionKind(kind) in _PER_STAGE) == bool(microbatch):
             form = f"{stage}{kind}" if microbatch else f"{stage}{kind}0"
             raise ScheduleError(f"{text!r} is not an action; {kind} is written as in {form}")
         return cls(int(stage), ActionKind(kind), int(microbatch) if microbatch else None)
@@ -175,8 +175,8 @@ def send_first(schedule: Schedule) -> Schedule:
     """Return the table with each B after a rank's last forward replaced by I and W.
 
     After its last forward, a rank only waits for gradients. In a B, each stage computes its weights' gradients before
-    it sends its input's gradient. This makes (p - 1) w of 1F1B's bubble (p - 1) (f + i + w), where w is at most f.
-    With I W, no activation is kept for longer, because W follows at once."""
+    it sends its input's gradient. These delays are (p - 1) w of 1F1B's bubble (p - 1) (f + i + w), if w is at most f.
+    I and W keep no activation for longer than B, because W follows I at once."""
     rows = []
     for row in schedule.rows:
         last = max((place for place, action in enumerate(row) if action.kind is ActionKind.F), default=-1) + 1
@@ -215,7 +215,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
         return schedule
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, row in enumerate(schedule.rows):
-        for message in (sent(action, schedule=schedule) for action in row):
+        for message in (send_after(action, schedule=schedule) for action in row):
             if message is not None:
                 channels[rank, other_end(message, schedule=schedule)].append(counterpart(message))
     waiting = {message for channel in channels.values() for message in channel}
@@ -223,25 +223,25 @@ def add_transfers(schedule: Schedule) -> Schedule:
     for rank, row in enumerate(schedule.rows):
         lowered: list[Action] = []
         for action in row:
-            receive = received(action, schedule=schedule)
+            receive = receive_before(action, schedule=schedule)
             if receive is not None:
                 channel = channels[other_end(receive, schedule=schedule), rank]
                 while receive in waiting:
                     lowered.append(channel.popleft())
                     waiting.remove(lowered[-1])
             lowered.append(action)
-            send = sent(action, schedule=schedule)
+            send = send_after(action, schedule=schedule)
             lowered += [send] if send is not None else []
         rows.append(tuple(lowered))
     return Schedule(tuple(rows))
 
 
-def sent(action: Action, *, schedule: Schedule) -> Action | None:
+def send_after(action: Action, *, schedule: Schedule) -> Action | None:
     """Return the send that follows a computation; None if the next stage is on the same rank or does not exist."""
     return _message(action, 1, schedule)
 
 
-def received(action: Action, *, schedule: Schedule) -> Action | None:
+def receive_before(action: Action, *, schedule: Schedule) -> Action | None:
     """Return the receive that a computation waits for; None if its input comes from the same rank or the batch."""
     return _message(action, 0, schedule)
 
@@ -265,8 +265,8 @@ def other_end(transfer: Action, *, schedule: Schedule) -> int:
     return schedule.rank_of[counterpart(transfer).stage]
 
 
-def lines_of(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """Return (source rank, target rank) of all messages of a schedule."""
+def message_pairs(schedule: Schedule) -> frozenset[tuple[int, int]]:
+    """Return the pairs (source rank, target rank) between which the schedule sends messages."""
     rows = enumerate(schedule.rows)
     return frozenset(
         (rank, other_end(action, schedule=schedule)) for rank, row in rows for action in row if action.kind in SENDS
@@ -398,7 +398,7 @@ def _before(schedule: Schedule, action: Action) -> Iterator[tuple[Action, ...]]:
         yield (Action(stage, ActionKind.F, index),)
     if kind is ActionKind.W:
         yield (Action(stage, ActionKind.I, index),)
-    if received(action, schedule=schedule) is not None:
+    if receive_before(action, schedule=schedule) is not None:
         return  # from another rank: `walk` waits for the message
     if kind is ActionKind.F and stage > 0:
         yield (Action(stage - 1, ActionKind.F, index),)

@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
-from meshwise.model.torch_private import without_modes
+from meshwise.model.torch_private import without_dispatch_modes
 
 _BLOCK = 256 << 10
 """Elements that are processed at a time on a CPU."""
@@ -292,7 +292,7 @@ def _reshaped(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str,
     shape = given.get("shape", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
     if isinstance(shape, torch.dtype) or x.dim_of_vocabulary != x.dim() - 1 or len(given) > ("shape" in given):
         return None
-    with without_modes():  # so a rehearsal does not count this tensor
+    with without_dispatch_modes():  # so a rehearsal does not count this tensor
         *leading, last = torch.empty(x.shape, device="meta").reshape(tuple(shape)).shape
     if last != x.vocabulary.size:
         return None
@@ -301,7 +301,7 @@ def _reshaped(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str,
 
 def _moved(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> SplitLogits | None:
     """Return logits whose dims change places or merge, if the classes stay a dim of their own."""
-    with without_modes():  # in a tensor of two elements per dim, the strides tell the dims apart
+    with without_dispatch_modes():  # in a tensor of two elements per dim, the strides tell the dims apart
         result = func(torch.empty((2,) * x.dim(), device="meta"), *args, **given)
     dims, classes = (
         list(zip(result.size(), result.stride(), strict=True)),
