@@ -239,7 +239,7 @@ class _Run:
                 self._emit(run_events.Budgeted(step, trainer.blocks.table()))
             if result.problem is not None:
                 self._emit(run_events.NonFinite(step, result.problem))
-            for slow in pace.slow() if not trainer.plan.late else ():
+            for slow in pace.slow() if not trainer.plan.asynchronous else ():
                 self._emit(slow)
             if job.shares == "auto" and pace.times:
                 self._rebalance(step, pace.times)
@@ -256,7 +256,7 @@ class _Run:
                 self._emit(run_events.Stopped(step, by, shlex.join([*again, "--train.resume", "auto"])))
                 break
             last = now
-        for slow in pace.slow(after=1) if not trainer.plan.late else ():
+        for slow in pace.slow(after=1) if not trainer.plan.asynchronous else ():
             self._emit(slow)
         return by
 
@@ -292,7 +292,7 @@ class _Run:
     def _stopped_by(self, step: int) -> str:
         """Return, on every rank, the signal that a rank got or the file `stop`, which rank 0 then removes; else ""."""
         job, file, world = self._job.train, self._folder / STOP, self._trainer.world
-        if not job.save_every or step == job.steps or (self._trainer.plan.late and step % job.log_every):
+        if not job.save_every or step == job.steps or (self._trainer.plan.asynchronous and step % job.log_every):
             return ""  # workers of servers exchange values only at these steps
         by = self._signals[0] if self._signals else ""
         if not by and world.rank == 0 and step % job.log_every == 0 and file.exists():
