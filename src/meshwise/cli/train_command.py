@@ -18,7 +18,7 @@ from meshwise.train.console_output import leave_traceback, replace_missing_chara
 from meshwise.train.flags_and_toml import read_job
 from meshwise.train.job import Job
 from meshwise.train.loop import train
-from meshwise.train.prepare_job import Prepared, check_plan, prepare
+from meshwise.train.prepare_job import PreparedJob, check_plan, prepare
 from meshwise.train.run_checkpoints import checked_run_start
 
 
@@ -75,7 +75,7 @@ def _with_fitting_plan(error: Exception, world: World, job: Job) -> ShortageErro
     return ShortageError(f"rank {world.rank} has no memory left: {error}\n{advice}", used=used)
 
 
-def _killed_for_memory(error: RankKilledError, prepared: Prepared, *, size: int) -> ShortageError | None:
+def _killed_for_memory(error: RankKilledError, prepared: PreparedJob, *, size: int) -> ShortageError | None:
     """Return an error with a plan that fits if the prediction says that a killed CPU rank lacked memory, else None."""
     plan, needs = prepared.job.plan, MemoryNeeds(prepared.rehearsal_subject(), ranks=size, shared=True)
     room = room_left(torch.device("cpu"), ranks=size)
