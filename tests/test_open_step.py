@@ -18,7 +18,7 @@ from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import LossError
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, run, whole
+from meshwise.testing import agree, build_whole, run
 
 WIDTH, STEPS = 4, 3
 AXES = {
@@ -131,7 +131,7 @@ def losses(output: Tensor, labels: Tensor) -> list[tuple[Tensor, float]]:
 
 @functools.cache
 def plain_run() -> list[Any]:
-    model = whole(gpt, seed=0)
+    model = build_whole(gpt, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for step in range(STEPS):
@@ -193,7 +193,7 @@ def noise(seed: int, columns: int, rows: int = 6) -> Tensor:
 
 @functools.cache
 def plain_gan() -> list[Any]:
-    generator, critic = whole(lambda: net(3, WIDTH), seed=0), whole(lambda: net(WIDTH, 1), seed=1)
+    generator, critic = build_whole(lambda: net(3, WIDTH), seed=0), build_whole(lambda: net(WIDTH, 1), seed=1)
     optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (generator, critic)]
     found = []
     for step in range(STEPS):
@@ -243,7 +243,7 @@ def test_a_gan_with_two_trainers(plan: str) -> None:
 
 @functools.cache
 def plain_distillation() -> list[Any]:
-    student, teacher = whole(gpt, seed=0), whole(gpt, seed=5).eval()
+    student, teacher = build_whole(gpt, seed=0), build_whole(gpt, seed=5).eval()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-2)
     found = []
     for step in range(STEPS):
@@ -301,7 +301,7 @@ def features() -> nn.Module:
 
 @functools.cache
 def plain_contrast() -> list[Any]:
-    model = whole(features, seed=0)
+    model = build_whole(features, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     found = []
     for step in range(STEPS):

@@ -16,7 +16,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import agree, run, whole
+from meshwise.testing import agree, build_whole, run
 
 DECAY, STEPS = 0.7, 4
 
@@ -41,7 +41,7 @@ def made(world: World, plan: str, **settings: Any) -> Trainer:
 @functools.cache
 def plain() -> dict[str, Any]:
     """Return the averaged parameters and their loss, and the parameters, after the steps in plain torch."""
-    model = whole(build, seed=0)
+    model = build_whole(build, seed=0)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for number in range(STEPS):

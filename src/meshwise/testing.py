@@ -13,7 +13,7 @@ tensors differs by at most the bound:
     relative difference of a and b  =  max |a − b|  /  max(max |b|, floor)
     floor                           =  max |b| of the family  ·  128 eps / bound
 
-b is the trusted side. A family is the tensors of one mapping or sequence; a number is its own."""
+b is the trusted side. A family is all tensors of one mapping or sequence; a number forms a family alone."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,7 +113,7 @@ class ReferenceRun:
         self._options = options or Options()
         self._loss = loss
         self._device = torch.device("cpu") if device is None else device
-        self.model = whole(model, seed=self._options.seed).to(self._device)
+        self.model = build_whole(model, seed=self._options.seed).to(self._device)
         self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
         self._routers.prepare(self.model)
         own = default_options(optimizer, module=self.model)
@@ -204,7 +204,7 @@ class ReferenceRun:
             yield name, parameter.detach()
 
 
-def whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
+def build_whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:
     """Return the model with all its values on the CPU, initialized as under every plan; a module is copied."""
     source = build_with_values(copy_with_hooks(model) if isinstance(model, nn.Module) else model, seed=seed)
     source.fill_buffers()

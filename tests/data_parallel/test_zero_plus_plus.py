@@ -302,7 +302,7 @@ def test_verify_prints_the_contracts(plan: str) -> None:
     report = verify(Case().build, next_token_loss, batches()[:2], plan, lr=1e-2)
     assert report.ok, str(report)
     if "gather" in plan:
-        assert "gathered parameters are the stored ones to" in str(report)
+        assert "gathered parameters differ from the stored ones by" in str(report)
         assert "to 0.0e+00" not in str(report), "a codec loses something"
     if "wire" in plan:
         assert "add up to the true gradient" in str(report)

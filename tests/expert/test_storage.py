@@ -12,7 +12,7 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.token_exchange import gathers
 from meshwise.plan import Plan
-from meshwise.testing import SavedForBackward, agree, alone, count, run, whole
+from meshwise.testing import SavedForBackward, agree, alone, build_whole, count, run
 
 
 def trainer_of(world: World, plan: str) -> Trainer:
@@ -183,7 +183,7 @@ def test_the_busiest_expert_is_the_same_under_every_plan(plan: str) -> None:
         return found
 
     chosen: dict[str, torch.Tensor] = {}
-    model = whole(lambda: build("top-2", tied=False), seed=0)
+    model = build_whole(lambda: build("top-2", tied=False), seed=0)
     for name in ("blocks.0.mlp", "blocks.1.mlp"):
         router = model.get_submodule(f"{name}.router")
         router.register_forward_hook(lambda _module, _args, output, name=name: chosen.update({name: output[0]}))

@@ -19,7 +19,7 @@ from meshwise.memory.allocator import is_out_of_memory
 from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
 from meshwise.simulate import predicted_memory as room
-from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, shortage
+from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, memory_advice
 from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.console_output import SELF_EXPLAINING
 
@@ -159,7 +159,7 @@ def test_the_cheapest_plan_that_fits_has_the_lowest_zero_and_then_the_least_to_d
     plan: str, room: int, fitting: str | None
 ) -> None:
     needs = AnsweredNeeds(RehearsalSubject(Blocks, squares, batches()[0]), ranks=4)
-    found = shortage(needs, plan=Plan.parse(plan), room=room, used={})
+    found = memory_advice(needs, plan=Plan.parse(plan), room=room, used={})
     assert found.fitting == (fitting and Plan.parse(fitting))
     assert str(found).count("staging buffers (swap.megabytes") == (fitting is None)
 
@@ -171,7 +171,7 @@ class UnansweredNeeds(MemoryNeeds):
 
 def test_a_model_that_cannot_be_rehearsed_is_answered_with_its_measured_bytes() -> None:
     needs = UnansweredNeeds(RehearsalSubject(Blocks, squares, batches()[0]), ranks=1)
-    message = str(shortage(needs, plan=Plan(), room=1024, used={"parameters": 2048}))
+    message = str(memory_advice(needs, plan=Plan(), room=1024, used={"parameters": 2048}))
     assert re.search(
         r"parameters +2.0 KiB\n  room +1.0 KiB\n.* without values: item\(\) of a tensor without values$", message
     )

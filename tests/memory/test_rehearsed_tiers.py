@@ -53,7 +53,7 @@ def test_a_rehearsal_predicts_the_bytes_on_disk_and_the_staging_buffers_of_a_slo
 
     [(away, staged)] = run_threads(1, main)
     rank = rehearsed(f"zero=3 offload={tiers}", options=THREE)
-    assert rank.away == {"disk": sum(away.values())}
+    assert rank.off_device == {"disk": sum(away.values())}
     assert away["optimizer"] >= 2 * STATES
     # Each buffer is a block longer, to begin where a disk may write it: three of the update, and those of parameters.
     assert staged + 3 * BLOCK <= rank.peak.device[Category.STAGING] <= staged + 6 * BLOCK
@@ -65,22 +65,22 @@ def test_a_rehearsal_predicts_the_bytes_on_disk_and_the_staging_buffers_of_a_slo
 def test_state_offloaded_from_a_gpu_is_counted_on_the_host() -> None:
     """Also where the rehearsal runs on a machine without one."""
     plain, offloaded = (rehearsed(plan, device="cuda") for plan in ("dp=1", "offload=optimizer:cpu"))
-    assert plain.away == {}
+    assert plain.off_device == {}
     assert plain.rest[Category.OPTIMIZER] >= 2 * STATES
     assert offloaded.rest.get(Category.OPTIMIZER, 0) < 1024  # the numbers of steps
     assert Category.STAGING not in offloaded.peak.device
-    assert offloaded.away["cpu"] >= 3 * STATES  # two of the optimizer, the gradients
+    assert offloaded.off_device["cpu"] >= 3 * STATES  # two of the optimizer, the gradients
     titles, row = memory_table([offloaded])
     assert titles[-1] == "on the host"
     assert row[-1].endswith("KiB")
-    assert rehearsed("offload=optimizer:cpu").away == {}, "on a CPU it is there already"
+    assert rehearsed("offload=optimizer:cpu").off_device == {}, "on a CPU it is there already"
 
 
 def test_the_staging_buffers_of_a_gpu_are_on_the_host() -> None:
     rank = rehearsed("zero=3 offload=params:disk", device="cuda")
     assert Category.STAGING not in rank.peak.device
-    assert rank.away["disk"] >= STATES
-    assert rank.away["cpu"] > 0
+    assert rank.off_device["disk"] >= STATES
+    assert rank.off_device["cpu"] > 0
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_activations_on_disk_are_predicted_with_all_micro_batches_in_flight(plan
     plan = f"{plan} partition=params offload=activations:disk"
     ranks = Plan.parse(plan).mesh().size
     subject = RehearsalSubject(Blocks, squares, batches()[0], options=MOVING)
-    predicted = [rank.away["disk"] for rank in memory_of(rehearse(subject, plan=plan, ranks=ranks))]
+    predicted = [rank.off_device["disk"] for rank in memory_of(rehearse(subject, plan=plan, ranks=ranks))]
     for most, away in zip(predicted, run_threads(ranks, main, args=(plan,)), strict=True):
         assert away <= most <= 1.25 * away  # micro-batches of a pipeline are views of one batch
         assert "pp" in plan or most == away
@@ -106,15 +106,15 @@ def test_activations_on_disk_leave_only_staging_buffers_on_the_device() -> None:
     plain, moved = (rehearsed(plan, options=MOVING) for plan in ("dp=1", "offload=activations:disk"))
     assert moved.rest[Category.STAGING] == 8192
     kept, there = (rank.peak.device[Category.ACTIVATIONS] for rank in (plain, moved))
-    assert kept - moved.away["disk"] <= there < kept
+    assert kept - moved.off_device["disk"] <= there < kept
 
 
 def test_activations_of_a_gpu_are_counted_on_the_host_and_activations_of_a_cpu_do_not_move() -> None:
     plain, moved = (rehearsed(plan, device="cuda", options=MOVING) for plan in ("dp=1", "offload=activations:cpu"))
     on_disk = rehearsed("offload=activations:disk", device="cuda", options=MOVING)
-    assert moved.away == {"cpu": on_disk.away["disk"]}
-    assert on_disk.away == {"disk": moved.away["cpu"], "cpu": 8192}
+    assert moved.off_device == {"cpu": on_disk.off_device["disk"]}
+    assert on_disk.off_device == {"disk": moved.off_device["cpu"], "cpu": 8192}
     assert moved.peak.bytes == on_disk.peak.bytes < plain.peak.bytes
     stays = rehearsed("offload=activations:cpu", options=MOVING)
-    assert stays.away == {}
+    assert stays.off_device == {}
     assert stays.peak == rehearsed("dp=1", options=MOVING).peak

@@ -15,7 +15,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.reference import next_token_loss
 from meshwise.sync.parameter_servers import ParameterServers, ServedGradient, largest_staleness
-from meshwise.testing import agree, alone, outcome, run, whole
+from meshwise.testing import agree, alone, build_whole, outcome, run
 from meshwise.verify.verification import verify
 from meshwise.verify.verification_report import Report
 from sync.test_replay import ADAM, SGD, batch, build, require_equal
@@ -46,7 +46,7 @@ def replay(
     """Apply the gradients of the logs in one process: the algorithm of the servers, written plainly.
 
     how: `clip`, the largest norm of a worker's gradient; `dc`, the factor of DC-ASGD."""
-    models = [whole(build, seed=0) for _ in logs]  # one for each server, of which only its elements count
+    models = [build_whole(build, seed=0) for _ in logs]  # one for each server, of which only its elements count
     optimizers = [training["optimizer"](model.parameters(), **rest(training)) for model in models]
     versions = [[{name: p.detach().clone() for name, p in model.named_parameters()}] for model in models]
     gradients: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -349,7 +349,7 @@ def test_verify_checks_the_synchronous_plan_and_the_log() -> None:
 
     report = run(4, main)[0]
     assert report.first is None
-    assert "At staleness=2, 9 gradients were applied once each" in str(report)
+    assert "with staleness=2, 9 gradients were applied once each" in str(report)
 
 
 @pytest.mark.threads("its ranks share a list")

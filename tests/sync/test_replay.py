@@ -13,7 +13,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.reference import GPT, GPTConfig, next_token_loss
-from meshwise.testing import run, whole
+from meshwise.testing import build_whole, run
 from sync.plain_replay import Replay
 
 STEPS, BOUND = 7, 1e-12
@@ -44,7 +44,9 @@ def made(world: World, plan: str, *, settings: Mapping[str, Any], training: Mapp
 def plain(size: int, *, training: Mapping[str, Any] = ADAM) -> Replay:
     arguments = {key: value for key, value in training.items() if key != "optimizer"}
     optimizer: Callable[..., torch.optim.Optimizer] = training["optimizer"]
-    return Replay(whole(build, seed=0), next_token_loss, lambda parameters: optimizer(parameters, **arguments), size)
+    return Replay(
+        build_whole(build, seed=0), next_token_loss, lambda parameters: optimizer(parameters, **arguments), size
+    )
 
 
 def local(replay: Replay, *, every: int) -> None:

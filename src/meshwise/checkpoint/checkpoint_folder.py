@@ -225,7 +225,7 @@ class CheckpointReader:
             self._sources[part.file] = SourceFile(path, self.index.files[part.file], read_header(path))
         source = self._sources[part.file]
         entry = source.entries.get(part.entry)
-        if entry is not None and (1, *entry.shape) == part.rectangle.sizes:  # a tensor of one of several fused experts
+        if entry is not None and (1, *entry.shape) == part.rectangle.sizes:  # one expert's matrix
             entry = source.entries[part.entry] = dataclasses.replace(entry, shape=part.rectangle.sizes)
         if entry is None or entry.shape != part.rectangle.sizes:
             found = "none" if entry is None else f"one of shape {entry.shape}"

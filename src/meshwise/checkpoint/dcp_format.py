@@ -81,7 +81,7 @@ def import_dcp(folder: str | Path, *, into: str | Path) -> CheckpointIndex:
 
 
 def _model(stored: _Stored) -> dict[str, DcpEntry]:
-    """Return the tensors of the model by name: those under the key `model`, or else those at the top of the tree."""
+    """Return the tensors of the model by name, from the key `model` of the tree, or else from the top of the tree."""
     depth = 1 if any(path[0] == "model" and len(path) > 1 for path in stored) else 0
     return {
         ".".join(path[depth:]): entry

@@ -71,9 +71,8 @@ class TrainingState:
     def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> PendingSave:
         """Wait for the previous save, then begin to save in the background. Every rank calls this method.
 
-        `extra`: JSON values to store with the state. `keep_last` is as in `PendingSave`.
-        Raises SaveError if the previous save failed or this one cannot begin. Raises TierError after a failed update.
-        """
+        `extra`: JSON values to store with the state. `keep_last` is as in `PendingSave`. Raises SaveError if the
+        previous save failed or this one cannot begin. Raises TierError after a failed update."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             if not saving.finished:
@@ -166,7 +165,7 @@ class TrainingState:
     def _refill(
         self, index: CheckpointIndex, generators: list[StoredSlice], *, others: Set[str], pretrained: bool
     ) -> tuple[CheckpointRefill, list[StoredSlice]]:
-        """Return the refill of the engine and the slices that it needs. Raises ValueError for another model."""
+        """Return the engine's refill and the slices it needs; `others`: see `_slots`. ValueError for another model."""
         engine, own, saved = self._engine, optimizer_name(self._optimizer), index.extra.get("optimizer")
         if saved not in (own, None):
             raise ValueError(f"{index.folder} was saved with the optimizer {saved}, but this one is {own}; use {saved}")
@@ -214,8 +213,8 @@ class TrainingState:
 
 
 def _slots(index: CheckpointIndex, engine: Engine, *, others: Set[str]) -> dict[str, dict[str, RefillSlot]]:
-    """Return the slots to load, by the names of this model's parameters. The file may have another name for a tied
-    parameter. Slots of a parameter that the model does not have keep the name in the file."""
+    """Return the slots to load, by parameter name. A tied parameter gets its name in this model; a parameter that the
+    model does not have keeps its name in the file. `others`: names of buffers and further names of parameters."""
     found: dict[str, dict[str, RefillSlot]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")

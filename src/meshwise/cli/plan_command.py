@@ -79,19 +79,19 @@ def main(arguments: Sequence[str]) -> int:
         raise JobError(f"--memory-limit {job.memory_limit} is no number of bytes; write a size such as 70G")
     effort = SearchEffort(job.top, job.rehearsals, job.workers or cores())
     began = time.monotonic()
-    survey = _watched(search(subject, cluster=cluster, space=space, limit=limit, effort=effort))
-    if not survey.candidates:
+    result = _watched(search(subject, cluster=cluster, space=space, limit=limit, effort=effort))
+    if not result.candidates:
         ranks = counted(cluster.ranks, of="rank") + (f" with {job.fix}" if job.fix else "")
         raise JobError(f"no plan for {ranks} divides this job; try another number of ranks")
-    best = survey.best()
+    best = result.best()
     if best and job.write and path is not None:  # before printing: the reader of stdout may end
         change_file(path, changes={("plan",): str(best[0].plan), ("model", "cut_at"): list(best[0].at) or None})
     module = shapes_of(subject.model, seed=subject.options.seed).module
     parameters = sum(one.numel() for one in module.parameters())
     heading = _heading(job, cluster, space, limit=limit, parameters=parameters)
-    _print_result(survey, heading=heading, top=job.top, seconds=time.monotonic() - began)
+    _print_result(result, heading=heading, top=job.top, seconds=time.monotonic() - began)
     if not best:
-        raise JobError(_closest(survey))
+        raise JobError(_closest(result))
     if job.write:
         print(f'{path}: plan = "{best[0].plan}"')
     if job.wanted:
@@ -130,11 +130,11 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     return subject, space
 
 
-def _watched(surveys: Iterator[SearchResult]) -> SearchResult:
+def _watched(results: Iterator[SearchResult]) -> SearchResult:
     """Run the search to its end and return the last result; print its state on a terminal."""
     last = None
     with Console(stderr=True).status("") as status:
-        for last in surveys:
+        for last in results:
             best = last.best()
             state = f"{len(last.candidates):,} plans, {last.rehearsals} rehearsed"
             status.update(state + (f", best {best[0].figures.seconds:.4g} s" if best else ""))
@@ -157,36 +157,36 @@ def _heading(job: PlanJob, cluster: Cluster, space: PlanSpace, *, limit: float, 
         yield f"fixed     {' '.join(f'{key}={plan_notation(value)}' for key, value in fixed.items())}"
 
 
-def _print_result(survey: SearchResult, *, heading: Iterable[str], top: int, seconds: float) -> None:
+def _print_result(result: SearchResult, *, heading: Iterable[str], top: int, seconds: float) -> None:
     console = console_of_width(_WIDTH)
     for line in heading:
         console.show(line)
-    summary = f"{counted(len(survey.candidates), of='plan')}, {survey.rehearsals} of them rehearsed, in {seconds:.0f} s"
+    summary = f"{counted(len(result.candidates), of='plan')}, {result.rehearsals} of them rehearsed, in {seconds:.0f} s"
     console.show(summary)
-    if survey.best():
-        console.show(text_table(best_table(survey, top=top), wrapped=_WRAPPED))
-    lost = lost_table(survey, top=top)
+    if result.best():
+        console.show(text_table(best_table(result, top=top), wrapped=_WRAPPED))
+    lost = lost_table(result, top=top)
     if len(lost) > 1:
         console.show(text_table(lost, wrapped=_WRAPPED))
 
 
-def _closest(survey: SearchResult) -> str:
+def _closest(result: SearchResult) -> str:
     """Return the error message of a search that found no plan: a reason, or the smallest plan and its missing bytes."""
-    tried = [one for one in survey.candidates.values() if not one.refused]
+    tried = [one for one in result.candidates.values() if not one.refused]
     if not tried:
-        reasons = sorted({one.refused for one in survey.candidates.values()})
+        reasons = sorted({one.refused for one in result.candidates.values()})
         return f"no plan works for this model: {reasons[0]}"
-    if any(map(survey.fits, tried)):
-        reasons = sorted({one.refused for one in survey.candidates.values() if one.refused})
+    if any(map(result.fits, tried)):
+        reasons = sorted({one.refused for one in result.candidates.values() if one.refused})
         return (
-            f"none of the {survey.rehearsals} plans that were rehearsed works for this model: {reasons[0]}\nOther "
-            f"plans were not rehearsed and may work: --rehearsals {2 * survey.rehearsals}"
+            f"none of the {result.rehearsals} plans that were rehearsed works for this model: {reasons[0]}\nOther "
+            f"plans were not rehearsed and may work: --rehearsals {2 * result.rehearsals}"
         )
     one = min(tried, key=lambda one: (one.figures.memory, one.figures.seconds))
-    missing = one.figures.memory - survey.limit
+    missing = one.figures.memory - result.limit
     needs = "needs" if one.rehearsed else "needs at least"
     return (
-        f"no plan fits {size_text(survey.limit)} a rank. The closest, '{one.plan}', {needs} "
+        f"no plan fits {size_text(result.limit)} a rank. The closest, '{one.plan}', {needs} "
         f"{size_text(one.figures.memory)}: {missing:,.0f} bytes ({size_text(missing)}) are missing. Take more ranks, "
         "or a smaller train.batch or data.context"
     )

@@ -13,12 +13,12 @@ from meshwise.comm.api.job_processes import RankKilledError, is_rank
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.memory.allocator import is_out_of_memory
-from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, room_left, shortage
+from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, memory_advice, room_left
 from meshwise.train.console_output import leave_traceback, replace_missing_characters
 from meshwise.train.flags_and_toml import read_job
 from meshwise.train.job import Job
 from meshwise.train.loop import train
-from meshwise.train.prepare_job import Prepared, check_plan, prepare
+from meshwise.train.prepare_job import PreparedJob, check_plan, prepare
 from meshwise.train.run_checkpoints import checked_run_start
 
 
@@ -71,15 +71,15 @@ def _with_fitting_plan(error: Exception, world: World, job: Job) -> ShortageErro
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     room = room_left(world.device, ranks=here, used=sum(used.values()))
     needs = MemoryNeeds(prepared.rehearsal_subject(), ranks=world.size, shared=here == world.size)
-    advice = shortage(needs, plan=prepared.job.plan, room=room, used=used)
+    advice = memory_advice(needs, plan=prepared.job.plan, room=room, used=used)
     return ShortageError(f"rank {world.rank} has no memory left: {error}\n{advice}", used=used)
 
 
-def _killed_for_memory(error: RankKilledError, prepared: Prepared, *, size: int) -> ShortageError | None:
+def _killed_for_memory(error: RankKilledError, prepared: PreparedJob, *, size: int) -> ShortageError | None:
     """Return an error with a plan that fits if the prediction says that a killed CPU rank lacked memory, else None."""
     plan, needs = prepared.job.plan, MemoryNeeds(prepared.rehearsal_subject(), ranks=size, shared=True)
     room = room_left(torch.device("cpu"), ranks=size)
     if needs.device != "cpu" or not room < needs.total(plan) < math.inf:
         return None
-    advice = shortage(needs, plan=plan, room=room, used={})
+    advice = memory_advice(needs, plan=plan, room=room, used={})
     return ShortageError(f"{error}, probably by the system for lack of memory\n{advice}", used={})

@@ -200,7 +200,7 @@ def parallelize(
 
 def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, loss: Loss | None) -> "ParallelSetting":
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
-    if plan.late and world.device.type == "cuda":
+    if plan.asynchronous and world.device.type == "cuda":
         raise PlanError(f"staleness={plan.staleness} needs ranks on CPUs: GPUs cannot wait for any of several messages")
     routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device)
     routers.prepare(module)
@@ -225,7 +225,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         policy.undo.callback(use_attend(module, flex_only=True))
     reduction = ZERO[plan.zero]
     if plan.server:
-        reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own_gradients=plan.late)
+        reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own_gradients=plan.asynchronous)
     if plan.codec:
         reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
     if scheme is not None:

@@ -92,7 +92,7 @@ class Trainer:
                 engine, optimizer=optimizer, scheme=scheme, axes=plan.sync_axes, wait=self._state.wait_staged
             )
         self._servers = None
-        if plan.late:
+        if plan.asynchronous:
             wait = self._state.wait_staged
             self._servers = ParameterServers(engine, update=self._update, optimizer=optimizer, plan=plan, wait=wait)
             self._state.servers = self._servers

@@ -34,7 +34,7 @@ class Refusal:
         return True
 
     def changes(self, plan: Any) -> dict[str, int | str]:
-        """Return a dict of the one key that `instead` changes, and its new value. `plan`: gives the key's type."""
+        """Return the key that `instead` changes, with its new value. `plan`: its class has the type of the key."""
         key, value = self.instead.split("=")
         return {key: value if keys_of(plan.__class__)[key].words else int(value)}
 
@@ -57,7 +57,7 @@ COMPATIBILITY = (
     Refusal("pp=1 schedule!=1f1b", "schedule=1f1b", "only a pipeline has a schedule"),
     Refusal("pp=1 virtual_stages>1", "virtual_stages=1", "only a pipeline has stages"),
     Refusal("zero!=3 offload.params!=device", "zero=3", "only zero=3 gathers parameters for each use"),
-    Refusal("zero=0 shards>0", "zero=1", "only zero shards state"),
+    Refusal("zero=0 shards>0", "zero=1", "without zero, no state is divided into shards"),
     Refusal("shards>0 ep>1", "shards=0", "experts and shards would both divide the ranks of dp"),
     Refusal("shards>0 wire.codec=powersgd", "shards=0", "replicas sum shards, and PowerSGD needs whole matrices"),
     Refusal("zero!=3 gather!=exact", "gather=exact", "only zero=3 gathers parameters for each use"),
@@ -66,7 +66,7 @@ COMPATIBILITY = (
     Refusal("zero!=3 prefetch!=1", "prefetch=1", "only zero=3 gathers parameters for each use"),
     Refusal("zero=3 pp>1 prefetch!=1", "prefetch=1", "the schedule of a pipeline gathers whole stages"),
     Refusal("hpz>1 offload.params!=device", "hpz=1", "the second copy would take the memory that offload saves"),
-    Refusal("precision=fp16 wire.codec!=none", "precision=bf16", "a codec's error would get another loss scale"),
+    Refusal("precision=fp16 wire.codec!=none", "precision=bf16", "a codec's kept error would have an old loss scale"),
     Refusal("cp=1 context!=auto", "context=auto", "only cp splits tokens"),
     Refusal("context!=usp cp_heads>1", "cp_heads=1", "only usp has two kinds of cp ranks"),
     Refusal("cp>1 tp_mode!=1d", "tp_mode=1d", "2d, 2.5d and 3d split rows, and cp has 1d matrices only"),

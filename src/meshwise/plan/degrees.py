@@ -15,7 +15,7 @@ REPLICAS = ("dp",)
 OUTER_REPLICAS = ("dp_outer",)
 """Axes whose ranks hold replicas of the shards; only with the key `shards`."""
 NODES = ("dp_node",)
-"""Axes whose ranks hold copies of one second shard; only with the key `hpz`."""
+"""Axes whose ranks hold the same shard of the second copy; only with the key `hpz`."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ GRIDS: Mapping[str, TensorGrid] = {
 """Grid of tp's ranks by `tp_mode`."""
 
 
-def folded(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None:
+def expert_mesh(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None:
     """Return the mesh with `axes`, as (name, degree), and joint axes `ep` and `etp`; None if they do not divide `axes`.
 
     `etp` takes the innermost ranks of tp. `ep` takes the next ranks, innermost first: of tp, of cp, of dp. An axis that
-    is taken in part becomes up to three axes, outermost first, which its own name joins:
+    is taken in part is split into up to three axes, outermost first; its name then joins these axes:
 
         | dp=4 ep=2            dp_outer=2 dp_ep=2                        dp = dp_outer dp_ep, ep = dp_ep
         | dp=2 tp=2 ep=4       dp=2 tp=2                                 ep = dp tp
@@ -78,7 +78,7 @@ def folded(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None
     return Mesh(tuple(fine), joint=(*joint.items(), *taken.items()))
 
 
-def hybrid(mesh: Mesh, *, shards: int, near: int) -> Mesh:
+def shard_mesh(mesh: Mesh, *, shards: int, near: int) -> Mesh:
     """Return `mesh` with `dp` as a joint axis of `dp_outer`, `dp_node` and `dp_shard`; the first two only if above 1.
 
     `shards` neighbours along `dp_node dp_shard` divide one copy of the state among them. `near` neighbours along

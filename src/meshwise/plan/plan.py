@@ -1,8 +1,7 @@
 """The plan: all choices of how to split a model over ranks, as one frozen value (`Plan`).
 
-If choices are spread over a config file, environment variables and constructor arguments, they may contradict each
-other, which may show only at step 40. A plan is written as one line of text (`dp=2 zero=1`), a TOML table or keywords.
-All three give the same value, and its creation checks all keys together."""
+Choices in several places may contradict each other, which may show only at step 40. A plan is written in one place: as
+a line of text (`dp=2 zero=1`), a TOML table or keywords. Its creation checks all keys together."""
 
 import contextlib
 import dataclasses
@@ -14,7 +13,7 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import COMPATIBILITY, Refusal
-from meshwise.plan.degrees import AXES, GRIDS, NODES, OUTER_REPLICAS, REPLICAS, factorisations, folded, hybrid
+from meshwise.plan.degrees import AXES, GRIDS, NODES, OUTER_REPLICAS, REPLICAS, expert_mesh, factorisations, shard_mesh
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
     NO_OFFLOAD,
@@ -56,8 +55,8 @@ class Plan:
     etp: int = whole_number(1, means="ranks of tp that split each matrix of an expert")
     dispatch: str = one_of(
         "auto all-to-all all-gather",
-        means="with ep, how tokens get to experts: each to the ranks of its experts, all to all ranks, or the way that "
-        "moves fewer bytes",
+        means="with ep, how tokens get to experts: each to the ranks of its experts (`all-to-all`), all to all ranks "
+        "(`all-gather`), or the way that moves fewer bytes (`auto`)",
     )
     chunk: int = whole_number(
         0,
@@ -65,7 +64,7 @@ class Plan:
         least=0,
     )
     dispatch_parts: int = whole_number(
-        1, means="with ep, parts of the tokens of a mixture: rows of other parts travel while the experts compute one"
+        1, means="with ep, parts of a mixture's tokens: other parts are sent while the experts compute one part"
     )
     replicate: int = whole_number(
         0,
@@ -329,28 +328,28 @@ class Plan:
         return () if self.sync == "step" else REPLICAS
 
     @property
-    def bound(self) -> int | None:
+    def staleness_bound(self) -> int | None:
         """Steps by which a worker may run ahead of the slowest one; None under `staleness=async`."""
         return None if self.staleness == "async" else int(self.staleness)
 
     @property
-    def late(self) -> bool:
+    def asynchronous(self) -> bool:
         """True if workers push gradients to servers at their own pace, as with `server=1 staleness=2`."""
         return self.server > 0 and self.staleness != "0"
 
     @property
     def apart_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks step independently: replicas that agree across steps, or workers if `late`."""
-        return REPLICAS if self.late else self.sync_axes
+        """Axes whose ranks step independently: replicas that agree across steps, or workers if `asynchronous`."""
+        return REPLICAS if self.asynchronous else self.sync_axes
 
     @property
     def outer_axes(self) -> tuple[str, ...]:
-        """With `shards`, the axes of dp whose ranks hold replicas of one shard."""
+        """With `shards`, the axes of dp whose ranks hold the same shard of the state."""
         return OUTER_REPLICAS if self.shards and self.shards != self.dp else ()
 
     @property
     def node_axes(self) -> tuple[str, ...]:
-        """With `hpz`, the axes of dp whose ranks hold copies of one second shard."""
+        """With `hpz`, the axes of dp whose ranks hold the same shard of the second copy of the parameters."""
         return NODES if 1 < self.hpz < (self.shards or self.dp or 0) else ()
 
     @property
@@ -380,11 +379,11 @@ class Plan:
     def _folded(self) -> Mesh | None:
         """Return the mesh, with 1 for `auto`; None if `ep` and `etp` do not divide its axes."""
         axes = [(axis, (getattr(self, axis) or 1) + self.server * (axis == "dp")) for axis in AXES[:-1]]
-        mesh = folded([*axes, *self._grid()], ep=self.ep, etp=self.etp)
+        mesh = expert_mesh([*axes, *self._grid()], ep=self.ep, etp=self.etp)
         if mesh is None or not self.dp or not (self.outer_axes or self.node_axes):
             return mesh
         shards = self.shards or self.dp
-        return hybrid(mesh, shards=shards, near=self.hpz if self.node_axes else shards)
+        return shard_mesh(mesh, shards=shards, near=self.hpz if self.node_axes else shards)
 
     def _nearest_folded(self) -> "Plan":
         """Return this plan with the nearest `ep` and `etp` that its axes can be divided by."""

@@ -124,7 +124,7 @@ class Key:
 
 
 def whole_number(default: int, *, means: str, least: int = 1, most: int | None = None, auto: bool = False) -> Any:
-    """Return a dataclass field for a key with whole numbers as values. Arguments are as in `Key`."""
+    """Return a dataclass field for a key with whole numbers. `means`: `Key.meaning`; other arguments: as in `Key`."""
     return Key(means, least, most, auto=auto).field(default)
 
 
@@ -226,7 +226,6 @@ class Offload:
 OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))
 """Names of the parts of the state that have a tier."""
 
-
 OFFLOAD_FORM = f"or `state:tier` joined by commas: {', '.join(OFFLOADABLE)}; {', '.join(TIERS[1:])}"
 """Values of `offload`, as Markdown."""
 
@@ -244,7 +243,6 @@ WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyTyp
     }
 )
 """Values of `wire` that compress: name, an example of its number (empty: it has none), and the test of a number."""
-
 
 WIRE_FORM = (
     ", ".join(f"`{name}:{example}`".replace(":`", "`") for name, (example, _) in WIRE_CODECS.items())
@@ -308,6 +306,7 @@ def matching(text: str, *, key: str, pattern: str, examples: tuple[str, ...]) ->
     )
 
 
+# An even number of quotes follows, so the place is not inside quotes.
 _UNQUOTED = r'(?=(?:[^"]*"[^"]*")*[^"]*$)'
 _BETWEEN = re.compile(rf"(?:[,;]?(?:\s+|$)|[,;](?=[-\w]+=)){_UNQUOTED}")
 _EQUALS = re.compile(rf"\s*=\s*{_UNQUOTED}")

@@ -209,7 +209,7 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
 
 
 _KEPT = 3
-"""Equal blocks to keep: the first, the last, and one that stands for all blocks between them."""
+"""Equal blocks to keep: the first, the last, and one in place of all blocks between them."""
 
 
 def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
@@ -237,8 +237,9 @@ class LayerProfile:
     """Minimum seconds of an operation on the device."""
 
     def scaled(self, key: ProfileKey) -> "LayerProfile":
-        """Return lower bounds for `key`: at most as many rows, at least as much cp, tp and recomputation."""
-        own, other = self.key.plan, key.plan  # ep divides the experts alone: for other modules a lower bound
+        """Return lower bounds for `key`, which has at most as many rows, and at least as much cp, tp and recomputation.
+        All costs are divided by ep, which splits only the experts: a lower bound for other modules."""
+        own, other = self.key.plan, key.plan
         rows = key.rows * own.cp / (self.key.rows * other.cp)
         split = own.tp * own.ep / (other.tp * other.ep)
         pieces = [piece.scaled(rows=rows, split=split, least=self.least) for piece in self.pieces]
@@ -307,7 +308,7 @@ class _StepReader:
     glue     number of operations at the start of a forward that belong to no piece; every stage runs them once, so they
              do not count
     alone    True if no other piece equals this one; its collectives depend on the neighbours, so they do not count
-    joined   True if the piece is in the unit of an earlier one, whose gradients are copied by the same operation"""
+    joined   True if an earlier piece is in the same unit: one operation copies the gradients of both, counted there"""
 
     cost_model: CostModel
     glue: int

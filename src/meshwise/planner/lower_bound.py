@@ -142,8 +142,9 @@ def bound(
     holder = _rank_of(plan.schedule, plan.pp, plan.virtual_stages)
     ranks = [[s for s, rank in enumerate(holder) if rank == r] for r in range(plan.pp)]
     shard = _Shard(plan, cluster, sums and not plan.codec)
-    update = [shard.update([stages[s] for s in own]) + shard.gather([stages[s] for s in own]) for own in ranks]
-    rests = [shard.rests([stages[s] for s in own]) for own in ranks]
+    held = [[stages[s] for s in own] for own in ranks]
+    update = [shard.update(own) + shard.final_gather_seconds(own) for own in held]
+    rests = [shard.rests(own) for own in held]
     schedule = schedule_of(plan) if exact else None
     if schedule is None:
         computed = along = _least(plan, ranks, stages, shard)
@@ -186,7 +187,7 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: "_Shard") -> t
             input=stage.parts[0],
             weight=stage.parts[1],
             link=shard.link(stage, number, schedule.rank_of),
-            gather=shard.whole(stage),
+            gather=shard.gather_seconds(stage),
             reduce=shard.reduce(stage) if schedule.ranks > 1 else 0.0,
         )
         for number, stage in enumerate(stages)
@@ -266,13 +267,13 @@ class _Shard:
         whole = sum(piece.update for stage in stages for piece in stage.pieces)
         return whole / self._shares if self.plan.zero else whole
 
-    def gather(self, stages: Sequence[_Stage]) -> float:
-        """Return the seconds of gathering updated parameters at the end of a step (zero 1 and 2), else 0."""
+    def final_gather_seconds(self, stages: Sequence[_Stage]) -> float:
+        """Return the seconds in which updated parameters are gathered at the end of a step (zero 1 and 2), else 0."""
         if self.plan.zero not in (1, 2) or self.cluster.shared:
             return 0.0
         return sum(self._collective("all_gather", stage, 1.0) for stage in stages)
 
-    def whole(self, stage: _Stage) -> float:
+    def gather_seconds(self, stage: _Stage) -> float:
         """Return the seconds of one all-gather of a stage's parameters (zero=3, without `gather` and `hpz`), else 0."""
         less = self.cluster.shared or self.plan.gather != "exact" or self.plan.node_axes
         return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 and not less else 0.0
@@ -294,7 +295,7 @@ class _Shard:
         count, rest = self.plan.microbatches, _Stage.of(stage.pieces[:-1], launch=0.0)
         moved = self.reduce(stage)
         if self.plan.zero == 3:
-            moved = count * (self.whole(stage) + self.whole(rest) + moved)
+            moved = count * (self.gather_seconds(stage) + self.gather_seconds(rest) + moved)
         if not self.cluster.overlap:
             return max(along, count * stage.busy + moved)
         return max(along, moved, along - stage.backward + self.reduce(stage))
@@ -335,16 +336,16 @@ class _Shard:
     @cached_property
     def _used(self) -> float:
         """Bytes of the used parameters, as a fraction of the bytes of used parameters and masters."""
-        record = precision_of(self.plan)
-        if record.parameters is None:
+        precision = precision_of(self.plan)
+        if precision.parameters is None:
             return 1.0
-        width, master = record.parameters.itemsize, record.master_of(record.parameters).itemsize
+        width, master = precision.parameters.itemsize, precision.master_of(precision.parameters).itemsize
         return width / (width + master)
 
     @property
     def _wire(self) -> float:
         """Bytes of the reduced gradients, as a fraction of the bytes of used parameters; a lower bound."""
-        record = precision_of(self.plan)
-        if record.reduction is None:
+        precision = precision_of(self.plan)
+        if precision.reduction is None:
             return 1.0
-        return record.reduction.itemsize / (record.parameters or torch.float64).itemsize
+        return precision.reduction.itemsize / (precision.parameters or torch.float64).itemsize

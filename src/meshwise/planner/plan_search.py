@@ -47,7 +47,7 @@ from meshwise.planner.lower_bound import PlanFigures, bound
 from meshwise.planner.plan_space import PlanSpace
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.predicted_memory import Table, fullest, size_text
-from meshwise.simulate.rehearsal import ASKED, RehearsalSubject, asks_for_values, rehearse, schedule_of
+from meshwise.simulate.rehearsal import READS_VALUES, RehearsalSubject, is_meta_tensor_error, rehearse, schedule_of
 from meshwise.simulate.step_prediction import Prediction, predict
 from meshwise.tensor.detect.assign_tp_roles import assign_roles
 
@@ -241,7 +241,7 @@ class PlanSearch:
         if isinstance(outcome, Candidate):
             self._settle(outcome, tiers=tiers)
         elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under the plan
-            reason = f"{outcome}; {ASKED}" if asks_for_values(outcome) else str(outcome)
+            reason = f"{outcome}; {READS_VALUES}" if is_meta_tensor_error(outcome) else str(outcome)
             own = self._key(candidate.plan, EstimateLevel.REHEARSED)
             if self._profiles.get(own) is None:  # type: ignore[arg-type]
                 self._refused[own] = reason
@@ -371,7 +371,7 @@ class PlanSearch:
 def _loads(whole: LayerProfile, stages: int, schedule: Schedule | None) -> list[list[float]]:
     """Return, for each stage, what each piece would cost there: seconds, or with a `schedule` bytes."""
     if schedule is None:
-        return [[work.forward.seconds + work.backward.seconds for work in whole.pieces]] * stages
+        return [[piece.forward.seconds + piece.backward.seconds for piece in whole.pieces]] * stages
     rests = [float(sum(piece.states.values())) for piece in whole.pieces]
     return [
         [rest + count * piece.forward.keeps for rest, piece in zip(rests, whole.pieces, strict=True)]

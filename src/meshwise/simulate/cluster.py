@@ -3,7 +3,7 @@
 A cluster consists of a few constants. Each is measured (`meshwise bench calibrate`) or taken from a data sheet. The
 cost model (`cost_model.py`) computes the seconds of an operation or a collective from these constants:
 
-    | matrix products    flops / (peak · best · k/(k + inner) · P/(P + outputs)), for P = batch·m·n sums of k terms
+    | matrix products    flops / (peak · best · k/(k + inner) · P/(P + outputs)); P = batch·m·n results of k terms each
     | other operations   bytes / rate: of this operation if `rates` has it, else of `bandwidth` for this size
     | collectives        latency · steps + bytes sent / rate of the link at that size; all-gathers and reduce-scatters
     |                    over several nodes take at least `hop` for each rank of the ring"""

@@ -3,9 +3,9 @@
 The first step allocates the optimizer's state. The peak is the peak of the second step, which starts with that state.
 `memory_of` returns the memory of a rehearsed plan, and `memory_table` shows it.
 
-An out-of-memory error names only the bytes of the last allocation. `shortage` rehearses the plan to predict its memory
-by category. Then it rehearses plans that need less memory, from the cheapest change to the most expensive one, until a
-plan fits the available memory. `needs` does the same before a run.
+An out-of-memory error names only the bytes of the last allocation. `memory_advice` rehearses the plan to predict its
+memory by category. Then it rehearses plans that need less memory, from the cheapest change to the most expensive one,
+until a plan fits the available memory. `needs` does the same before a run.
 
 If a process exceeds the memory of its machine or cgroup, the system kills it without an error. Then the process
 that started it explains the end with this file (`cli/train_command.py`).
@@ -44,7 +44,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
 from meshwise.optim.flat_optimizer import OptimizerClass
 from meshwise.plan import Plan, PlanError
-from meshwise.simulate.rehearsal import Device, Rehearsal, RehearsalSubject, asks_for_values, rehearse
+from meshwise.simulate.rehearsal import Device, Rehearsal, RehearsalSubject, is_meta_tensor_error, rehearse
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -166,7 +166,7 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
     if memory:
         memory.reset_peak()
     else:
-        _RESET.write_text("5")  # of the numbers that Linux knows here, this one resets the peak
+        _RESET.write_text("5")  # proc(5): 5 resets the peak of resident memory, VmHWM
     seconds += [trainer.step(subject.batch).seconds for _ in range(steps - 1)]
     own = MeasuredRank(trainer.world.group("pp").index, _peak(world.device) - before, tuple(seconds))
     trainer.close()
@@ -204,7 +204,7 @@ class ActionMemory:
     before: tuple[Mapping[Category, int], Mapping[Category, int]]
     """Bytes by category when the action begins: on the device, and in the host's memory."""
     more: tuple[Mapping[Category, int], Mapping[Category, int]] = ({}, {})
-    """Bytes by category that the action adds: until its peak on the device, and at most in the host's memory."""
+    """Bytes by category that the action adds: on the device until its peak, and on the host the largest increase."""
 
     @cached_property
     def device(self) -> Mapping[Category, int]:
@@ -224,7 +224,7 @@ class RankMemory:
     index: int
     steady: tuple[ActionMemory, ...]
     """Memory before a later step, then the peak of each action of this step."""
-    away: Mapping[str, int]
+    off_device: Mapping[str, int]
     """Bytes of state off the device, by tier: `cpu`, `disk`."""
 
     @property
@@ -255,7 +255,7 @@ def _rank(rehearsal: Rehearsal, index: int, known: "dict[int, _Change]") -> Rank
     for segment in (tape.build, *tape.first):
         level.play(segment)
     start = ActionMemory("", sum(level.device.values()), (level.device, level.host))
-    return RankMemory(index, (start, *map(level.play, rehearsal.step(index))), tape.away)
+    return RankMemory(index, (start, *map(level.play, rehearsal.step(index))), tape.off_device)
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
     """Return each rank's peak memory along pp by category; if measured, with the measured peak and the error."""
     categories = [category for category in Category if any(rank.peak.device.get(category) for rank in ranks)]
     hosts = any(moment.host for rank in ranks for moment in rank.steady)
-    tiers = [tier for tier in ("cpu", "disk") if any(rank.away.get(tier) for rank in ranks)]
+    tiers = [tier for tier in ("cpu", "disk") if any(rank.off_device.get(tier) for rank in ranks)]
     host = ["on the host"] if hosts or "cpu" in tiers else []
     titles = ("pp", *categories, "peak", "during", *host, *(["on disk"] if "disk" in tiers else []))
     rows: Table = [(*titles, "measured", "error") if measured else titles]
@@ -342,9 +342,9 @@ def memory_table(ranks: Sequence[RankMemory], *, measured: Sequence[MeasuredRank
         cells += [size_text(peak.bytes), peak.label]
         if host:
             most = max(sum(moment.host.values()) for moment in rank.steady)
-            cells.append(size_text(most + rank.away.get("cpu", 0)))
+            cells.append(size_text(most + rank.off_device.get("cpu", 0)))
         if "disk" in tiers:
-            cells.append(size_text(rank.away.get("disk", 0)))
+            cells.append(size_text(rank.off_device.get("disk", 0)))
         if measured:
             most = max(one.peak for one in measured if one.index == rank.index)
             cells += [size_text(most), f"{100 * (peak.bytes / most - 1):+.1f} %"]
@@ -391,7 +391,7 @@ class ShortageError(MemoryError):
 
 
 @dataclass(frozen=True)
-class MemoryShortage:
+class MemoryAdvice:
     """Memory that a plan needs on the fullest rank, the memory it may use, and the cheapest plan that fits.
 
     predicted       bytes by category; empty if nothing could be predicted
@@ -399,8 +399,7 @@ class MemoryShortage:
     room            bytes that the rank may use
     fitting         cheapest plan that fits: `plan` itself if it fits, None if no plan was found
     fitting_needs   bytes that `fitting` needs
-    unpredictable   reason why the memory of this model cannot be predicted, or ""
-    """
+    unpredictable   reason why the memory of this model cannot be predicted; empty if it can"""
 
     plan: Plan
     predicted: Mapping[str, int]
@@ -457,23 +456,23 @@ class MemoryNeeds:
             return math.inf
 
 
-def shortage(needs: MemoryNeeds, *, plan: Plan, room: int, used: Mapping[str, int]) -> MemoryShortage:
+def memory_advice(needs: MemoryNeeds, *, plan: Plan, room: int, used: Mapping[str, int]) -> MemoryAdvice:
     """Return the predicted memory of `plan`, and the cheapest plan that fits into `room`.
 
     `used`: bytes by category when `plan` ran out of memory; if empty, `plan` itself may be the plan that fits."""
     try:
         predicted = needs.of(plan)
     except (ValueError, RuntimeError) as error:
-        return MemoryShortage(plan, {}, used, room, unpredictable=str(error))
+        return MemoryAdvice(plan, {}, used, room, unpredictable=str(error))
     if not used and needs.total(plan) <= room:
-        return MemoryShortage(plan, predicted, used, room, plan, int(needs.total(plan)))
+        return MemoryAdvice(plan, predicted, used, room, plan, int(needs.total(plan)))
     for change in CHANGES:
         candidates = list(_changed(plan, change, needs=needs))
         # The last candidate needs (almost) the least memory. If it does not fit, the others are not rehearsed.
         if candidates and needs.total(candidates[-1]) <= room:
             candidate = next(one for one in candidates if needs.total(one) <= room)
-            return MemoryShortage(plan, predicted, used, room, candidate, int(needs.total(candidate)))
-    return MemoryShortage(plan, predicted, used, room)
+            return MemoryAdvice(plan, predicted, used, room, candidate, int(needs.total(candidate)))
+    return MemoryAdvice(plan, predicted, used, room)
 
 
 def needs(
@@ -485,7 +484,7 @@ def needs(
     optimizer: OptimizerClass = torch.optim.AdamW,
     options: Options | None = None,
     **optimizer_arguments: Any,
-) -> MemoryShortage:
+) -> MemoryAdvice:
     """Return the memory that a plan needs on each rank of this host; if too much, also the cheapest plan that fits.
 
     Print the result. Call this function with the arguments of `parallelize` and a typical global batch, before
@@ -500,9 +499,9 @@ def needs(
     try:
         found.of(plan)
     except RuntimeError as error:
-        if not asks_for_values(error):
+        if not is_meta_tensor_error(error):
             raise
-    return shortage(found, plan=plan, room=room, used={})
+    return memory_advice(found, plan=plan, room=room, used={})
 
 
 def _changed(plan: Plan, change: str, *, needs: MemoryNeeds) -> Iterator[Plan]:

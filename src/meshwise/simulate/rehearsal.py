@@ -119,17 +119,17 @@ class MetaBatch:
         return cls(tree.map_tensors(stand_in, batch), tuple(values))
 
 
-ASKED = "a rehearsal's tensors have no values, but the model seems to read some"
-"""Reason to append to an error if `asks_for_values` is True for it."""
+READS_VALUES = "a rehearsal's tensors have no values, but the model seems to read some"
+"""Reason to append to an error if `is_meta_tensor_error` is True for it."""
 
 _NO_VALUES = (
-    f"{ASKED}. Only integers and booleans of the batch have values, if the batch has values and is not too large. "
-    "Mixtures of experts in transformers read values of their router; with experts_implementation='batched_mm' they do "
-    "not."
+    f"{READS_VALUES}. Only integers and booleans of the batch have values, if the batch has values and is not too "
+    "large. Mixtures of experts in transformers read values of their router, but not with "
+    "experts_implementation='batched_mm'."
 )
 
 
-def asks_for_values(error: Exception) -> bool:
+def is_meta_tensor_error(error: Exception) -> bool:
     """Return whether the message of an error is about a meta tensor, so the model probably read a value."""
     return re.search(r"(\b|register_)meta\b", str(error), re.IGNORECASE) is not None
 
@@ -142,7 +142,7 @@ def explaining_values() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError) as error:
-        if not asks_for_values(error):
+        if not is_meta_tensor_error(error):
             raise
         if isinstance(error, TypeError):
             explained = RuntimeError(str(error))
@@ -171,7 +171,7 @@ class TapeRecording:
     subject: RehearsalSubject
     plan: Plan
     only: frozenset[int]
-    """Micro-batches that run; they stand for the others."""
+    """Micro-batches that run; their segments are copied for the others."""
     source: ParameterSource
     """Model, with parameters on meta."""
     device: Device
@@ -273,7 +273,7 @@ def _staged(trainer: Trainer) -> int:
 
 
 def _played(plan: Plan, device: Device) -> Plan:
-    """Return the plan to run: for CUDA, `cpu` in its `offload` becomes `disk`, because no rehearsal has a GPU."""
+    """Return the plan to run. For CUDA, the tier `cpu` becomes `disk`: without a GPU, `cpu` would mean the device."""
     tiers = {what: "disk" if tier == "cpu" else tier for what, tier in dataclasses.asdict(plan.tiers).items()}
     return plan if device == "cpu" else dataclasses.replace(plan, offload=str(Offload(**tiers)))
 
@@ -394,9 +394,8 @@ def rehearse(
     which the rows of `subject.batch` are repeated or cut; None for as many as it has. The warm-up of an optimizer that
     exchanges momenta takes one step, so the second step already exchanges them.
 
-    Raises the errors of `parallelize` and of a step: PlanError if the plan does not fit the ranks or the model,
-    ValueError for a model, an optimizer, an option or a batch that cannot work, RuntimeError if the model reads values.
-    """
+    Raises the errors of `parallelize` and of a step: PlanError if the plan does not fit the ranks or the model. Raises
+    ValueError for a wrong model, optimizer, option or batch, and RuntimeError if the model reads values."""
     plan = Plan.of(plan).resolve(ranks, compiles=device == "cuda")
     rows = tree.row_count(subject.batch) if rows is None else rows
     if not rows:
@@ -484,8 +483,8 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def rehearsed_ranks(model: nn.Module, *, cut: ModelCut, schedule: Schedule, ends: bool) -> tuple[int, ...]:
     """Return, for each rank along pp, the first rank that does the same work.
 
-    Two stages are equal if they run modules of the same classes with parameters of the same shapes. They also receive
-    and send as many values, and share no parameter with another stage. The first and last stage equal no other.
+    Two stages are equal if they run modules of the same classes with parameters of the same shapes, receive and send
+    the same numbers of values, and share no parameter with another stage. The first and last stage equal no other.
     `ends`: True if the first and the last block of a list do more work than the others."""
     kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
     first: dict[Hashable, int] = {}

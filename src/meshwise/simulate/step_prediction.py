@@ -227,53 +227,53 @@ class Prediction:
     @cached_property
     def _acts(self) -> list[list[_Act]]:
         """Activities of each rank along pp, in order."""
-        row = self.clocked
-        if row is None:
+        clocked = self.clocked
+        if clocked is None:
             begin = _Act(StepPhase.BEGIN, 0.0, self._before_actions, PlayedSegment(StepPhase.BEGIN))
             return [[begin, *_acts(self._ranks[0].whole, start=self._before_actions)]]
-        return [list(self._scheduled(index, row)) for index in range(row.ranks)]
+        return [list(self._scheduled(index, clocked)) for index in range(clocked.ranks)]
 
     def _outline(self, index: int) -> Iterator[Event]:
         """Yield a rank's activities, the events of the pipeline's clock, and the waits at the end of the step."""
-        row, before = self.clocked, self._before_actions
+        clocked, before = self.clocked, self._before_actions
         for act in (act for act in self._acts[index] if act.stop > act.start):
             if not isinstance(act.activity, Action):
                 yield Event(index, TimelineRow.COLLECTIVE, str(act.activity), act.start, act.stop)
-            elif row is None:
+            elif clocked is None:
                 yield event_of(act.activity, rank=index, start=act.start, stop=act.stop)
-        if row is not None:
-            for event in (event for event in row.events if event.rank == index):
+        if clocked is not None:
+            for event in (event for event in clocked.events if event.rank == index):
                 yield dataclasses.replace(event, start=event.start + before, stop=event.stop + before)
-            computed = max(event.stop for events in row.computing for event in events)
+            computed = max(event.stop for events in clocked.computing for event in events)
             axes = "·".join(self.rehearsal.plan.row_axes)
-            if computed < row.seconds:  # all ranks wait for the last reductions
-                yield Event(index, TimelineRow.WAIT, axes, before + computed, before + row.seconds)
+            if computed < clocked.seconds:  # all ranks wait for the last reductions
+                yield Event(index, TimelineRow.WAIT, axes, before + computed, before + clocked.seconds)
         if self.host_seconds:
             yield Event(index, TimelineRow.WAIT, "host", self.seconds - self.host_seconds, self.seconds)
 
-    def _scheduled(self, index: int, row: Timeline) -> Iterator[_Act]:
+    def _scheduled(self, index: int, clocked: Timeline) -> Iterator[_Act]:
         """Yield a rank's activities in order: `begin`, the actions at the times of the clock, the later phases."""
-        clocked = {str(event): event for event in row.events if event.rank == index}
+        events = {str(event): event for event in clocked.events if event.rank == index}
         parts, rank = self.rehearsal.step(index), self._ranks[index]
         before = [rank.alone(part) for part in parts if part.activity is StepPhase.BEGIN]
         yield _Act(StepPhase.BEGIN, 0.0, self._before_actions, *(before or [PlayedSegment(StepPhase.BEGIN)]))
         now = self._before_actions
         for part in (part for part in parts if part.kind is not None):
-            kind, event, start = part.kind, clocked[str(part.activity)], now
+            kind, event, start = part.kind, events[str(part.activity)], now
             if kind in COMPUTE:
                 start = self._before_actions + event.start
             if kind in COMPUTE | RECEIVES:
                 now = self._before_actions + event.stop
             yield _Act(part.activity, start, now, rank.alone(part))
-        yield from _acts(rank.after, start=self._before_actions + row.seconds)
+        yield from _acts(rank.after, start=self._before_actions + clocked.seconds)
 
     @cached_property
     def _before_actions(self) -> float:
         """Seconds from the start of the step to its first action."""
-        seconds, row = self.seconds - self.host_seconds, self.clocked
-        if row is None:
+        seconds, clocked = self.seconds - self.host_seconds, self.clocked
+        if clocked is None:
             return self.cluster.device.step
-        return seconds - row.seconds - max(part.stop for rank in self._ranks for part in rank.after)
+        return seconds - clocked.seconds - max(part.stop for rank in self._ranks for part in rank.after)
 
 
 def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:

@@ -142,7 +142,7 @@ class Tape:
     """First step, with one micro-batch; this step allocates the optimizer's state."""
     steady: tuple[TapeSegment, ...]
     """Second step. It has only the recorded micro-batches; the simulator repeats them for the others."""
-    away: Mapping[str, int]
+    off_device: Mapping[str, int]
     """Bytes of the rank's state off the device, by tier: `cpu`, `disk`."""
     microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)
     """Traffic between tiers during the micro-batches of a step."""

@@ -210,7 +210,7 @@ class OperationRecorder(LightDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         reads = func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta
         if reads and self._recorder.flight_recorder.doing is StepPhase.UPDATE:
-            return 1.0  # Adafactor reads norms: any number does
+            return 1.0  # Adafactor reads norms; their values do not matter here
         key = (func, _described(args), _described(tuple(kwargs.items()))) if returns_only_new(func) else None
         known = self._memo.get(key) if key else None
         if known is not None:
@@ -353,11 +353,11 @@ class _Pretence(TorchFunctionMode):
 def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
     """Return an optimizer class that takes meta parameters for parameters on a device of this kind (`cpu`, `cuda`)."""
     is_class = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
-    if not is_class or needs_of(optimizer) == "replicas":  # parallelize refuses it; a codec makes tensors of its own
+    if not is_class or needs_of(optimizer) == "replicas":  # parallelize refuses the first; a codec makes tensors
         return optimizer
 
     class Rehearsed(optimizer):  # type: ignore[misc, valid-type]
-        __doc__, __module__ = optimizer.__doc__, optimizer.__module__  # a class of torch needs no trial on slices
+        __doc__, __module__ = optimizer.__doc__, optimizer.__module__  # `parallelize` tries slices unless it is torch's
         __signature__ = inspect.signature(optimizer)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -365,7 +365,7 @@ def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
                 super().__init__(*args, **kwargs)
 
         def step(self, closure: Callable[[], float] | None = None) -> Any:
-            tried = not any(p.is_meta for group in self.param_groups for p in group["params"])  # by `ChunkedUpdate`
+            tried = not any(p.is_meta for group in self.param_groups for p in group["params"])  # `ChunkedUpdate._kept`
             with _Pretence(kind, makes_meta=kind != "cpu" or not tried):
                 return super().step(closure)
 

@@ -79,7 +79,7 @@ class ParameterServers:
         """`wait`: waits until a save in progress has copied its tensors."""
         self._engine, self._update, self._optimizer, self._wait = engine, update, optimizer, wait
         self._world, self._buckets = engine.world, engine.buckets
-        self._bound = plan.bound
+        self._bound = plan.staleness_bound
         self._factor = float(plan.correction.removeprefix("dc:")) if plan.correction != "none" else 0.0
         assert plan.dp is not None
         [self._axis] = plan.apart_axes

@@ -28,8 +28,7 @@ class NoiseAverage:
     """Running means over about the last 20 steps; a ratio of means has less bias than a mean of ratios.
 
     | steps     measured steps so far; `changed` of them before the last change of the batch
-    | layers    means of trace and square, as in `NoiseScale`, by layer; of the whole model under ""
-    """
+    | layers    means of trace and square, as in `NoiseScale`, by layer; of the whole model under the empty name"""
 
     steps: int = 0
     changed: int = 0

@@ -1,6 +1,6 @@
 """Load the training and validation data of a run (`load_data`), and yield this rank's rows of each global batch.
 
-docs/data.md shows which samples a rank reads. Global numbers follow from a count of samples, so a sampler has no state.
+docs/data.md shows which samples a rank reads. Samples are numbered by a count over the run, so a sampler has no state.
 `SampleOrder` maps a number to a sample by a permutation of each epoch. This is a keyed Feistel network on two digits in
 base ⌈√size⌉ (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002). It is applied again until the result is
 below `size`. Its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
@@ -215,8 +215,7 @@ class RunData:
 
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
     """Pairs (input, target) of windows of a token file, each an int64 tensor `(context,)`. In sample i, the input
-    begins at token i·context, counted from token `start`, and the target one token later. Token `stop` ends the data.
-    """
+    begins at token i·context, counted from `start`, and the target one token later. The data end before `stop`."""
 
     def __init__(self, path: Path, *, start: int, stop: int, context: int) -> None:
         self._arguments = (path, start, stop, context)
@@ -302,6 +301,7 @@ def read_batches(
     loader: DataLoader[Any] = DataLoader(
         Batches(source, order, collate or default_collate, window),
         batch_size=None,
+        # A rank without rows reads one sample, which gives its batch of 0 rows the right shapes.
         sampler=(wanted or range(numbers.start, numbers.start + 1) for wanted in ranges()),
         num_workers=0 if isinstance(source, SampleStream) else workers,
         pin_memory=gpu_count() > 0,

@@ -37,8 +37,7 @@ _PYTHON_MESSAGES: Mapping[str, str] = {
 def parse_flags(words: Sequence[str], *, prog: str, default: T) -> T:
     """Return a copy of the dataclass `default` with the flags' values. `prog`: name of the program in the help text.
 
-    For `--help` it prints the help and exits with status 0. Raises JobError that names a wrong flag and a similar one.
-    """
+    For `--help` it prints the help and exits with status 0. Raises JobError with the wrong flag and a similar one."""
     output = io.StringIO()
     try:
         with _stderr_lock(), contextlib.redirect_stderr(output):

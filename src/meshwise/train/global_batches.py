@@ -21,8 +21,8 @@ from meshwise.base.tensor_tree import reachable
 from meshwise.model.forward import default_forward
 from meshwise.reference.gpt import IGNORED
 from meshwise.train.job import HUB, DataJob, JobError
-from meshwise.train.objects_by_name import bind, locate, nearest
-from meshwise.train.pretrained_model import hub_folder, library
+from meshwise.train.objects_by_name import bind, locate, name_hint
+from meshwise.train.pretrained_model import hub_folder, import_library
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Function from the samples of a batch to the batch."""
@@ -152,15 +152,15 @@ def named_collator(job: DataJob) -> Collate | None:
     if found is None and ":" not in name:
         raise JobError(f"data.collator = {name!r} is none of pad, pack, hf:CLASS and module:function")
     if name.startswith(HUB):
-        classes = {each for each in dir(library("transformers", key="data.collator")) if "Collator" in each}
+        classes = {each for each in dir(import_library("transformers", key="data.collator")) if "Collator" in each}
         if (own := name.removeprefix(HUB)) not in classes:
-            raise JobError(f"data.collator = {name!r}: transformers has no {own!r}; {nearest(own, known=classes)}")
+            raise JobError(f"data.collator = {name!r}: transformers has no {own!r}; {name_hint(own, known=classes)}")
     found = found or locate(name.replace(HUB, "transformers:"), key="data.collator")
     if not inspect.isclass(found):
         bind(partial(found, []), arguments=arguments, key=key)
         return partial(found, **arguments)
     if job.tokenizer:
-        auto = library("transformers", key="data.tokenizer").AutoTokenizer
+        auto = import_library("transformers", key="data.tokenizer").AutoTokenizer
         arguments["tokenizer"] = auto.from_pretrained(hub_folder(job.tokenizer, key="data.tokenizer"))
     elif "tokenizer" in inspect.signature(found).parameters and "tokenizer" not in arguments:
         raise JobError(f'data.collator = {name!r} takes a tokenizer; add data.tokenizer = "hf:FOLDER"')
@@ -189,7 +189,7 @@ class Batches(Dataset[list[Any]]):
             samples = [self.source[index] for index in indices]
         order = list(range(0, len(samples), step))
         made = []
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # a collator may draw, and every rank has to draw the same numbers
             torch.default_generator.manual_seed(seed)
             if self.window > 1:
                 samples.sort(key=_length)

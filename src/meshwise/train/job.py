@@ -21,7 +21,7 @@ from meshwise.plan import Plan
 
 
 class JobError(ValueError):
-    """Raised for a wrong job or a wrong flag; the message names the key, its value and what to change."""
+    """Error for a wrong job or a wrong flag; the message names the key, its value and what to change."""
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def as_job_error(kind: type[Exception] = ValueError, *, of: str = "") -> Iterato
 def check_least(flags: object, *, least: int, names: str, table: str = "") -> None:
     """Raise JobError if a field of `flags` is below `least`; None is allowed.
 
-    `names`: names of the fields, separated by blanks; `table`: begin of their keys for the message, as `train.`."""
+    `names`: names of the fields, separated by blanks; `table`: prefix of their keys for the message, as `train.`."""
     for name in names.split():
         if (value := getattr(flags, name)) is not None and value < least:
             raise JobError(f"{table}{name} = {value} has to be at least {least}")
@@ -71,9 +71,9 @@ Arguments: TypeAlias = Annotated[
 """Keyword arguments by name, for a function that the job names; as a flag `name=value name=value …`."""
 
 HUB = "hf:"
-"""Begin of a name that means a folder of Hugging Face, or a name of its hub."""
+"""Prefix of a name that means a folder of Hugging Face, or a name of its hub."""
 ROW_KINDS = ("json:", "parquet:", "datasets:")
-"""Begins of `data.dataset` for records that a tokenizer turns into rows of tokens."""
+"""Prefixes of `data.dataset` for records that a tokenizer turns into rows of tokens."""
 DTYPES = ("float32", "float64")
 """Values of `train.dtype`: element types of the parameters."""
 
@@ -151,7 +151,7 @@ class DataJob:
     collator_arguments: Arguments = field(default_factory=dict)
     """Keyword arguments of the collator, as in `multiple=8` for `pad`."""
     bucket_by_length: int = 0
-    """With `collator`: number of global batches that are read at once and sorted by length, in an order by the seed."""
+    """With `collator`: number of global batches that are read at once and sorted by length; the seed shuffles them."""
     overlong: Literal["truncate", "drop", "split"] = "truncate"
     """What happens to a record of more than `context` tokens; `split` makes several parts of it."""
     context: int = 256

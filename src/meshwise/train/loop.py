@@ -50,7 +50,7 @@ from meshwise.train.console_output import OutputConsole, ProgressLines, leave_tr
 from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
 from meshwise.train.global_batches import SampleStream, sample_source
 from meshwise.train.job import Job, JobError, SampleJob, as_job_error
-from meshwise.train.prepare_job import Prepared, prepare
+from meshwise.train.prepare_job import PreparedJob, prepare
 from meshwise.train.run_checkpoints import (
     BEST,
     CHECKPOINTS,
@@ -132,7 +132,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
 class _Run:
     """One run of a job on one rank. Rank 0 writes into the run's folder, every rank into the checkpoints."""
 
-    def __init__(self, trainer: Trainer, prepared: Prepared, folder: Path, events: EventDispatcher) -> None:
+    def __init__(self, trainer: Trainer, prepared: PreparedJob, folder: Path, events: EventDispatcher) -> None:
         job = prepared.job
         self._trainer = trainer
         self._prepared = prepared
@@ -169,7 +169,7 @@ class _Run:
         self._source = sample_source(self._data.train, saved=self._progress.stream)
         with stop_signals(self._signals) if job.train.save_every else contextlib.nullcontext():
             by = self._steps()
-            if by not in ("", _FILE):  # the time that a signal leaves is short
+            if by not in ("", _FILE):  # after a signal little time is left: write only the checkpoint
                 self._checkpoints.finish()
                 return RunSummary(self._progress.loss, self._validation, where)
         self._write_parameters()
@@ -239,7 +239,7 @@ class _Run:
                 self._emit(run_events.Budgeted(step, trainer.blocks.table()))
             if result.problem is not None:
                 self._emit(run_events.NonFinite(step, result.problem))
-            for slow in pace.slow() if not trainer.plan.late else ():
+            for slow in pace.slow() if not trainer.plan.asynchronous else ():
                 self._emit(slow)
             if job.shares == "auto" and pace.times:
                 self._rebalance(step, pace.times)
@@ -256,7 +256,7 @@ class _Run:
                 self._emit(run_events.Stopped(step, by, shlex.join([*again, "--train.resume", "auto"])))
                 break
             last = now
-        for slow in pace.slow(after=1) if not trainer.plan.late else ():
+        for slow in pace.slow(after=1) if not trainer.plan.asynchronous else ():
             self._emit(slow)
         return by
 
@@ -292,7 +292,7 @@ class _Run:
     def _stopped_by(self, step: int) -> str:
         """Return, on every rank, the signal that a rank got or the file `stop`, which rank 0 then removes; else ""."""
         job, file, world = self._job.train, self._folder / STOP, self._trainer.world
-        if not job.save_every or step == job.steps or (self._trainer.plan.late and step % job.log_every):
+        if not job.save_every or step == job.steps or (self._trainer.plan.asynchronous and step % job.log_every):
             return ""  # workers of servers exchange values only at these steps
         by = self._signals[0] if self._signals else ""
         if not by and world.rank == 0 and step % job.log_every == 0 and file.exists():
@@ -388,8 +388,8 @@ _FILE = "the file `stop`"
 
 @contextlib.contextmanager
 def stop_signals(received: list[str]) -> Iterator[None]:
-    """Append the names of signals (SIGINT, SIGTERM, SIGUSR1 of Slurm) to `received` inside the block, and do no more.
-    A Ctrl-C more than a second after the first signal raises KeyboardInterrupt: launchers repeat the first at once.
+    """Append the names of signals (SIGINT, SIGTERM, SIGUSR1 of Slurm) to `received` inside the block; do nothing else.
+    Launchers repeat the first signal at once, so only a Ctrl-C more than a second later raises KeyboardInterrupt.
 
     Python handles signals in the main thread. A run in another thread leaves the handlers as they are."""
     began = math.inf

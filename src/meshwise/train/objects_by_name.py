@@ -141,7 +141,7 @@ def optimizer_options(job: OptimizerJob, *, model: Callable[[], nn.Module]) -> P
     keys = {"optimizer", *(key for group in known.values() for key in group)} - {"params", "names"}
     for pattern, options in job.groups.items():
         if unknown := sorted(set(options) - keys):
-            hint = nearest(unknown[0], known=keys)
+            hint = name_hint(unknown[0], known=keys)
             raise JobError(f"optimizer.groups: {pattern!r}: unknown option {unknown[0]!r}; {hint}")
         if (chosen := options.get("optimizer")) not in (None, *kinds):
             raise JobError(
@@ -168,7 +168,7 @@ def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> Optim
     }
     is_whole, name = name.startswith("whole:"), name.removeprefix("whole:")
     if ":" not in name and name not in kinds:
-        near, known = nearest(name, known=kinds), ", ".join(kinds)
+        near, known = name_hint(name, known=kinds), ", ".join(kinds)
         hint = near if known in near else f"{near} The classes are {known}"
         raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}. Or write 'module:Class'")
     found: Any = kinds[name] if name in kinds else locate(name, key=f"{key}.name")
@@ -210,7 +210,7 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
     found = getattr(module, what, None)
     if not callable(found):
         functions = [known for known, value in vars(module).items() if callable(value)]
-        raise JobError(f"{key} = {name!r}: no function {what!r} in {where}; {nearest(what, known=functions)}")
+        raise JobError(f"{key} = {name!r}: no function {what!r} in {where}; {name_hint(what, known=functions)}")
     return found  # type: ignore[no-any-return]
 
 
@@ -220,7 +220,7 @@ def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str
     unknown = [name for name in arguments if name not in signature.parameters]
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     if unknown and not takes_all:
-        raise JobError(f"{key}: unknown argument {unknown[0]!r}; {nearest(unknown[0], known=signature.parameters)}")
+        raise JobError(f"{key}: unknown argument {unknown[0]!r}; {name_hint(unknown[0], known=signature.parameters)}")
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -239,7 +239,7 @@ def _configuration(job: Job) -> Any:
         raise JobError(f"model.arguments of {job.model.name}: {str(error).lstrip('-')}") from error
 
 
-def nearest(name: str, *, known: Iterable[str]) -> str:
+def name_hint(name: str, *, known: Iterable[str]) -> str:
     """Return a hint for an error about an unknown name: the most similar one of `known`, else all of them."""
     names = {item.lower(): item for item in known if not item.startswith("_")}
     near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)

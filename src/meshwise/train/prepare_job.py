@@ -1,7 +1,6 @@
 """Load the model function, loss, optimizer and data that a job names (`prepare`), and check its plan (`check_plan`).
 
-A command does this before it starts ranks, so a wrong job ends with one message and status 2. Each rank does it again.
-"""
+A command does this before it starts ranks, so a wrong job ends with one message and status 2. Each rank repeats it."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ from meshwise.train.tuning_rows import load_rows
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedJob:
     """A checked job and the objects that it names. `model` builds the model.
 
     | job     the job with its plan resolved for the number of ranks, and absolute paths: it runs from any folder"""
@@ -96,7 +95,7 @@ class Prepared:
         return RehearsalSubject(self.model, self.loss, batch, self.optimizer, self.optimizer_arguments, options=options)
 
 
-def prepare(job: Job, *, ranks: int) -> Prepared:
+def prepare(job: Job, *, ranks: int) -> PreparedJob:
     """Check a job for a world of `ranks` ranks, and return it with the objects that it names.
 
     It imports the user's modules, and may build the token file of a text. Raises JobError or PlanError for a job that
@@ -142,10 +141,10 @@ def prepare(job: Job, *, ranks: int) -> Prepared:
         raise JobError(f"sample.length = {job.sample.length}: only a model of text (data.files) generates text; use 0")
     rule = optimizer_options(job.optimizer, model=model)
     resolved = _absolute(dataclasses.replace(job, plan=plan, ranks=None))
-    return Prepared(resolved, model, loss, kind, arguments, rule, scheduler(job.schedule), data)
+    return PreparedJob(resolved, model, loss, kind, arguments, rule, scheduler(job.schedule), data)
 
 
-def check_plan(prepared: Prepared) -> None:
+def check_plan(prepared: PreparedJob) -> None:
     """Split the model by its plan, on one rank and without tensor values. Raises PlanError or JobError if it cannot.
 
     Other errors are ignored: their cause may be the missing values. If it is not, the ranks raise the same error."""

@@ -21,6 +21,7 @@ from meshwise.checkpoint.hugging_face import read_pretrained, with_model_names
 from meshwise.train.job import HUB, JobError, ModelJob, as_job_error
 
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
+# In the source of a model whose attention separates packed records: it makes the mask from position_ids.
 _APART = re.compile(r"create_causal_mask\([^)]*position_ids=|\"position_ids\": position_ids")
 _EXTRAS: Mapping[str, str] = {
     "transformers": "hf",
@@ -37,6 +38,7 @@ _QUANTIZED: Mapping[str, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 """Library of each `model.quantization`, and its settings from transformers and this library."""
 _LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""Layer types that separate packed records; others, such as recurrent layers, carry state from record to record."""
 
 
 def pretrained_model(job: ModelJob, *, seed: int) -> Callable[[], nn.Module] | nn.Module:
@@ -45,11 +47,11 @@ def pretrained_model(job: ModelJob, *, seed: int) -> Callable[[], nn.Module] | n
     A quantized model is returned itself: every rank holds it whole, with adapters that begin by `seed`.
 
     Raises JobError for a name that cannot be fetched, a model that transformers does not know, wrong arguments of the
-    configuration or of LoRA, and missing weights. The function raises it for weights of another model."""
+    configuration or of LoRA, and missing weights. The function raises JobError for weights of another model."""
     folder = hub_folder(job.name, key="model.name")
-    auto = library("transformers", key="model.name")
+    auto = import_library("transformers", key="model.name")
     settings = {"use_cache": False, "dtype": "float32", **job.arguments}
-    peft = library("peft", key="model.lora") if job.lora else None
+    peft = import_library("peft", key="model.lora") if job.lora else None
     try:
         config, unknown = auto.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **settings)
         index = read_pretrained(folder)
@@ -61,7 +63,7 @@ def pretrained_model(job: ModelJob, *, seed: int) -> Callable[[], nn.Module] | n
     config.name_or_path = job.name.removeprefix(HUB)
     if job.quantization:
         name, settings_of = _QUANTIZED[job.quantization]
-        quantized = settings_of(auto, library(name, key="model.quantization"))
+        quantized = settings_of(auto, import_library(name, key="model.quantization"))
         kind = auto.AutoModelForCausalLM
         whole = kind.from_pretrained(folder, config=config, dtype=config.dtype, quantization_config=quantized)
         with torch.random.fork_rng(devices=[]):
@@ -90,7 +92,7 @@ def hub_folder(name: str, *, key: str) -> Path:
     plain = name.removeprefix(HUB)
     if Path(plain).is_dir():
         return Path(plain)
-    hub = library("huggingface_hub", key=key)
+    hub = import_library("huggingface_hub", key=key)
     try:
         return Path(hub.snapshot_download(plain, allow_patterns=list(_HUB_FILES)))
     except Exception as error:  # of the network, the hub or its cache
@@ -101,7 +103,7 @@ def hub_folder(name: str, *, key: str) -> Path:
         ) from error
 
 
-def library(name: str, *, key: str) -> Any:
+def import_library(name: str, *, key: str) -> Any:
     """Return an optional library. Raises JobError that names the job's `key` and the extra to install."""
     try:
         return importlib.import_module(name)

@@ -38,7 +38,7 @@ from meshwise.engine.trainer import Trainer
 from meshwise.train.batch_and_lr import NoiseAverage
 from meshwise.train.flags_and_toml import to_toml
 from meshwise.train.job import Job, JobError
-from meshwise.train.prepare_job import Prepared
+from meshwise.train.prepare_job import PreparedJob
 from meshwise.train.run_events import Resume, RunEvent, Saved, SaveFailed
 
 TIMELINE = "timeline.json"
@@ -198,7 +198,7 @@ class RunProgress:
         self.loss = result.loss
 
 
-def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunStart:
+def checked_run_start(prepared: PreparedJob, *, attempt: JobAttempt | None) -> RunStart:
     """Return where the run begins. Raises JobError if the checkpoint is of another job, or `train.resume` is wrong."""
     start = find_run_start(prepared.job, attempt=attempt)
     candidate = start.candidate()
@@ -210,7 +210,7 @@ def checked_run_start(prepared: Prepared, *, attempt: JobAttempt | None) -> RunS
 
 
 def restore_run(
-    trainer: Trainer, *, start: RunStart, prepared: Prepared, emit: Callable[[RunEvent], None]
+    trainer: Trainer, *, start: RunStart, prepared: PreparedJob, emit: Callable[[RunEvent], None]
 ) -> RunProgress:
     """Restore the trainer, emit `Resume`, and return the progress (zero without a checkpoint). Every rank calls it.
 
@@ -236,7 +236,7 @@ def restore_run(
     return progress
 
 
-def run_extra(prepared: Prepared, *, progress: RunProgress, ranks: int) -> dict[str, Any]:
+def run_extra(prepared: PreparedJob, *, progress: RunProgress, ranks: int) -> dict[str, Any]:
     """Return a dict of JSON values that a checkpoint stores for `restore_run`, such as the job and the progress."""
     return {
         "job": to_toml(prepared.job),
@@ -260,8 +260,7 @@ def _restored(trainer: Trainer, start: RunStart, *, own: frozenset[str]) -> Rest
 def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
     """Return one line for each difference from the checkpoint's job that the user should see.
 
-    `saved` is from `run_extra`; `content` is `RunData.content`. Raises JobError that names every forbidden difference.
-    """
+    `saved` is from `run_extra`; `content` is `RunData.content`. Raises JobError with every forbidden difference."""
     before = _values(tomllib.loads(to_toml(Job()))) | _values(tomllib.loads(saved["job"]))
     now = _values(tomllib.loads(to_toml(job)))
     lines = {

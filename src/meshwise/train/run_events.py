@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from meshwise.train.flags_and_toml import to_toml
 from meshwise.train.job import Job, JobError
 from meshwise.train.objects_by_name import locate
-from meshwise.train.pretrained_model import library
+from meshwise.train.pretrained_model import import_library
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def logger_maker(name: str) -> Callable[[Path, Job], EventSink]:
     if name not in _TRACKERS:
         known = ", ".join(_TRACKERS)
         raise JobError(f"train.loggers: {name!r} is none of {known}, nor a 'module:Class' of your own")
-    tracker = library("torch.utils.tensorboard" if name == "tensorboard" else name, key="train.loggers")
+    tracker = import_library("torch.utils.tensorboard" if name == "tensorboard" else name, key="train.loggers")
     return lambda folder, job: _TRACKERS[name](tracker, folder, to_toml(job))
 
 

@@ -29,7 +29,7 @@ from meshwise.train import dataset
 from meshwise.train.console_output import counted
 from meshwise.train.global_batches import pack, pad, without_targets
 from meshwise.train.job import DataJob, JobError
-from meshwise.train.pretrained_model import hub_folder, library
+from meshwise.train.pretrained_model import hub_folder, import_library
 
 Words: TypeAlias = NDArray[np.uint32]
 """Tokens, with bit 31 set where the loss counts."""
@@ -45,9 +45,9 @@ class TuningRows(Dataset[dict[str, Any]]):
     """Rows of tokens from a cache file: dicts of int64 tensors `(context,)`.
 
     A target is the next token of the same record, or -100 where it has no loss or is missing. `position_ids` begin anew
-    with each packed record. Without `pack`, a record is padded at its end, with an `attention_mask` in their place; for
-    a collator, it is an array of its length. `largest` is the largest token, `summary` a line for the user, `content`
-    what a resumed run compares."""
+    with each packed record. Without `pack`, each record is padded at its end, with an `attention_mask` in place of
+    `position_ids`; for a collator, it is not padded. `largest` is the largest token, `summary` a line for the user,
+    `content` what a resumed run compares."""
 
     def __init__(self, path: Path, *, job: DataJob) -> None:
         self._path, self._job, context = path, job, job.context
@@ -142,7 +142,7 @@ class _Encoder:
 
     def __init__(self, folder: Path, fields: Mapping[str, str]) -> None:
         try:
-            self._tokenizer = library("transformers", key="data.tokenizer").AutoTokenizer.from_pretrained(folder)
+            self._tokenizer = import_library("transformers", key="data.tokenizer").AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise JobError(f"data.tokenizer: {folder} has no tokenizer that can be read: {reason}") from error
@@ -174,7 +174,8 @@ class _Encoder:
         return text, [(len(text) - len(given[names[-1]]), len(text))], True
 
     def _chat(self, messages: Any, tools: Any, place: str) -> "_Text | Words":
-        """Return a chat by the tokenizer's template. The answers are where it marks them, or what each message adds."""
+        """Return a chat as the tokenizer's template writes it. Answers are the parts that the template marks; without
+        marks, the text that each message of the assistant adds."""
         render = functools.partial(self._tokenizer.apply_chat_template, tools=tools)
         if not self._tokenizer.chat_template:
             raise JobError(
@@ -233,7 +234,7 @@ def _json_lines(files: Iterable[Path]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 def _library_rows(kind: str, where: str, files: Sequence[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the rows of Parquet files, or of a folder of the library datasets: of its split `train` if it has some."""
-    reader = library("pyarrow.parquet" if kind == "parquet" else "datasets", key="data.dataset")
+    reader = import_library("pyarrow.parquet" if kind == "parquet" else "datasets", key="data.dataset")
     try:
         if kind == "parquet":
             batches = (batch for path in files for batch in reader.ParquetFile(path).iter_batches())

@@ -45,7 +45,7 @@ from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.torch_private import TorchDispatchMode
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import LossScale, Precision, precision_of
-from meshwise.testing import ReferenceRun, difference, largest_magnitude, rounding_floor, whole
+from meshwise.testing import ReferenceRun, build_whole, difference, largest_magnitude, rounding_floor
 
 
 class OutputMeanSquares:
@@ -151,8 +151,7 @@ class TrialForward:
     | random      True if two passes of one batch gave different losses, or if some draws depend on the plan
     | drew        True if the model drew random numbers of any kind
     | unknown     operations whose random numbers depend on the plan
-    | pooled      name of a module whose statistics over the batch depend on the micro-batches; empty if there is none
-    """
+    | pooled      name of a module whose statistics over the batch depend on the micro-batches; empty without one"""
 
     precision: torch.dtype
     where: str
@@ -188,7 +187,7 @@ def neighbours(model: nn.Module | Callable[[], nn.Module], *, seed: int, precisi
     """Yield two copies of the model; each element of a parameter is moved up or down by eps of `precision`."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(_NEIGHBOURS):
-        module = whole(model, seed=seed)
+        module = build_whole(model, seed=seed)
         with torch.no_grad():
             for parameter in module.parameters():
                 sign = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1)
@@ -334,10 +333,10 @@ class VerificationInputs:
         """Run the first batch forward twice on one process, on `device`, and return the facts. If the losses differ,
         run again in eval mode. Raises ValueError if they differ in eval mode. Raises any error of model and loss."""
         single = ReferenceRun(self.prepared(), device=device, **self.arguments(self.listener()))
-        quietly = dataclasses.replace(self, evaluating=True)
+        in_eval_mode = dataclasses.replace(self, evaluating=True)
         pooled = [name for name, norm in batch_norms(single.model).items() if norm.training]
         if pooled and self.plan.microbatches > 1:
-            return dataclasses.replace(quietly.try_out(device), pooled=pooled[0])
+            return dataclasses.replace(in_eval_mode.try_out(device), pooled=pooled[0])
         batch = next(self.converted())
         with _Narrowest(single.model) as seen:
             first = single.evaluate(batch)
@@ -350,7 +349,7 @@ class VerificationInputs:
                 "the same batch gives two different losses, in eval mode too. To be compared, forward and loss must be "
                 "functions of the parameters and the batch: remove random numbers, or seed them from the batch"
             )
-        return dataclasses.replace(quietly.try_out(device), random=True, unknown=unknown)
+        return dataclasses.replace(in_eval_mode.try_out(device), random=True, unknown=unknown)
 
     def coarsest_dtype(self, trial: TrialForward) -> torch.dtype:
         """Return the dtype with the largest rounding error: of the forward, or of summing or accumulating gradients."""

@@ -359,12 +359,12 @@ class ReplayedSide(ReferenceSide):
     def _apply(self, name: str, values: Sequence[Tensor]) -> None:
         """Take the outer step of a parameter. Set each replica's value, and its optimizer state, as the scheme says."""
         scheme, momentum = self._scheme, self._momentum[name]
-        unit = self.runs[0].optimizer.param_groups[0]["lr"] if scheme.scaled_by_lr else 1.0
-        change = self._mean[name] / unit
+        scale = self.runs[0].optimizer.param_groups[0]["lr"] if scheme.scaled_by_lr else 1.0
+        change = self._mean[name] / scale
         momentum.mul_(scheme.outer_momentum).add_(change)
         change = change + scheme.outer_momentum * momentum if scheme.nesterov else momentum
         before = self._agreed[name]
-        self._agreed[name] = before - scheme.outer_lr * unit * change
+        self._agreed[name] = before - scheme.outer_lr * scale * change
         for value in values:
             towards = before if scheme.elastic else self._agreed[name]
             value.copy_((1 - scheme.blend) * towards + scheme.blend * value)

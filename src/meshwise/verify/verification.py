@@ -40,16 +40,20 @@ def verify(
     """Train a model for a few steps under a plan and on one process, and return a report on all differences.
 
     `model`, `loss`, `plan` and `training` (the optimizer, its arguments, the options) are as in `parallelize`. A module
-    is copied first. `batches` are global batches, equal on every rank, one for each step. Model and batches are
-    converted to `dtype`, unless it is None. With `precision=bf16` or `fp16` in the plan they keep their dtypes, and
-    both sides compute in this precision. Every rank of `world` calls `verify` and gets the report. By default `world`
-    is `connect()`; if it has one rank and the plan needs more, the ranks are threads of this process. Dropout and other
-    draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or random numbers
-    that depend on the plan, the model is compared in eval mode, and the report says so. With a codec as `wire` or
-    `gather`, the plan is compared without the codec. Then one step checks that the codec's gradient and errors add up
-    to the true gradient, and one gather checks the parameters. `OneBitAdam` is compared without its codec. Raises
-    PlanError when the plan does not fit the world. Raises ValueError without a batch, for a loss that does not return
-    (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
+    is copied first. `batches` are global batches, equal on every rank, one for each step.
+
+    | world   default `connect()`. Every rank calls `verify` and gets the report. If the world has one rank and the plan
+    |         needs more, the ranks are threads of this process
+    | dtype   dtype to which model and batches are converted. They keep theirs if it is None, or if the plan has
+    |         `precision=bf16` or `fp16`, in which both sides then compute
+
+    Dropout and other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or
+    random numbers that depend on the plan, the model is compared in eval mode, and the report says so. With a codec as
+    `wire` or `gather`, the plan is compared without the codec. Then one step checks that the codec's gradient and
+    errors add up to the true gradient, and one gather checks the parameters. `OneBitAdam` is compared without a codec.
+
+    Raises PlanError when the plan does not fit the world. Raises ValueError without a batch, for a loss that does not
+    return (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
     plan = Plan.of(plan)
     if needs_of(training.get("optimizer")) == "replicas":
         training["codec"] = "none"
@@ -76,13 +80,13 @@ def _reference(subject: VerificationInputs, trainer: Trainer, judge: BoundJudge)
 def _verify(world: World, subject: VerificationInputs) -> Report:
     plan = subject.plan
     trial = on_first_rank(lambda: subject.try_out(world.device), world=world)
-    replayed = bool(plan.sync_axes)  # a replica draws by the numbers of its rows in the batch
+    replayed = bool(plan.sync_axes)  # the replay numbers each replica's rows from 0, so draws would differ
     evaluating = trial.random or bool(trial.pooled) or (replayed and bool(trial.drew))
     subject = dataclasses.replace(subject, evaluating=evaluating)
     judge = BoundJudge(subject.coarsest_dtype(trial))
     outputs = subject.listener()
     exact = dataclasses.replace(plan, wire="auto" if plan.codec else plan.wire, gather="exact")
-    exact = dataclasses.replace(exact, staleness="0", correction="none") if plan.late else exact
+    exact = dataclasses.replace(exact, staleness="0", correction="none") if plan.asynchronous else exact
     trainer = parallelize(subject.prepared(), exact, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
     references: list[ReferenceSide] = []
@@ -97,15 +101,16 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
     notes, first = tuple(subject.notes(trial)), comparison.first
     if subject.training.get("codec") == "none":
         notes += (f"note: {subject.training['optimizer'].__name__} was compared with codec='none'",)
-    contracts = {codec_contract: plan.codec, staleness_contract: plan.late, gather_contract: plan.gather != "exact"}
+    inexact = plan.gather != "exact"
+    contracts = {codec_contract: plan.codec, staleness_contract: plan.asynchronous, gather_contract: inexact}
     for contract in (contract for contract, applies in contracts.items() if applies):
         note, broken = contract(subject, world=world)
         notes, first = (*notes, note), first or broken
     if replayed:
         notes = (
             (
-                f"contract: replay. Replicas under sync={plan.sync} differ between agreements, so one process trains "
-                "otherwise. Values are compared as the mean of the replicas, gradients as the first replica's"
+                f"contract: replay. Replicas under sync={plan.sync} differ between agreements, so the plan was "
+                "compared with replicas in one process: the mean of their parameters, and the first one's gradients"
             ),
             *notes,
         )
@@ -129,9 +134,9 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
 def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
     """Return a note on the codec of the plan, and the divergence if its contract is broken (collectives).
 
-    From equal parameters, one step is run with the codec and one without. For every bucket, the gradient with the codec
-    and the errors of all ranks / count must add up to the gradient without it. Clipping is left out. Without feedback
-    nothing keeps the errors, and nothing is checked."""
+    From equal parameters, one step is run with the codec and one without, both without clipping. For every bucket, the
+    gradient with the codec, plus the sum of the ranks' errors divided by the loss count, must equal the gradient
+    without the codec. With feedback=0 no rank keeps errors, and nothing is checked."""
     plan = subject.plan
     note = f"note: wire={plan.wire} makes the training inexact; the plan was compared with wire=auto"
     if not plan.feedback:
@@ -155,9 +160,9 @@ def staleness_contract(subject: VerificationInputs, *, world: World) -> tuple[st
     logs = trainer.update_log()
     trainer.close()
     oldest, steps = max(largest_staleness(log) for log in logs), len(subject.batches)
-    figure = BoundedDifference(oldest, math.inf if plan.bound is None else plan.bound, steps)
+    figure = BoundedDifference(oldest, math.inf if plan.staleness_bound is None else plan.staleness_bound, steps)
     return (
-        f"contract: degenerate point, invariant. staleness=0 was compared. At staleness={plan.staleness}, "
+        f"contract: the plan was compared with staleness=0. In a second run with staleness={plan.staleness}, "
         f"{sum(map(len, logs))} gradients were applied once each, and the parameters that a worker read were at "
         f"most {oldest} steps behind"
     ), Divergence("the age of the parameters that a worker read", steps, figure) if figure.over else None
@@ -185,8 +190,8 @@ def gather_contract(subject: VerificationInputs, *, world: World) -> tuple[str, 
     wrong, lost = max(world.exchange(wrong)), max(world.exchange(lost))
     figure = BoundedDifference(wrong, 0.0, 1)
     return (
-        f"note: gather={subject.plan.gather} makes the training inexact; the plan was compared with gather=exact; on "
-        f"every rank the gathered parameters are the stored ones to {lost:.1e} of a unit's largest element"
+        f"note: gather={subject.plan.gather} makes the training inexact; the plan was compared with gather=exact; the "
+        f"gathered parameters differ from the stored ones by at most {lost:.1e} of a unit's largest element"
     ), Divergence("the gathered parameters", 1, figure) if figure.over else None
 
 

@@ -42,7 +42,7 @@ class ParameterFigures:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A figure over its bound: the first one in the order of computation.
+    """A compared figure and its place. Of those over their bound, the first one computed is `Report.first`.
 
     | what      name of the figure, such as `the gradient of head.weight`
     | step      counted from 1; 0 is before the first step

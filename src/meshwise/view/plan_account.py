@@ -1,4 +1,4 @@
-"""Collect the data that is drawn of a plan (`PlanAccount`): timeline, memory, mesh and facts, predicted or measured.
+"""Collect the data to draw for a plan (`PlanAccount`): timeline, memory, mesh and facts, predicted or measured.
 
 `comparison_table` compares plans as a table: their keys, the parts of a step, and the memory. `write_chrome_trace`
 writes timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open. Each rank is a process
@@ -30,7 +30,7 @@ _MOST_HISTORIES = 6
 
 @dataclass(frozen=True)
 class PlanAccount:
-    """Data to draw of one plan: the times of a step, and its memory if known."""
+    """Data to draw for one plan: the times of a step, and its memory if known."""
 
     title: str
     timeline: Timeline

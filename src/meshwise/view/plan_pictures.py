@@ -63,7 +63,7 @@ _BESIDE: Mapping[TimelineRow, str] = {
     TimelineRow.LINK: "message",
     TimelineRow.TIERS: "tier",
 }
-_HEIGHTS = ((8, 26.0), (24, 18.0), (10**9, 11.0))
+_HEIGHTS = ((8, 26.0), (24, 18.0), (10**9, 11.0))  # most ranks, height of a bar
 _OVER = 0.62
 """Fraction of a bar's height that stays visible above the waits."""
 _TRACK, _TITLE, _LEGEND, _AXIS, _MOST_TICKS = 4.0, 26.0, 24.0, 24.0, 10
@@ -170,7 +170,7 @@ _STEPS = 4
 def memory_pictures(
     histories: Sequence[MemoryHistory], *, names: Sequence[str], span: float, most: float, limit: float = 0.0
 ) -> Iterator[Picture]:
-    """Yield a picture for each history, all to one scale: `most` bytes high, or `limit` if at most 1.8 times as many.
+    """Yield a picture for each history, all `most` bytes high, or `limit` bytes if it is above but below 1.8 · `most`.
 
     `names`: the ranks along pp; `span`: seconds of the whole width; `limit`: bytes that a rank may use (0: unknown)."""
     if not histories:

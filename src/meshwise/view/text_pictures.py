@@ -1,11 +1,12 @@
-"""Draw as text: a timed schedule with a row for each rank, and the share of each rank in a mixture (`expert_table`).
+"""Draw as text: timed schedules with a row for each rank, and tables of what each rank has.
 
     rank 0 │F0 F1 .  .  B0─── .  B1───
     rank 1 │.  F0 B0─── F1 B1─── .  .
 
 In `draw_in_columns` a column is as long as the shortest computation; `─` continues a longer computation. `F0` is the
-forward of micro-batch 0. A rank with several stages writes the stage first: `2F0`. `draw_to_scale` draws times to
-scale, `rank_table` lists the computing and idle time of each rank."""
+forward of micro-batch 0. A rank with several stages writes the stage first: `2F0` (`label`). `draw_to_scale` draws
+times to scale, `rank_table` lists the computing and idle time of each rank. `expert_table` lists the part of a mixture
+that each rank has, and `load_picture` draws the loads of experts over time."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ SHADES: Mapping[str, tuple[str, str]] = {
     "░": ("around", ""),
     ".": ("bubble", "dim"),
 }
-"""Meaning of each character in a drawing to scale, in the words of other pictures, and its rich style."""
+"""Legend of drawings to scale: the meaning of each character, as in the other pictures, and its rich style."""
 
 
 def draw_in_columns(timeline: Timeline, *, width: int) -> Text:
@@ -144,8 +145,7 @@ def expert_table(plan: Plan, *, experts: int) -> str:
 def load_picture(loads: Sequence[Mapping[str, float]]) -> str:
     """Return a line for each mixture with its load over time, a bar for each of `loads`, and the last load.
 
-    loads: pairs of the busiest expert over an even share, by name of the mixture. Bars grow from 1 to the largest load.
-    """
+    loads: at each time, tokens of the busiest expert over an even share, by mixture. Bars span 1 to the largest."""
     largest = max(max(each.values()) for each in loads)
     rows = [("mixture", f"load of the busiest expert, ▁ 1.00 to █ {largest:.2f}", "last")]
     for name in loads[-1]:
