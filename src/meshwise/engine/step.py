@@ -307,7 +307,7 @@ class TrainingSteps:
         Raises RanksDisagree if the digests of `inputs` differ along `equal`, or if frozen parameters or collectives
         differ along `axes`."""
         world, frozen = self._world, self.engine.frozen_digest
-        found, mismatch = world.totals(values, digest=inputs.batch, equal=equal, axes=axes, common=frozen)
+        found, mismatch = world.totals(values, digest=inputs.batch, digest_axes=equal, axes=axes, common=frozen)
         if mismatch:
             changed = any(world.exchange(frozen, axes=axes))
             inputs = replace(inputs, frozen=self.engine.frozen() if changed else None)

@@ -199,8 +199,8 @@ class _Started(Work):
 
     def _finish(self) -> None:
         self._complete()
-        assert self._new_record is not None
-        self._passed.append((self._new_record, self._streams.mark()))
+        assert self._record is not None
+        self._passed.append((self._record, self._streams.mark()))
         current = self._streams.current()
         if self._stream != current:
             # torch may reuse the tensors' memory on the stream that made them, which does not wait for the operation.
