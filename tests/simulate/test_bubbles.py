@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from meshwise.base.timeline import TimelineRow
-from meshwise.engine.cut_agreement import plan_schedule
+from meshwise.engine.schedule_and_cut import plan_schedule
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan
