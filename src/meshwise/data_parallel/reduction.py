@@ -12,7 +12,7 @@ A reduction may keep state between steps, such as a compression error or the mom
 tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.
 
 Compressed reductions send few bytes: quantised, sparse or of low rank, with the error kept for the next step. A
-rank's message is its gradient plus the error of its last message. N ranks, a bucket of P elements in N shards:
+rank's message is its gradient plus the error of its last message. N ranks, a bucket in N shards:
 
     | codec      1 encode N shards, all-to-all ─ 2 each owner adds up its shard ─ 3 encode, all-gather (zero=0 alone)
     | powersgd   1 all-reduce M Q = P ─ 2 orthogonalise P ─ 3 all-reduce Mᵀ P = Q; the sum is P Qᵀ
