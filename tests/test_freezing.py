@@ -305,7 +305,7 @@ def test_ranks_that_freeze_different_parameters_get_one_error_and_can_mend_it(pl
             parameter.requires_grad_(world.rank != 0 or "qkv" not in name)
         for _ in range(2):
             with pytest.raises(
-                RanksDisagree, match=r"requires_grad of '.*qkv.*' is off on rank 0 .*one value on every rank"
+                RanksDisagree, match=r"requires_grad of '.*qkv.*' is False on rank 0 .*one value on every rank"
             ):
                 take(training)
         agree(parameters(training), before, bound=0.0)

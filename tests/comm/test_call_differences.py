@@ -45,7 +45,7 @@ def test_a_last_call_that_differs_is_reported_at_the_end(processes: Processes, k
 def test_calls_that_are_no_longer_kept_are_reported() -> None:
     line = CallLine((0, 1))
     last = PlacedCall(CallRecord(5, "barrier", ("rank",), (), "", 0, "here"), line, 5)
-    with pytest.raises(RanksDisagree, match="before the calls that are still kept"):
+    with pytest.raises(RanksDisagree, match="different collectives, whose records are no longer kept"):
         raise_difference({rank: ([last], {line: 6}) for rank in line.ranks})
     with pytest.raises(RanksDisagree, match="rank 0 6, rank 1 5; the last of rank 0 is long ago"):
         raise_difference({0: ([], {line: 6}), 1: ([], {line: 5})})

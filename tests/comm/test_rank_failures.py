@@ -128,7 +128,7 @@ def test_ranks_that_import_a_script_have_their_threads_and_are_named_if_it_ends_
     assert [line for line in said.stderr.split("\n") if line and "OMP_NUM_THREADS" not in line] == []
 
 
-ordinary_lost = vars(host_connection)["lost"]
+ordinary_lost = vars(host_connection)["rank_lost_error"]
 
 
 def lost(*args: Any, **named: Any) -> Any:
@@ -139,7 +139,7 @@ def lost(*args: Any, **named: Any) -> Any:
 def dies_beside_a_slow_one(world: World) -> None:
     if world.rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    vars(host_connection)["lost"] = lost
+    vars(host_connection)["rank_lost_error"] = lost
     world.barrier()
 
 
@@ -165,13 +165,13 @@ def dies_once_it_has_told(world: Any) -> None:
         world.barrier = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
     else:
         teller = world._queues.host.peers[0]
-        mapped = teller.slabs.map
+        mapped = teller.segments.map
 
         def late(place: Any) -> Any:
             await_late_end(teller.process)
             return mapped(place)
 
-        teller.slabs.map = late
+        teller.segments.map = late
     world.shared_empty(1 << 20, dtype=torch.float32, axes="rank")
 
 

@@ -31,7 +31,7 @@ def measured(world: World, plan: str) -> Timeline:
 def test_a_measured_step_shows_its_updates_after_the_backward(tier: str) -> None:
     timeline = run(2, measured, args=(f"dp=2 zero=1 offload=optimizer:{tier}",))[0]
     [backward] = [event for event in timeline.events if event.kind == "B" and event.rank == 0]
-    beside = [event for event in timeline.events if event.stream is TimelineRow.TIERS and event.rank == 0]
+    beside = [event for event in timeline.events if event.row is TimelineRow.TIERS and event.rank == 0]
     assert sum(event.kind == "update" for event in beside) >= 1
     assert all(event.start >= backward.stop for event in beside)
 

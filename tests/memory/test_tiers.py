@@ -172,7 +172,7 @@ def test_a_measured_step_shows_the_next_round_read_while_one_is_updated(monkeypa
         [step] = measuring.steps()
         return step.step
 
-    events = [event for event in run(1, main)[0].events if event.stream is TimelineRow.TIERS]
+    events = [event for event in run(1, main)[0].events if event.row is TimelineRow.TIERS]
     updates = [event for event in events if event.kind == "update"]
     assert len(updates) > 3
     reads = [event for event in events if event.kind == "read"]

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from meshwise.base.timeline import TimelineRow
-from meshwise.engine.cut_agreement import plan_schedule
+from meshwise.engine.schedule_and_cut import plan_schedule
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan
@@ -71,5 +71,5 @@ def test_the_bubble_does_not_count_waits_for_reductions(plan: str) -> None:
 
 def test_a_prediction_counts_the_bubble_as_a_part_of_the_step() -> None:
     prediction = predict(rehearse(gpt_subject(stages=2), plan="pp=2 microbatches=4", ranks=2), cluster=STEADY)
-    busy = sum(event.stop - event.start for event in prediction.timeline.events if event.stream is TimelineRow.COMPUTE)
+    busy = sum(event.stop - event.start for event in prediction.timeline.events if event.row is TimelineRow.COMPUTE)
     assert prediction.bubble == pytest.approx(1 - busy / 2 / prediction.seconds)

@@ -62,6 +62,6 @@ def test_waits_too_many_to_be_seen_one_by_one_still_add_up(monkeypatch: pytest.M
     merged = dataclasses.replace(made).timeline
     for own, exact in zip(time_by_activity(merged), time_by_activity(made.timeline), strict=True):
         assert own == pytest.approx(exact, rel=1e-9, abs=1e-12)
-    assert len([e for e in merged.events if e.stream is TimelineRow.WAIT]) <= len(
-        [e for e in made.timeline.events if e.stream is TimelineRow.WAIT]
+    assert len([e for e in merged.events if e.row is TimelineRow.WAIT]) <= len(
+        [e for e in made.timeline.events if e.row is TimelineRow.WAIT]
     )

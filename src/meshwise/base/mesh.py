@@ -1,9 +1,9 @@
 """Named axes over ranks (`Mesh`), and splits of a number of elements (`even_split`, `weighted_split`).
 
-Every kind of parallelism splits something over a group of ranks, such as the ranks with the same parameters. With
-process groups, each new combination of axes needs a global variable and its getters. Here every group is computed from
-one immutable `Mesh`. The coordinate of a rank has one index per axis: the digits of the rank number, where the degree
-of an axis is the base of its digit. The ranks of a group differ only in the indices of the group's axes.
+Every kind of parallelism splits something over a group of ranks, such as the ranks with the same parameters. Other
+libraries keep a global process group for each combination of axes. Here every group is computed from one immutable
+`Mesh`. The coordinate of a rank has one index per axis: the digits of the rank number, where the degree of an axis is
+the base of its digit. The ranks of a group differ only in the indices of the group's axes.
 
     Mesh.of(pp=2, dp=2, tp=2)       the last axis varies fastest
 
@@ -12,8 +12,8 @@ of an axis is the base of its digit. The ranks of a group differ only in the ind
     dp 0 │ 0  1         dp 0 │ 4  5       group(6, axes=["tp"])        6 7
     dp 1 │ 2  3         dp 1 │ 6  7       group(6, axes=["pp", "tp"])  2 3 6 7
 
-A *joint axis* is a further name for several axes together. Where experts divide the ranks of `dp` anew, the mesh has
-the axes `dp_outer` and `dp_ep`, and `dp` is a joint axis. A joint axis may be named wherever an axis may:
+A *joint axis* is one name for several axes together, and may be named wherever an axis may. Under `dp=4 ep=2` the mesh
+has the axes `dp_outer` and `dp_ep`; `dp` joins both of them, and `ep` is another name of `dp_ep`:
 
     Mesh((("dp_outer", 2), ("dp_ep", 2)), joint=(("dp", ("dp_outer", "dp_ep")), ("ep", ("dp_ep",))))"""
 
@@ -48,7 +48,7 @@ class MeshGrid(NamedTuple):
 class Mesh:
     """Named axes with their degrees, outermost first; the last axis varies fastest over the ranks.
 
-    `joint`: pairs of the name of a joint axis and its axes, which may be none.
+    `joint`: (name, axes) of each joint axis; it may join no axes.
 
     Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, and for a degree
     that is not a positive integer."""
@@ -186,7 +186,7 @@ def even_split(size: int, parts: int) -> list[tuple[int, int]]:
 def weighted_split(size: int, *, weights: Sequence[int]) -> list[tuple[int, int]]:
     """Return (start, stop) of contiguous parts of `size` elements, about proportional to the positive `weights`.
 
-    Weights that add up to `size` are the sizes. A part is empty only if there are fewer elements than parts."""
+    If the weights add up to `size`, they are the sizes. A part is empty only if there are fewer elements than parts."""
     least, total, ends = int(size >= len(weights)), sum(weights), [0]
     for number, before in enumerate(itertools.accumulate(weights), start=1):
         nearest = (2 * size * before + total) // (2 * total)

@@ -26,7 +26,7 @@ class Event:
     """An activity of one rank, with its start and end in seconds or another unit. Prints like an action: `2F0`."""
 
     rank: int
-    stream: TimelineRow
+    row: TimelineRow
     kind: str
     """An action's kind (`F`, `SEND_F`), a collective with its axes (`all_reduce dp`), or a word (`update`)."""
     start: float
@@ -42,12 +42,12 @@ class Event:
     @property
     def is_background(self) -> bool:
         """True if the rank may compute or wait at the same time."""
-        return self.stream not in (TimelineRow.COMPUTE, TimelineRow.WAIT) and self.kind not in EDGE_KINDS | {"update"}
+        return self.row not in (TimelineRow.COMPUTE, TimelineRow.WAIT) and self.kind not in EDGE_KINDS | {"update"}
 
     @property
     def exposed(self) -> bool:
-        """True if the event is a wait for a collective. Waits for messages count as the bubble of the pipeline."""
-        return self.stream is TimelineRow.WAIT and self.stage is None and not self.kind.startswith(("send", "recv"))
+        """True if the event is a wait for a collective. A wait for a message belongs to the pipeline bubble instead."""
+        return self.row is TimelineRow.WAIT and self.stage is None and not self.kind.startswith(("send", "recv"))
 
     def __str__(self) -> str:
         stage, microbatch = ("" if number is None else number for number in (self.stage, self.microbatch))
@@ -121,16 +121,16 @@ class Timeline:
                 total[what] += time
         return {what: time / self.ranks for what, time in total.items()}
 
-    def _of(self, stream: TimelineRow) -> tuple[tuple[Event, ...], ...]:
+    def _of(self, wanted: TimelineRow) -> tuple[tuple[Event, ...], ...]:
         rows: list[list[Event]] = [[] for _ in range(self.ranks)]
         for event in self.events:
-            if event.stream is stream:
+            if event.row is wanted:
                 rows[event.rank].append(event)
         return tuple(map(tuple, rows))
 
 
 def time_within(outer: tuple[Event, ...], *, inner: tuple[Event, ...]) -> float:
-    """Return the total time of the inner events that lie within one outer event. Outer events: sorted, no overlaps."""
+    """Return the total time of the inner events that lie within one outer event. Outer events: sorted and disjoint."""
     starts = [event.start for event in outer]
     total = 0.0
     for event in inner:
@@ -162,7 +162,7 @@ def _sum_by_activity(changes: list[tuple[float, int, str]], seconds: float) -> d
     active: Counter[str] = Counter()
     now = 0.0
     for moment, change, activity in [*sorted(changes), (seconds, 0, "bubble")]:
-        # of several activities at the same time, a bubble counts first, then a wait
+        # overlapping activities count once: as a bubble, else as a wait, else as work
         order = {"bubble": 0, "computes": 2, "update": 2, "around": 2}
         now_active = (one for one, count in active.items() if count)
         counted = min(now_active, key=lambda one: order.get(one, 1), default="bubble")
@@ -176,8 +176,8 @@ def _activity(event: Event) -> str | None:
     """Return the activity that an event counts as, or None for an event in the background."""
     if event.is_background:
         return None
-    if event.stream is TimelineRow.COMPUTE:
+    if event.row is TimelineRow.COMPUTE:
         return "computes"
-    if event.stream is TimelineRow.WAIT:
+    if event.row is TimelineRow.WAIT:
         return f"waits for {event.kind.split()[-1]}" if event.exposed else "bubble"
     return "update" if event.kind == "update" else "around"

@@ -27,7 +27,7 @@ from meshwise.data_parallel.stored_slices import (
     OPTIMIZER_KINDS,
     WHOLE,
     CheckpointRefill,
-    RefillSlot,
+    SavedTensorSpec,
     StoredSlice,
     buffers,
     slices_to_save,
@@ -212,17 +212,17 @@ class TrainingState:
             self._engine.world.streams.generator().set_state(state.tensor)
 
 
-def _slots(index: CheckpointIndex, engine: Engine, *, others: Set[str]) -> dict[str, dict[str, RefillSlot]]:
+def _slots(index: CheckpointIndex, engine: Engine, *, others: Set[str]) -> dict[str, dict[str, SavedTensorSpec]]:
     """Return the slots to load, by parameter name. A tied parameter gets its name in this model; a parameter that the
     model does not have keeps its name in the file. `others`: names of buffers and further names of parameters."""
-    found: dict[str, dict[str, RefillSlot]] = {}
+    found: dict[str, dict[str, SavedTensorSpec]] = {}
     for key, stored in index.tensors.items():
         kind, _, rest = key.partition("/")
         if kind in (*OPTIMIZER_KINDS, "reduction", WHOLE):
             key, _, rest = rest.partition("/")
-            found.setdefault(rest, {})[f"{kind}/{key}"] = RefillSlot(stored.dtype, stored.shape)
+            found.setdefault(rest, {})[f"{kind}/{key}"] = SavedTensorSpec(stored.dtype, stored.shape)
         elif kind == "parameter":
-            found.setdefault(rest, {})[kind] = RefillSlot(stored.dtype, stored.shape)
+            found.setdefault(rest, {})[kind] = SavedTensorSpec(stored.dtype, stored.shape)
     first = {row.name: index.aliases.get(row.name, row.name) for row in engine.table.rows}
     here = {name: found[other] for name, other in first.items() if other in found}
     unknown = {name: slots for name, slots in found.items() if name not in first.values()}

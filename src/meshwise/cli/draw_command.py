@@ -12,7 +12,7 @@ import tyro
 from meshwise.attention.mask_pattern import parse_pattern
 from meshwise.attention.token_attention import work_table
 from meshwise.cli import shared_flags
-from meshwise.engine.cut_agreement import cut_source, cutter, plan_schedule
+from meshwise.engine.schedule_and_cut import cut_source, cutter, plan_schedule
 from meshwise.model.deferred_init import build_with_values
 from meshwise.model.forward import default_forward
 from meshwise.pipeline.schedules.named_schedules import read_schedule

@@ -82,7 +82,7 @@ class BatchStatistics(ForwardAndBackwardMode):
         if func is functional.batch_norm and (call := _Call(*args, **kwargs)).training:
             return self._normalised(call)
         if func is Tensor.add_ and any(args[0] is norm.num_batches_tracked for norm in self._norms):
-            self._counter = args[0]
+            self._counter = args[0]  # torch counts before F.batch_norm; without rows on any rank it is taken back
         return func(*args, **kwargs)
 
     def _normalised(self, call: _Call) -> Tensor:

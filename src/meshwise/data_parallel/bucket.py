@@ -318,10 +318,10 @@ class Bucket:
             self._filled.add(index)
         return view
 
-    def views_in_use(self) -> Sequence[Tensor | None]:
+    def accumulated_views(self) -> Sequence[Tensor | None]:
         """Return the accumulated gradients in piece order; None where there is none yet, or in another dtype.
 
-        Without values all are None: rehearsals and bounds count the sum of a unit's gradients as one operation."""
+        On meta all are None: rehearsals and bounds count the sum of a unit's gradients as one operation."""
         if self.gradient is None or self.gradient.is_meta or self.gradient.dtype != self.dtype:
             return [None] * len(self.place.pieces)
         return [view if index in self._filled else None for index, view in enumerate(self._gradient_views())]
@@ -409,13 +409,13 @@ class Bucket:
         self._square = None
         if self.storage.tiers.is_offloaded("gradients"):
             self._rounds = 1
-            self._put_to_rest(between.values.to(self.reduced_gradient.dtype))
+            self._store_reduced(between.values.to(self.reduced_gradient.dtype))
         elif between.values is not self.reduced:
             self.reduced_gradient.copy_(between.values)
 
     def _arrived(self, target: Tensor) -> None:
         if self.storage.tiers.is_offloaded("gradients"):
-            self._put_to_rest(self._updating(target))
+            self._store_reduced(self._updating(target))
             return
         if not self.storage.reduction.shards_gradients:
             self.reduced = self._updating(target)
@@ -436,7 +436,7 @@ class Bucket:
             return self.gradient[slice(*self.owned)].copy_(arrived)
         return arrived.to(self.master.dtype)
 
-    def _put_to_rest(self, arrived: Tensor) -> None:
+    def _store_reduced(self, arrived: Tensor) -> None:
         """Add the gradients of earlier micro-batches, compute the norm, and move the sum to its tier."""
         tiers = self.storage.tiers
         if self._rounds > 1:
@@ -454,12 +454,12 @@ class Bucket:
             self._square = _square(self._counted(self.reduced_gradient)) * (self.group.size if self.local else 1)
         return self._square
 
-    def unsquared(self) -> Tensor | None:
+    def gradient_for_norm(self) -> Tensor | None:
         """Return the reduced gradient that this rank counts in the norm, or None if its squared norm is known."""
         return self._counted(self.reduced_gradient) if self._square is None and not self.local else None
 
     def forget_norm(self) -> None:
-        """Compute the norm anew when it is needed next: the reduced gradient has changed."""
+        """Discard the cached norm, because the reduced gradient has changed."""
         self._square = None
 
     def gradients_to_scale(self, factor: float) -> list[Tensor]:
@@ -503,9 +503,7 @@ class Bucket:
         return whole
 
     def summed_shard(self, name: str) -> Tensor:
-        """Return this rank's shard of the sum over the ranks of the `summed_state` called `name` (a collective).
-
-        It is summed over the replicas too."""
+        """Return this rank's shard of the `summed_state` called `name`, summed over ranks and replicas (collective)."""
         total = self.reduction_state[name].clone()
         shard = total[slice(*self.shard)]
         self.world.reduce_scatter(total, into=shard, axes=self.axes).wait()

@@ -67,7 +67,7 @@ class DataParallel:
             unit.load(source, place=new if source.deferred else self._replace)
         self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else (), prefetch=storage.prefetch)
         trained = [unit for unit in reversed(self.units) if any(True for _ in unit.trainable())]
-        # A stage reduces nothing during its backwards.
+        # Under pp nothing is reduced during a backward, so its hooks need make no progress.
         progress = world.progress if by_module and world.size > 1 else None
         self._order = [UnitGradients(unit, on_complete=self._arrived, progress=progress) for unit in trained]
         self._started = 0
@@ -76,7 +76,7 @@ class DataParallel:
         self._last = True
         self._reducing = False
         self._on_gradient: GradientCallback | None = None
-        self._incomplete = True
+        self._incomplete = True  # some gradients did not arrive in the last backward, or it is not known
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -107,14 +107,14 @@ class DataParallel:
         reduces = last or self.reduction.shards_gradients
         self._started, self._last = 0, last
         if loss is not None and loss.requires_grad:
-            leaves = reached(loss) if self._incomplete else None
+            leaves = leaf_ids(loss) if self._incomplete else None
             absent = self._expect(leaves, in_place=keep and not (reduces or self._incomplete))
-            hidden = self._incomplete and leaves is None
-            self._reducing = reduces and not hidden
+            reentrant = self._incomplete and leaves is None
+            self._reducing = reduces and not reentrant
             self._on_gradient = None if keep else discard_gradient
             with self.gatherer.backward():
                 loss.backward()
-            self._incomplete = self.collect() or absent or hidden
+            self._incomplete = self.collect() or absent or reentrant
             self._stop()
         else:
             self.gatherer.free_all()
@@ -179,14 +179,14 @@ class DataParallel:
 
     def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient, an fp64 scalar; the parts are summed."""
-        counted = [each for bucket in self.buckets if (each := bucket.unsquared()) is not None]
+        counted = [each for bucket in self.buckets if (each := bucket.gradient_for_norm()) is not None]
         if len(counted) == len(self.buckets) and len({(each.dtype, each.device) for each in counted}) == 1:
             squares = torch.stack(torch._foreach_norm(counted)).double().square()
         else:
             none = torch.zeros((), dtype=torch.float64, device=self.world.device)
             squares = torch.stack([none, *(bucket.squared_norm() for bucket in self.buckets)])
         self.tiers.settle()
-        return squares.cumsum(0)[-1].clone()  # cumsum adds in the order of the buckets; the others are freed
+        return squares.cumsum(0)[-1].clone()  # cumsum adds in order; the clone lets the rest be freed
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients that this rank owns by `factor`; those on disk are multiplied when read."""
@@ -301,7 +301,7 @@ def discard_gradient(_row: ParameterRow, _gradient: Tensor) -> None:
     """Do nothing: a `GradientCallback` that discards the gradient."""
 
 
-def reached(loss: Tensor) -> set[int] | None:
+def leaf_ids(loss: Tensor) -> set[int] | None:
     """Return the ids of the leaf tensors whose gradient `loss.backward()` accumulates.
 
     Returns None if the graph contains a reentrant checkpoint. Such a checkpoint runs further backwards inside this one,

@@ -10,9 +10,9 @@ backward it is on the parameter whose gradient arrives last:
     | backward 2                                                                            on c: complete
 
 Hooks also stay on the first and the last parameter of the unit, where this rank makes progress in collectives. A
-parameter with the user's own hook for accumulated gradients keeps a hook of the unit too. It notices when the user's
-hook has removed the gradient. In a later backward without a reduction, autograd adds to views of the bucket in `.grad`.
-A unit has no hook while this holds for all its parameters.
+parameter with the user's own hook for accumulated gradients keeps a hook of the unit too, which notices when the user's
+hook has removed the gradient. In a later backward that reduces nothing, `.grad` is a view of the bucket to which
+autograd adds. While this is so for all parameters of a unit, the unit has no hook.
 
 ZeRO-3 gathers: the parameters of a unit are gathered before its modules run, and freed when the next unit runs.
 
@@ -110,7 +110,7 @@ class LiveUnit:
     def change_message(self, *, fixed_by: str) -> str:
         """Return an error message with its remedy if a parameter was changed or written to since `load`, else "".
 
-        fixed_by: what forbids to freeze trainable parameters; "" if nothing does. Call it between two steps."""
+        fixed_by: see `Engine.fixed_by`. Call this method between two steps."""
         for bucket, parameters, state in zip(self.buckets, self.parameters, self._state, strict=True):
             if state == [(one.requires_grad, one._version, one.data_ptr()) for one in parameters]:
                 continue
@@ -145,7 +145,7 @@ class LiveUnit:
         return ""
 
     def follow_requires_grad(self) -> dict[nn.Parameter, list[nn.Parameter]] | None:
-        """Freeze and unfreeze as `change_message` has found; return what `Bucket.cut` does, or None."""
+        """Freeze and unfreeze as `change_message` has found; return the parts that `Bucket.cut` made, or None."""
         parts: dict[nn.Parameter, list[nn.Parameter]] | None = None
         for number, (bucket, parameters) in enumerate(zip(self.buckets, self.parameters, strict=True)):
             off = [bucket.trainable and not one.requires_grad for one in parameters] if self._touched else bucket.frozen
@@ -278,7 +278,7 @@ class UnitGradients:
         if leaves is not None and self._expected and id(self._last) not in leaves:
             self._move(self._expected[0])
         for bucket, parameters in self._by_bucket if in_place and not self._in_place else ():
-            for parameter, view in zip(parameters, bucket.views_in_use(), strict=True):
+            for parameter, view in zip(parameters, bucket.accumulated_views(), strict=True):
                 hooks = parameter._post_accumulate_grad_hooks or ()
                 if view is not None and len(hooks) == (id(parameter) in self._handles):
                     parameter.grad, self._in_place[id(parameter)] = view, parameter
@@ -292,7 +292,7 @@ class UnitGradients:
         return len(self._in_place) == len(self._parameters)
 
     def stop(self) -> None:
-        """Leave gradients that arrive from now on to the user."""
+        """Do not take gradients that arrive from now on: they stay in `.grad`, for the user."""
         self._active = False
         while self._in_place:
             self._in_place.popitem()[1].grad = None
@@ -301,7 +301,7 @@ class UnitGradients:
                 self._watch(parameter)
 
     def take(self, on_gradient: GradientCallback | None) -> None:
-        """Move all gradients that are there into the buckets, or pass them to `on_gradient`."""
+        """Move the gradients in `.grad` into the buckets, or pass them to `on_gradient`."""
         for bucket, parameters in self._by_bucket:
             gradients = [None if id(parameter) in self._in_place else parameter.grad for parameter in parameters]
             if on_gradient is None:

@@ -1,4 +1,4 @@
-"""Give an optimizer, which updates slices of buckets, norms and full tensors of whole parameters (collectives).
+"""Compute norms and functions of whole parameters for an optimizer that updates slices of buckets (collectives).
 
 A function of whole parameters runs on one rank for each of them: gather the parameter there, send the result back.
 Each parameter has an owner among the ranks that hold parts of it. A wave has one parameter for each owner:
@@ -6,8 +6,8 @@ Each parameter has an owner among the ranks that hold parts of it. A wave has on
     | owner 0 | gather a | f(a), gather c | send a, f(c) | send c |
     | owner 1 | gather b | f(b), gather d | send b, f(d) | send d |
 
-The largest remaining parameter goes to the owner with the fewest elements so far. Elements sent for a parameter of n
-elements and k gathered tensors (a gradient; the parameter too), over all its G ranks; an arrow is one all-to-all:
+The largest remaining parameter goes to the owner with the fewest elements so far. Elements that all G ranks send for a
+parameter of n elements, if k tensors are gathered (its gradient, or the parameter too); a column is one all-to-all:
 
     |                               to the owner     from the owner
     | split over all G ranks        k n (G-1)/G      n (G-1)/G
@@ -15,8 +15,8 @@ elements and k gathered tensors (a gradient; the parameter too), over all its G 
 
 With copies, as along dp under zero=0, the copy nearest to the owner sends.
 
-`exchange_momenta` sums momenta of R ranks through a codec. Rank r sends beta m / R + (1 - beta) g_r plus its error. m:
-the momentum before; zero=1 keeps it whole too, gathered before the first exchange. The g_r add up to the gradient."""
+`exchange_momenta` sums momenta of R ranks through a codec. Rank r sends beta m / R + (1 - beta) g_r plus its error. The
+g_r add up to the gradient. m is the momentum before; zero=1 keeps a full copy, gathered before the first exchange."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest

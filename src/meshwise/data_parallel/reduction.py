@@ -12,13 +12,13 @@ A reduction may keep state between steps, such as a compression error or the mom
 tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.
 
 Compressed reductions send few bytes: quantised, sparse or of low rank, with the error kept for the next step. A
-rank's message is its gradient plus the error of its last message. N ranks, a bucket of P elements in N shards:
+rank's message is its gradient plus the error of its last message. N ranks, a bucket in N shards:
 
     | codec      1 encode N shards, all-to-all ─ 2 each owner adds up its shard ─ 3 encode, all-gather (zero=0 alone)
     | powersgd   1 all-reduce M Q = P ─ 2 orthogonalise P ─ 3 all-reduce Mᵀ P = Q; the sum is P Qᵀ
 
-What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and the errors of all ranks
-add up to the sums of the true gradients. The owner's error of step 3 is a part of it. PowerSGD (Vogels et al., arXiv
+What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and the errors of all
+ranks, the owners' errors of step 3 included, add up to the sums of the true gradients. PowerSGD (Vogels et al., arXiv
 1905.13727) takes Q of the last step for the next one; after a load it begins anew.
 
 A codec makes rows of bytes from rows of floating-point numbers, and approximate numbers again. docs/synchronisation.md
@@ -59,7 +59,7 @@ class Reduction:
     """Names of state tensors that every rank keeps for all elements, in the dtype of accumulated gradients. Ranks have
     different values, whose sum is the logical tensor."""
     owner_state: tuple[str, ...] = ()
-    """Names of `summed_state` to which each rank adds a further tensor for its shard, `NAME/owner` in the state."""
+    """The names of `summed_state` with which each rank keeps a second tensor, of its shard: `NAME/owner`."""
 
     def start(self, gradients: Tensor, *, into: Tensor | None, peers: "ReducingRanks") -> "ReducedPart":
         """Start to sum `gradients`, (elements,) in the wire dtype, over the ranks. It may overwrite `gradients`.
@@ -143,7 +143,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class LevelCodec:
-    """Even levels of `bits` bits (1, 4 or 8), rounded to the nearest, or up and down at random."""
+    """Uniform quantisation to `bits` bits (1, 4 or 8), with rounding to the nearest, or stochastic if `random`."""
 
     bits: int
     random: bool = False
@@ -161,7 +161,7 @@ class LevelCodec:
             ratios = (blocks / scales.clamp(min=_SMALLEST).unsqueeze(-1).to(values.dtype)).mul_(top)
             shift = _hashed(blocks, scales) if self.random else 0.5
             codes = ratios.add_(shift).floor_().clamp_(-top, top).add_(top).to(torch.uint8)
-        # One product moves the codes of a byte, which are bytes of a word, next to each other in its highest byte.
+        # A word has a code in each byte. The product adds shifted copies of it: all codes meet in its highest byte.
         last = 8 // self.bits - 1
         words = codes.flatten(1)[:, :elements].contiguous().view(_WORDS[last])
         packed = (words * sum(1 << 8 * last + (self.bits - 8) * n for n in range(last + 1)) >> 8 * last).to(torch.uint8)
@@ -238,7 +238,7 @@ CODECS: Mapping[str, Callable[[float], Codec]] = {
 """Codec for each name in the key `wire`, from its number."""
 
 _WORDS = MappingProxyType({0: torch.uint8, 1: torch.int16, 7: torch.int64})
-"""Type that holds one byte more than its key."""
+"""Integer type of n + 1 bytes, by n."""
 _SMALLEST = 1e-30
 """Least divisor of a block, so that a block of zeros stays zero."""
 
@@ -283,7 +283,7 @@ class CodecReduction(Reduction):
     def start(self, gradients: Tensor, *, into: Tensor | None, peers: ReducingRanks) -> ReducedPart:
         """Start to sum encoded gradients, as in `Reduction.start`."""
         if peers.size == 1 or not gradients.is_floating_point():
-            if (error := peers.state.get("error")) is not None:  # replicas may have lost some
+            if (error := peers.state.get("error")) is not None:  # `start_replicas` may have added to it
                 gradients.add_(error)
                 error.zero_()
             return super().start(gradients, into=into, peers=peers)
@@ -297,7 +297,8 @@ class CodecReduction(Reduction):
     def _send(self, gradients: Tensor, peers: ReducingRanks, done: Callable[[Tensor], Any]) -> Work:
         """Start to send each rank its encoded shard; at the end call `done` with the sum of this rank's shard.
 
-        With nodes, a rank gets the shards of the ranks with its index in all nodes, and sends their sums on."""
+        With several nodes, a rank sums, inside its node, the shards of all ranks with its index in their nodes. Then it
+        sends each of these ranks its sum."""
         far = [axis for axis in peers.axes if axis not in peers.near]
         nodes, size = peers.world.group(far).size, len(gradients) // peers.size
         packed = self._encoded(gradients, peers, name="error", start=0, nodes=nodes)
@@ -321,7 +322,7 @@ class CodecReduction(Reduction):
         return Work(finish=add_up)
 
     def start_replicas(self, values: Tensor, *, peers: ReducingRanks) -> ReducedPart:
-        """Start to add up the encoded shards of the replicas. What is lost is added to this rank's state `error`."""
+        """Start to add up the encoded shards of the replicas. Compression errors are added to the state `error`."""
         if not values.is_floating_point():
             return super().start_replicas(values, peers=peers)
         group = peers.world.group(peers.outer)
@@ -344,7 +345,7 @@ class CodecReduction(Reduction):
         return ReducedPart(Work(finish=share), values)
 
     def _packed_and_lost(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the encoded rows, and what the codec loses of them."""
+        """Return the encoded rows, and their compression errors."""
         packed = self.codec.encode(parts)
         return packed, _finite(parts - self.codec.decode(packed, elements=parts.shape[1], dtype=parts.dtype))
 
@@ -357,9 +358,9 @@ class CodecReduction(Reduction):
         peers.clear_padding(gradients, start=0)
 
     def _encoded(self, values: Tensor, peers: ReducingRanks, *, name: str, start: int, nodes: int = 1) -> Tensor:
-        """Return `values` plus the state `name`, if that is kept, as an encoded row for each rank of a node.
+        """Return `values` plus the state `name`, if it is kept, as an encoded row for each rank of a node.
 
-        What is lost becomes the state. `values` are the elements of the bucket from `start` on."""
+        The compression error becomes the state. `values` are the elements of the bucket from `start` on."""
         error, size = peers.state.get(name), peers.place.size // peers.size
         parts = (values if error is None else values.add_(error)).view(nodes, -1, size).transpose(0, 1).flatten(1)
         packed, lost = self._packed_and_lost(parts)
@@ -417,7 +418,7 @@ class LowRankReduction(Reduction):
         return ReducedPart(Work(finish=project), mine)
 
     def _is_split(self, piece: BucketPiece) -> bool:
-        """Return whether two factors are smaller than the matrix."""
+        """Return whether a piece is a matrix with more elements than its two factors together."""
         if len(piece.shape) < 2 or piece.start == piece.stop:
             return False
         height, elements = piece.shape[0], piece.stop - piece.start

@@ -34,7 +34,7 @@ class Engine:
         self.given: list[tuple[str, nn.Parameter, bool]] = []
         """(name, parameter, requires_grad) of a model that was given with values, if stages have replaced it."""
         self.fixed_by = ""
-        """What forbids to freeze parameters between steps; "" if nothing does."""
+        """Key of the plan or optimizer under which no parameter may be frozen between steps; "" if there is none."""
         self.cuts = 0
         """Number of times that slices were cut, or frozen, or unfrozen."""
         self.frozen_digest = 0
@@ -99,7 +99,7 @@ class Engine:
         return groups
 
     def check_parameters(self) -> None:
-        """Raise ValueError if a parameter's dtype, tensor or values were changed, or a frozen one was turned on.
+        """Raise ValueError if a parameter's dtype, tensor or values were changed, or a frozen one was made trainable.
 
         Changed values are noticed only if the parameter has a separate master or is in shared memory."""
         for name, parameter, before in self.given:
@@ -144,7 +144,7 @@ class Engine:
             engine.scale_gradients(factor)
 
     def publish(self) -> None:
-        """Round this rank's masters into the parameters, and send these to the ranks that do not gather before use."""
+        """Round this rank's masters into the parameters; send these to the ranks unless they gather before each use."""
         for bucket in self.buckets:
             bucket.round_off()
         held = [bucket for unit in self.units for bucket in unit.buckets]

@@ -254,14 +254,14 @@ _NUMBERS: Mapping[type, torch.dtype] = MappingProxyType({bool: torch.bool, int: 
 
 
 @dataclass(frozen=True)
-class RefillSlot:
+class SavedTensorSpec:
     """Dtype and full shape of one tensor in a checkpoint."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-Slots: TypeAlias = Mapping[str, RefillSlot]
+Slots: TypeAlias = Mapping[str, SavedTensorSpec]
 """Saved tensors of one parameter, by slot: `parameter`, `optimizer/exp_avg`, `scalar/step`, `reduction/error`."""
 
 OPTIMIZER_KINDS = ("optimizer", "scalar", "number")
@@ -339,7 +339,7 @@ class CheckpointRefill:
         self._numbers, self._states = {}, []
 
     def _finish_slice(self, parameter: nn.Parameter, *, names: Sequence[str]) -> None:
-        """Give the state of a slice the numbers of its parameters, and remove what they were saved without."""
+        """Set the numbers in a slice's state, and remove state that was not saved for the slice's parameters."""
         slots = self._state_slots(names[0]) if names else ()
         loaded, state = self._optimizer.state.pop(parameter, {}), dict[str, Any]()
         for kind, _, key in (slot.partition("/") for slot in slots):
@@ -357,9 +357,8 @@ class CheckpointRefill:
         for slot, saved in slots.items():
             if slot.startswith(f"{WHOLE}/"):
                 dtype = key.dtype if saved.shape and saved.dtype == slots["parameter"].dtype else saved.dtype
-                on = (
-                    key.device if saved.shape and slot != _LAYOUT else torch.device("cpu")
-                )  # torch has counts there too
+                # torch keeps scalar state, such as counts of steps, on the CPU too
+                on = key.device if saved.shape and slot != _LAYOUT else torch.device("cpu")
                 tensors[slot] = torch.empty(saved.shape, dtype=dtype, device=on)
                 yield StoredSlice.of_full(tensors[slot], name=name, slot=slot)
         self._states.append((key, tensors))

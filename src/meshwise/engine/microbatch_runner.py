@@ -304,7 +304,7 @@ class WholeModelRunner:
 
     @contextlib.contextmanager
     def _running(self, micro_batch: MicroBatch, *, again: bool = False) -> Iterator[None]:
-        """Run a micro-batch's forward inside the block, or with `again` its backward; see `LiveModel.prepared`."""
+        """Prepare a micro-batch's forward (with `again`: backward) inside the block; see `LiveModel.prepared`."""
         self.counts = micro_batch.counts
         with self._live.prepared(micro_batch, again=again):
             yield

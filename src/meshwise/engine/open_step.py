@@ -244,7 +244,7 @@ class OpenStep:
     def _numbered(self, inputs: Any) -> MicroBatch:
         """Return sample numbers for a forward's random draws; no earlier forward of this step used them.
 
-        If the inputs have as many rows as `rows` returned, use their numbers. Else take all ranks as equal."""
+        If the inputs have as many rows as `rows` returned, use their numbers. Else assume equal counts on all ranks."""
         count = next((len(tensor) for tensor in tree.tensors(inputs) if tensor.dim()), 1)
         if self._rows is not None and self._rows.samples.count == count:
             samples, size = self._rows.samples, self._size

@@ -1,8 +1,8 @@
 """Build a trainer from a model and a plan: `parallelize` creates each component of a run, in a fixed order.
 
-run: plan -> world over the plan's mesh -> model, built or given -> roles of its modules under tp -> with pp, its stages
-model, or each stage: dtype -> parameter table -> modules split by tp -> units and buckets -> random draws
-run: optimizer over the slices that this rank updates -> trainer"""
+| once         plan → world over its mesh → model, built or given → roles of modules under tp → cut into stages (pp)
+| each stage   dtype → parameter table → modules split by tp → units and buckets → random draws; without pp, once
+| once         optimizer over the slices that this rank updates → trainer"""
 
 import contextlib
 import dataclasses
@@ -32,9 +32,9 @@ from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.logical_slices import LogicalSlices
 from meshwise.data_parallel.reduction import CODECS, ZERO, Reduction, compressed
 from meshwise.data_parallel.staged_engine import Engine
-from meshwise.engine.cut_agreement import agreed_schedule, cut_source, cutter
 from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.microbatch_runner import LiveModel, MicrobatchTask, WholeModelRunner
+from meshwise.engine.schedule_and_cut import agreed_schedule, cut_source, cutter
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
@@ -270,7 +270,7 @@ def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterU
 def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel | None) -> None:
     """Open the connections of all groups and messages of a step (collective).
 
-    If ranks opened them one by one in the middle of a step, they could wait for each other without end."""
+    If ranks opened them one by one in the middle of a step, they could deadlock."""
     world = engine.world
     joint = [axes for _, axes in world.mesh.joint]
     groups = [world.group(axes) for axes in (world.mesh.names, *world.mesh.names, *joint)]
@@ -302,7 +302,7 @@ def _optimizer(
         raise PlanError(
             f"{optimizer.__name__} needs whole parameters, but offload={plan.offload} updates chunks; use offload=none"
         )
-    in_blocks = plan.codec is not None and plan.codec[0] != "powersgd"  # other neighbours in each stage
+    in_blocks = plan.codec is not None and plan.codec[0] != "powersgd"  # blocks around a tied weight differ by stage
     if engine.tied and (in_blocks or needs_of(optimizer) == "replicas"):
         what = f"wire={plan.wire}" if in_blocks else optimizer.__name__
         raise PlanError(f"{what} would let copies of {min(engine.tied)} in two stages differ; use pp=1, or untie them")
@@ -389,9 +389,9 @@ class ParallelSetting:
 
 
 _OF_A_PART = (
-    "under tp a rank has a part of the heads and of the features between two matrices: let -1, x.size(…) or an "
-    'attribute such as self.num_heads count what is there, not a constant; a rule, {"blocks.*.attention": "whole"}, '
-    "keeps a module whole. With tp=1 the same error is one of the model and its batch."
+    "under tp a rank has a part of the heads, and of the features between two matrices. In the forward, use -1, "
+    "x.size(…) or an attribute such as self.num_heads in place of a constant; or keep the module whole by a rule, "
+    '{"blocks.*.attention": "whole"}. If the error comes with tp=1 too, its cause is the model or the batch.'
 )
 
 
@@ -491,7 +491,7 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
 
 
 def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
-    """Cut the model into stages, and build the engine and runner of this rank's stages; free a given model's values."""
+    """Cut the model on rank 0, and build the engine and runner of this rank's stages; free a given model's values."""
     plan, options, world, parts = setting.plan, setting.options, setting.world, setting.parts
     schedule = agreed_schedule(plan, world=world)
     _agree(source, world)

@@ -38,7 +38,7 @@ class ParameterAverage:
         self._wait, self._publish = wait, publish
         self._before: dict[nn.Parameter, Tensor] = {}
         self._begun = False
-        self.look()
+        self.detect_state()
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._keep()),
             optimizer.register_step_post_hook(lambda *_: self._move()),
@@ -50,7 +50,7 @@ class ParameterAverage:
 
         Evaluate, predict or call `state_dict` and `save_pretrained` of the trainer inside; steps, saves and loads raise
         RuntimeError. Raises RuntimeError before the first update."""
-        self.look()
+        self.detect_state()
         if self.swapped or not self._begun:
             raise RuntimeError("there is no average before the first update; train a step, or load a checkpoint of one")
         self._swap()
@@ -64,7 +64,7 @@ class ParameterAverage:
         for hook in self._hooks:
             hook.remove()
 
-    def look(self) -> None:
+    def detect_state(self) -> None:
         """Find out whether the optimizer's state has an average, as after a load; every rank calls it."""
         own = any(AVERAGE in self._optimizer.state.get(slice_, {}) for slice_ in self._slices())
         self._begun = any(self._engine.world.exchange(own))
@@ -73,7 +73,7 @@ class ParameterAverage:
         return (parameter for bucket in self._engine.buckets for _, parameter in bucket.slices)
 
     def _keep(self) -> None:
-        """Keep the values of slices without an update so far: they are their average."""
+        """Keep the values of slices that no update has changed: so far these values are the average."""
         first = (one for one in self._slices() if one.grad is not None and not self._optimizer.state.get(one))
         self._before = {one: one.detach().clone() for one in first} if self._begun else {}
 
@@ -81,7 +81,7 @@ class ParameterAverage:
         for parameter in self._slices():
             state, value = self._optimizer.state[parameter], parameter.detach()
             if not state and parameter.grad is None:
-                continue  # without state the optimizer will begin it
+                continue  # not updated yet: its average begins with its first update
             if AVERAGE not in state:
                 state[AVERAGE] = self._before.get(parameter, value).clone()
             state[AVERAGE].lerp_(value, 1 - self.decay)

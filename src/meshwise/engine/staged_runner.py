@@ -65,7 +65,7 @@ class LiveStage(LiveModel):
 
     @contextlib.contextmanager
     def running(self, index: int, *, batch: MicroBatch | None, again: bool) -> Iterator[None]:
-        """Run micro-batch `index` in a context: its forward, or its backward if `again`. `predict` has no `batch`."""
+        """Prepare micro-batch `index`'s forward (with `again`: backward) inside the block. `predict` has no `batch`."""
         self._index = index
         if batch is None:
             yield

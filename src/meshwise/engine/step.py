@@ -42,7 +42,7 @@ from meshwise.sync.parameter_servers import ParameterServers
 from meshwise.sync.replicas import Replicas
 
 Inspection: TypeAlias = Callable[[OnGradient], None]
-"""Function that runs forward and backward again, and passes each gradient to its argument."""
+"""Function that runs forward and backward again, and passes each gradient to the callback that it is given."""
 
 
 @dataclass
@@ -86,12 +86,13 @@ class StepAfterBackward:
         for bucket in self._engine.buckets:
             bucket.local = local
             if not local:
-                bucket.reduction_state.pop("momentum", None)  # would be stale: this step updates slices alone
+                bucket.reduction_state.pop("momentum", None)  # stale after this step, which updates slices alone
 
     def apply(self, factor: float) -> None:
         """Multiply the gradients by `factor` and update all buckets; publish each bucket as soon as it is updated."""
         self._engine.scale_gradients(factor)
-        works = [bucket.publish() for bucket in self._engine.buckets if not bucket.chunks]  # of a worker of servers
+        # A worker of parameter servers updates no chunk, but it takes part in the collectives of `publish`.
+        works = [bucket.publish() for bucket in self._engine.buckets if not bucket.chunks]
         last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets if bucket.chunks}
 
         def done(chunk: UpdateChunk) -> None:
@@ -253,7 +254,7 @@ class TrainingSteps:
         return problem
 
     def _apply(self, totals: StepTotals) -> None:
-        totals.warn_of_nothing(self._world.rank)
+        totals.warn_if_gradient_is_zero(self._world.rank)
         clip = self._recipe.clip_norm
         self.clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
         factor = self.clipped / totals.count / self.factor
@@ -292,7 +293,7 @@ class TrainingSteps:
         """Sum loss and count (`sums`) and `more` over the ranks along `axes` (None: all ranks); return the sums.
 
         Raises RanksDisagree if batches or collectives differ; with `local`, only ranks that share rows need equal
-        batches. Of ranks with equal rows and losses only the first counts, in a pipeline only the last stage."""
+        batches. If ranks compute the same loss, the first one's is added; in a pipeline only the last stage has one."""
         world = self._world
         counts = world.group(world.mesh.others(("pp", *self._plan.loss_axes))).index == 0
         own = [*(sums if counts else zeros(world)), *more]
@@ -307,7 +308,7 @@ class TrainingSteps:
         Raises RanksDisagree if the digests of `inputs` differ along `equal`, or if frozen parameters or collectives
         differ along `axes`."""
         world, frozen = self._world, self.engine.frozen_digest
-        found, mismatch = world.totals(values, digest=inputs.batch, equal=equal, axes=axes, common=frozen)
+        found, mismatch = world.totals(values, digest=inputs.batch, digest_axes=equal, axes=axes, common=frozen)
         if mismatch:
             changed = any(world.exchange(frozen, axes=axes))
             inputs = replace(inputs, frozen=self.engine.frozen() if changed else None)

@@ -112,7 +112,7 @@ class StateBeforeUpdate:
 
 
 _LOOKED_AT = 64 << 10
-"""Bytes at the beginning and at the end of a tensor that enter its digest."""
+"""Number of bytes at each end of a tensor that enter its digest."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequenc
     frozen = {(name, off) for given in found.values() for name, off in (given.frozen or {}).items()}
     for name in sorted(name for name, off in frozen if off and (name, False) in frozen):
         here = ranks_text([rank for rank, given in found.items() if (given.frozen or {}).get(name)])
-        return f"requires_grad of {name!r} is off on {here} and on elsewhere; set it to one value on every rank"
+        return f"requires_grad of {name!r} is False on {here} and True on others; set it to one value on every rank"
     for group in (group for group in mesh.groups(equal) if group[0] in found):
         parties: dict[tuple[int, int], list[int]] = {}
         for rank in group:
@@ -270,7 +270,7 @@ class StepTotals:
             return None
         return f"the loss is {self.mean} and the gradient norm {self.norm}"
 
-    def warn_of_nothing(self, rank: int) -> None:
+    def warn_if_gradient_is_zero(self, rank: int) -> None:
         """Warn, on rank 0 only, if every gradient is zero; plain torch raises an error for such a graph."""
         if not self.squared and rank == 0:
             warnings.warn(

@@ -296,9 +296,9 @@ class Trainer:
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
 
     def expert_imbalances(self) -> Mapping[str, float]:
-        """Return how many times its even share the busiest expert got, by name of the mixture; {} without `ep` or `tp`.
+        """Return the tokens of the busiest expert over the mean of all experts, by mixture; {} without `ep` or `tp`.
 
-        Every rank calls it. The shares are over all forwards since the last call."""
+        Every rank calls it. The tokens are of all forwards since the last call."""
         return imbalances(self._engine.modules, world=self.world)
 
     def predict(self, batch: Any, *, split: bool = False) -> Any:
@@ -466,7 +466,7 @@ class Trainer:
         if self._servers is not None:
             self._servers.load_state(kept.get("servers"))
         if self._average is not None:
-            self._average.look()
+            self._average.detect_state()
         return dict(kept["user"])
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import StepPhase
-from meshwise.engine.cut_agreement import cut_on
+from meshwise.engine.schedule_and_cut import cut_on
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
 from meshwise.model.parameter_units import partition

@@ -193,7 +193,7 @@ def _clocked(schedule: Schedule, stages: Sequence[_Stage], shard: "_Shard") -> t
         for number, stage in enumerate(stages)
     ]
     timeline = clock(schedule, costs=costs)
-    computed = max(event.stop for event in timeline.events if event.stream is TimelineRow.COMPUTE)
+    computed = max(event.stop for event in timeline.events if event.row is TimelineRow.COMPUTE)
     return computed, timeline.seconds if schedule.ranks > 1 else shard.alone(stages[0], along=timeline.seconds)
 
 

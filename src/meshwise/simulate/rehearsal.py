@@ -44,8 +44,8 @@ from torch import Tensor, nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import Activity, FlightRecorder, StepPhase
-from meshwise.engine.cut_agreement import cut_on, cutter, plan_schedule
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.schedule_and_cut import cut_on, cutter, plan_schedule
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.activation_offload import RehearsedMover
 from meshwise.model.deferred_init import ParameterSource, shapes_of

@@ -13,8 +13,8 @@ from torch import nn
 
 from meshwise.base.tensor_tree import map_tensors, take_rows
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
-from meshwise.engine.cut_agreement import plan_schedule
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.engine.schedule_and_cut import plan_schedule
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss

@@ -178,10 +178,10 @@ def _rows(timeline: Timeline) -> Iterator[tuple[Event, int]]:
         if not event.is_background:
             yield event, 0
             continue
-        ends = free[event.rank, event.stream]
+        ends = free[event.rank, event.row]
         slot = next((slot for slot, end in enumerate(ends) if end <= event.start), len(ends))
         ends[slot : slot + 1] = [event.stop]
-        yield event, ROWS[event.stream] + _APART * slot
+        yield event, ROWS[event.row] + _APART * slot
 
 
 def _events(timeline: Timeline, first: int, scale: float) -> Iterator[dict[str, Any]]:
@@ -194,7 +194,7 @@ def _events(timeline: Timeline, first: int, scale: float) -> Iterator[dict[str, 
         pipeline = first + pipelines[event.rank][0]
         yield {
             "ph": "X",
-            "name": f"wait {event}" if event.stream is TimelineRow.WAIT else str(event),
+            "name": f"wait {event}" if event.row is TimelineRow.WAIT else str(event),
             "cat": event.kind,
             "ts": start,
             "dur": stop - start,

@@ -114,7 +114,7 @@ class _Drawing:
         events: dict[int, list[Event]] = defaultdict(list)
         for event in timeline.events:
             events[event.rank].append(event)
-        beside = {event.stream for event in timeline.events if event.is_background and event.seconds > 0}
+        beside = {event.row for event in timeline.events if event.is_background and event.seconds > 0}
         tracks = tuple(stream for stream in _BESIDE if stream in beside)
         bar = next(height for most, height in _HEIGHTS if timeline.ranks <= most)
         return cls(timeline, names, bar, tracks, events)
@@ -134,12 +134,12 @@ class _Drawing:
                 continue
             y, height = top, self.bar
             if event.is_background:
-                y, height = top + self.bar + 1 + _TRACK * self.tracks.index(event.stream), _TRACK - 1
+                y, height = top + self.bar + 1 + _TRACK * self.tracks.index(event.row), _TRACK - 1
             paint = self._paint(event)
             if paint == "wait":
                 y, height = top + _OVER * self.bar, (1 - _OVER) * self.bar
             boxes[paint].append((plot.x(event.start), y, plot.x(event.seconds), height))
-            names[paint].append(f"waits for {event}" if event.stream is TimelineRow.WAIT else str(event))
+            names[paint].append(f"waits for {event}" if event.row is TimelineRow.WAIT else str(event))
         for paint in sorted(boxes, key=lambda paint: (paint == "wait", paint != UNSEEN)):
             yield Bars(paint, tuple(boxes[paint]), tuple(names[paint]), self.names[rank])
 
@@ -157,8 +157,8 @@ class _Drawing:
             stages = self.timeline.stages[event.rank]
             return PAINTS[event.kind] + ("-2" if stages.index(event.stage or 0) % 2 else "")
         if event.is_background:
-            return _BESIDE[event.stream]
-        if event.stream is TimelineRow.WAIT:
+            return _BESIDE[event.row]
+        if event.row is TimelineRow.WAIT:
             return "wait" if event.exposed else UNSEEN
         return "between" if event.kind in EDGE_KINDS else "update"
 

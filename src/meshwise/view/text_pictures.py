@@ -72,12 +72,12 @@ def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
     spots = [
         event
         for event in timeline.events
-        if event.rank == rank and not event.is_background and event.stream is not TimelineRow.WAIT
+        if event.rank == rank and not event.is_background and event.row is not TimelineRow.WAIT
     ]
     for event in sorted(spots, key=lambda event: event.start):
         first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
         row.append("." * (first - len(row)), "dim")
-        if event.stream is TimelineRow.COMPUTE:
+        if event.row is TimelineRow.COMPUTE:
             drawn = label(event, timeline=timeline).ljust(last - first, "─")
             row.append(drawn[: last - first], SHADES[event.kind][1])
         else:

@@ -1,11 +1,11 @@
 """Collectives with a backward: in the backward of a collective its conjugate collective runs on the gradient.
 
 c10d's collectives have no backward. The right gradient of a sum over ranks depends on the use of the sum: all ranks may
-compute the same from it, or each rank something different. So a tensor here is of one of four kinds, and each
-collective turns a tensor of one kind into a tensor of another kind:
+compute the same from it, or each rank something different. So a tensor here is of one of four kinds (DTensor has the
+first three), and each collective turns a tensor of one kind into a tensor of another kind:
 
-    | split        every rank has its part along a dim
-    | partial      every rank has one term of a sum
+    | split        every rank has its part along a dim (`Shard`)
+    | partial      every rank has one term of a sum (`Partial`)
     | replicated   every rank has the full tensor and computes the same from it: the gradient is replicated too
     | whole        every rank has the full tensor and computes something different from it: the gradient is partial
 
@@ -221,7 +221,7 @@ def _start_gather(x: Tensor, along: _Along, _: _Along) -> Finish:
 
 def _start_reduce_scatter(x: Tensor, along: _Along, _: _Along) -> Finish:
     parts = list(x.split(along.sizes, along.dim))
-    if not all(part.is_contiguous() for part in parts):  # adjacent parts need only one native call
+    if not all(part.is_contiguous() for part in parts):  # parts that are adjacent in memory need only one native call
         parts = [to.copy_(part) for to, part in zip(_parts_in(_memory(x, along.world), along), parts, strict=True)]
     into = x.new_empty(parts[along.index].shape)
     return _after(along.world.reduce_scatter(parts, into=into, axes=along.axes), lambda: into)

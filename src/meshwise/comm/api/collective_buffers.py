@@ -19,7 +19,7 @@ def flat(x: Tensor, *, read_only: bool = False) -> Tensor:
     if x.is_conj() or x.is_neg():
         if not read_only:
             raise ValueError(
-                f"a collective cannot write to {tuple(x.shape)}, which is conjugated or negated when it is read; pass "
+                f"a collective cannot write to a tensor with torch's conjugate or negative bit, {tuple(x.shape)}; pass "
                 "x.resolve_conj().resolve_neg()"
             )
         x = x.resolve_conj().resolve_neg()
@@ -95,9 +95,9 @@ _WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 _ORDERED = frozenset((*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SUMMED = _ORDERED | {torch.complex32, torch.complex64, torch.complex128}
 _NARROW = (torch.float16, torch.bfloat16)
-# Bytes of the blocks of all parts together, which fit the cache of a core. Least bytes of one block: a smaller one does
-# not pay for its calls. Bytes at which blocks are aligned, because aligned vectors are added faster.
-_CACHED_BYTES, _LEAST_BYTES, _ALIGNED_BYTES = 512 << 10, 64 << 10, 4 << 10
+_CACHED_BYTES = 512 << 10  # of the blocks of all parts together, which fit the cache of a core
+_LEAST_BYTES = 64 << 10  # of one block: with smaller ones the calls take longer than the additions
+_ALIGNED_BYTES = 4 << 10  # blocks begin at multiples of it: aligned vectors are added faster
 
 
 def reduce_in_order(parts: Sequence[Tensor], *, into: Tensor, op: str, copies: Sequence[Tensor] = ()) -> None:

@@ -48,7 +48,7 @@ _SPLIT = ("all_gather", "reduce_scatter", *_SIZES_MAY_DIFFER)
 
 
 class CallRecord(NamedTuple):
-    """Record of one collective as one rank called it. The calls of two ranks match if their `agreed` are equal.
+    """Record of one collective as one rank called it. The calls of two ranks match if their `signature` is equal.
 
     | sequence     number of calls that the rank had made before
     | kind         name of the method of `World`, such as `all_reduce`
@@ -75,10 +75,10 @@ class CallRecord(NamedTuple):
         return self.kind in _MESSAGES
 
     @property
-    def agreed(self) -> str:
-        """Text that must be equal on every rank of the group: kind, operation, root, number of elements, dtype. A send
-        and its recv have only number of elements and dtype. All-to-all, gather and scatter lack the number."""
-        return _agreed(self.kind, self.how, self.shape, self.dtype)
+    def signature(self) -> str:
+        """Text that must be equal on every rank of the group: kind, operation, root, number of elements, dtype. For a
+        send and its recv, number and dtype alone; for all-to-all, gather and scatter, all but the number."""
+        return _signature(self.kind, self.how, self.shape, self.dtype)
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
@@ -88,7 +88,7 @@ class CallRecord(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _agreed(kind: str, how: str, shape: tuple[int, ...], dtype: str) -> str:
+def _signature(kind: str, how: str, shape: tuple[int, ...], dtype: str) -> str:
     elements = "" if kind in _SIZES_MAY_DIFFER else f" {math.prod(shape)} elements"
     call = "message" if kind in _MESSAGES else f"{kind} {how}"
     return f"{call}{elements} {dtype}"
@@ -213,7 +213,7 @@ class FlightRecorder:
     | thread       identifier of the thread that made the last call
     | called_at    time of the last call, by `time.monotonic`
     | waited       seconds that the rank has spent waiting in collectives so far
-    | digests      for each group, by its ranks: CRC32 of the `agreed` texts of all its collectives so far"""
+    | digests      for each group, by its ranks: CRC32 of the signatures of all its collectives so far"""
 
     def __init__(self) -> None:
         self.process = os.getpid()
@@ -260,7 +260,7 @@ class FlightRecorder:
         self.thread = threading.get_ident()
         self.called_at = time.monotonic()
         if not record.point_to_point:
-            self.digests[ranks] = zlib.crc32(record.agreed.encode(), self.digests.get(ranks, 0))
+            self.digests[ranks] = zlib.crc32(record.signature.encode(), self.digests.get(ranks, 0))
         for recording in self._recordings:
             recording.append(record)
 
@@ -327,14 +327,14 @@ class _Waiting:
 
     def __init__(self, flight_recorder: FlightRecorder, record: CallRecord) -> None:
         self._flight_recorder = flight_recorder
-        self._new_record = record
+        self._record = record
 
     def __enter__(self) -> None:
         flight_recorder = self._flight_recorder
         self._outer, flight_recorder._waiter = flight_recorder._waiter, threading.get_ident()
         self._before, self._watch = flight_recorder.position, flight_recorder._stopwatch
         self._since = time.monotonic()
-        flight_recorder.position = Position(self._new_record, self._since)
+        flight_recorder.position = Position(self._record, self._since)
         self._moment = None if self._watch is None else self._watch.now()
         self._range = None if flight_recorder._range is None else record_function(f"wait {self._what}")
         if self._range is not None:
@@ -342,7 +342,7 @@ class _Waiting:
 
     @property
     def _what(self) -> str:
-        return f"{self._new_record.kind} {'·'.join(self._new_record.axes)}"
+        return f"{self._record.kind} {'·'.join(self._record.axes)}"
 
     def __exit__(self, *_: object) -> None:
         if self._range is not None:
@@ -361,8 +361,8 @@ def disagreement(records: Mapping[int, CallRecord]) -> str | None:
     all calls match. `records`: by rank, the call that should be the same on all ranks."""
     parties: dict[tuple[str, str], list[int]] = {}
     for rank, record in sorted(records.items()):
-        parties.setdefault((record.agreed, record.site), []).append(rank)
-    if len({agreed for agreed, _ in parties}) < 2:
+        parties.setdefault((record.signature, record.site), []).append(rank)
+    if len({signature for signature, _ in parties}) < 2:
         return None
     lines = [
         f"  {ranks_text(ranks):<14} {records[ranks[0]]}"

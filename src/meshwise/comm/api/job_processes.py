@@ -5,7 +5,7 @@ set, `launched_rank` raises: each process would otherwise run alone, as a world 
 the launcher has started the ranks again after a failure.
 
 `has_ended` looks for a PID. If another process has taken over the PID, `has_ended` returns False; the watchdog finds
-the lost rank later. `lost` makes the exception for a rank that ended."""
+the lost rank later. `rank_lost_error` makes the exception for a rank that ended."""
 
 import multiprocessing
 import os
@@ -107,7 +107,7 @@ class RankKilledError(RankLostError):
     """Raised by the launcher when SIGKILL ended a rank: sent by a user, or by the system when memory ran out."""
 
 
-def lost(peer: int, *, about: object, error: Exception) -> RankLostError:
+def rank_lost_error(peer: int, *, about: object, error: Exception) -> RankLostError:
     """Return the exception for a call that failed because rank `peer` was lost. about: the call, for the message.
     error: the cause; the message quotes it, without torch's prefix and advice."""
     what = re.sub(r"^\[.*?\] | This is typically.*$", "", str(error), flags=re.DOTALL)

@@ -83,7 +83,7 @@ class HostEvent:
         self._seconds = time.monotonic()
 
     def synchronize(self) -> None:
-        """Block the host until the work before the event is done; return at once, as it is done."""
+        """Return at once: the work before the event is done."""
 
     def query(self) -> bool:
         """Return whether the work before the event is done, without blocking: True."""
@@ -123,7 +123,7 @@ class Streams:
         return None
 
     def create(self) -> Stream:
-        """Return a stream of the device's pool; after 32 calls a stream is returned again."""
+        """Return a stream of the device's pool of 32; further calls return the same streams again."""
         return HostStream()
 
     def current(self) -> Stream:
@@ -149,7 +149,7 @@ class Streams:
         return event
 
     def origin(self) -> TimeOrigin:
-        """Synchronize the device, and return an origin that gives events with `timing` a time on the host's clock."""
+        """Synchronize the device. Return an origin that converts events with `timing` to times of the host's clock."""
         seconds = time.monotonic()
         return TimeOrigin(HostEvent(seconds), seconds)
 
@@ -168,7 +168,7 @@ class Streams:
         return copied
 
     def resize(self, tensor: Tensor, *, size: int) -> None:
-        """Let the storage of `tensor` have `size` bytes, with unspecified values. Size 0 frees the memory: later work
+        """Resize the storage of `tensor` to `size` bytes, with unspecified values. Size 0 frees the memory: later work
         of the stream on which it was allocated may use it."""
         tensor.untyped_storage().resize_(size)
 
@@ -214,7 +214,7 @@ class CudaStreams(Streams):
         return torch.cuda.Event(enable_timing=timing, blocking=blocking)
 
     def origin(self) -> TimeOrigin:
-        """Synchronize the device, and return an origin that gives events with `timing` a time on the host's clock."""
+        """Synchronize the device. Return an origin that converts events with `timing` to times of the host's clock."""
         self.synchronize()
         seconds = time.monotonic()
         return TimeOrigin(self.mark(timing=True), seconds)

@@ -13,9 +13,9 @@ A rank has one link with a bandwidth and a delay. The link carries the transfers
 rank may compute meanwhile. A call sends the bytes of a ring algorithm (`bus_factor`). A call has the delays of a binary
 tree: log2(n) on n ranks, twice as many for an all-reduce, and one for a message.
 
-A transfer begins when this rank makes the call. It begins at the end of the wait for other ranks, if that wait takes
-more than 2 ms and more than a tenth of the emulated time. The data itself moves as always, so a network that is slower
-than the emulated one stays slower."""
+A transfer begins when this rank makes the call. If this rank waits for other ranks, for more than 2 ms and more than a
+tenth of the emulated time, the transfer begins after the wait. The data itself moves as always, so a network that is
+slower than the emulated one stays slower."""
 
 import abc
 import copy
@@ -161,9 +161,9 @@ class Work:
         finish: Callable[[], None] | None = None,
     ) -> None:
         """finish: called by the first `wait`, to complete the collective; None if a subclass overrides `_finish`.
-        world: None if `finish` only waits for other works, or without `finish`, for a collective that is complete."""
+        world: None if `finish` only waits for other works. Without `world` and `finish` the work is complete."""
         self._world = world
-        self._new_record = record
+        self._record = record
         self._at_wait = finish
         self._done = world is None and finish is None
         self._posted = time.monotonic()
@@ -180,9 +180,9 @@ class Work:
         if self._world is None or (self._world.link is None and self.ready):
             self._finish()
         else:
-            assert self._new_record is not None
-            with self._world.flight_recorder.waiting(self._new_record):
-                self._world.over_link(self._finish, record=self._new_record, posted=self._posted)
+            assert self._record is not None
+            with self._world.flight_recorder.waiting(self._record):
+                self._world.over_link(self._finish, record=self._record, posted=self._posted)
         self._done = True
 
     def _finish(self) -> None:
@@ -204,7 +204,7 @@ class World(abc.ABC):
     medium: ClassVar[str] = ""
     """Name of the transport, for messages to the user: `shared memory`, `gloo`, `NCCL`, `threads`."""
     link: EmulatedLink | None = None
-    """A slower network that this rank emulates, through views made after it was set; None: no emulation."""
+    """Slower network that this rank emulates; views of the world made before it was set do not. None: no emulation."""
 
     def __init__(
         self, *, rank: int, mesh: Mesh, device: torch.device, flight_recorder: FlightRecorder | None = None
@@ -235,7 +235,7 @@ class World(abc.ABC):
         return view
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized 1-D tensor that many collectives use, in memory that other ranks read fast."""
+        """Return an uninitialized 1-D tensor for repeated use in collectives, in memory that other ranks read fast."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
@@ -250,7 +250,7 @@ class World(abc.ABC):
 
     def prepare(self, *, groups: Iterable[Group] = (), lines: Iterable[tuple[int, int]] = ()) -> None:  # noqa: B027
         """Open the connections of `groups`, and of the messages of each line (source rank, target rank). All members
-        of a group, and both ranks of a line, call this method at the same time. Otherwise some worlds connect a group
+        of a group, and both ranks of a line, call this method at the same time. Without it some worlds connect a group
         at its first collective, which then blocks until all ranks of the group call it."""
 
     def progress(self) -> None:  # noqa: B027 — most worlds need no progress calls
@@ -282,8 +282,8 @@ class World(abc.ABC):
         return self.flight_recorder.timed(self.streams)
 
     def rank_mismatch(self, among: Group) -> int:
-        """Return this rank's number, whose sum over the ranks of `among` is 0 if they called the same collectives. Only
-        groups whose ranks are all in `among` count."""
+        """Return a number. The numbers of all ranks of `among` add up to 0 if these ranks called the same collectives.
+        Calls of a group that has other ranks too are left out."""
         return sum(
             digest * (len(ranks) - 1 if ranks[0] == self.rank else -1)
             for ranks, digest in self.flight_recorder.digests.items()
@@ -414,8 +414,8 @@ class World(abc.ABC):
             self.link.call(finish, record=record, ranks=self.group(record.axes).size, posted=posted)
 
     def exchange(self, value: Any, *, axes: Axes | None = None) -> list[Any]:
-        """Send this rank's small Python `value` (pickled) to every rank along `axes`, or to all ranks for None. Block,
-        and return the values of these ranks in group order, this rank's included."""
+        """Gather a small Python `value` from every rank along `axes`, or from all ranks for None, pickled as by torch's
+        `all_gather_object`. Block, and return the values in group order, this rank's included."""
         group = self.group(self.mesh.names if axes is None else axes)
         if group.size == 1:
             return [value]
@@ -428,13 +428,13 @@ class World(abc.ABC):
         return [_value_of(part) for part in parts]
 
     def totals(
-        self, x: Tensor, *, digest: int = 0, equal: Axes | None = None, axes: Axes | None = None, common: int = 0
+        self, x: Tensor, *, digest: int = 0, digest_axes: Axes | None = None, axes: Axes | None = None, common: int = 0
     ) -> tuple[list[float], float]:
         """Sum `x`, an fp64 vector, over the ranks along `axes` (None: all ranks) by one blocking all-reduce. Return the
         sums, and a number that is not 0 if the ranks called different collectives or if their digests differ. digest:
-        32 bits that must be equal on the ranks along the axes `equal`, or on all ranks for None. common: 32 bits that
-        must be equal along `axes`."""
-        group = self.group(self.mesh.names if equal is None else equal)
+        32 bits that must be equal on the ranks along `digest_axes`, or on all ranks for None. common: a second digest
+        of 32 bits, which must be equal on the ranks along `axes`."""
+        group = self.group(self.mesh.names if digest_axes is None else digest_axes)
         among = self.group(self.mesh.names if axes is None else axes)
         whole = self.rank_mismatch(among) + digest * (group.size - 1 if group.index == 0 else -1)
         whole += common * (among.size - 1 if among.index == 0 else -1)
@@ -506,7 +506,7 @@ class World(abc.ABC):
     def _meet_to_close(self) -> None:
         """Block until every rank has called this method. The record of the call has the kind `close`, so a rank that
         closes while others call a collective is reported. Raises RanksDisagree if the ranks of a group have called
-        different collectives, and no error was raised so far."""
+        different collectives, and no earlier error has reported it."""
         group = self.group(self.mesh.names)
         record = self._new_record("close", group, ())
         with self.flight_recorder.waiting(record):
@@ -558,4 +558,4 @@ def raise_difference(found: Mapping[int, tuple[Sequence[PlacedCall], Mapping[Cal
                 f"{ranks_text(line.ranks)} have made different numbers of calls together: {numbers}; the last of rank "
                 f"{most} is {last}"
             )
-    raise RanksDisagree("the ranks of a group have called different collectives, before the calls that are still kept")
+    raise RanksDisagree("the ranks of a group have called different collectives, whose records are no longer kept")

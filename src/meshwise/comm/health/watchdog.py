@@ -6,14 +6,14 @@ works when collectives do not. A thread needs no help from the main thread, whic
     | event                                 action of the watchdog
     | every beat (about 1 s)                store that this rank lives; answer a new survey; look for the declared end
     | the rank waits for 10 s               start a survey: every rank answers with its position, last calls and stack
-    | waiting is certainly in vain          the lowest rank that answered prints the report, and all ranks end
+    | waiting longer cannot help            the lowest rank that answered prints the report, and all ranks end
     | a rank may only be slow               print one warning at half of `stall_seconds`, end at `stall_seconds`
     | an exception ends the main thread     its traceback is the report, and all ranks end
     | the launcher is gone                  end this rank alone
     | the store is gone                     end this rank alone when it waits
 
-Times are for `stall_seconds` = 300. Ranks that disagree, finished early or wait in a circle are reported after 10 s of
-waiting. A rank that does not answer is reported 30 s later, or 6 s later when its connection broke.
+Times are for `stall_seconds` = 300. A disagreement, a finished rank or a deadlock is reported after 10 s of waiting. A
+rank that does not answer is reported 30 s later, or 6 s later when its connection broke.
 
 One waiting rank does not show the cause: another rank may just compile, load data or write a checkpoint. So a
 `RankSurvey` compares the answers of all ranks. It tries these causes in this order:
@@ -21,7 +21,7 @@ One waiting rank does not show the cause: another rank may just compile, load da
     | disagreement      ranks made different calls where they have to make the same call
     | lost rank         a rank does not answer: it was stopped or killed, or its machine failed
     | finished rank     a rank has finished, and other ranks wait for it
-    | circle            ranks wait for each other in a circle
+    | deadlock          ranks wait for each other in a circle
     | slow rank         a rank answers, and computes: waiting may help. In the other cases waiting cannot help"""
 
 import contextlib
@@ -62,14 +62,14 @@ _FLUSH_SECONDS = 2.0
 class RankAnswer:
     """Answer of one rank to a survey.
 
-    | process   `process PID on HOST`
-    | waiting   call that blocks the rank; None if no call does, and on a GPU, where a wait blocks only the stream
-    | waited    seconds in that call; on a GPU, seconds since the last call; 0 if the rank does not wait
-    | recent    last calls of the rank, oldest first; on a GPU any of these calls may be the one that does not complete
-    | counts    number of calls so far on each line (`CallLine`)
-    | stack     Python stacks of the rank as text
-    | lost      message of the RankLostError that the rank raised; "" if none
-    | unfinished   on a GPU, the oldest call that the host has passed and the GPU has not; None if there is none"""
+    | process     `process PID on HOST`
+    | waiting     call that blocks the rank, else None. On a GPU mostly None, because a wait blocks only the stream
+    | waited      seconds in that call; on a GPU, seconds since the last call; 0 if the rank does not wait
+    | recent      last calls of the rank, oldest first; on a GPU any of them may be the call that does not complete
+    | counts      number of calls so far on each line (`CallLine`)
+    | stack       Python stacks of the rank as text
+    | lost        message of the RankLostError that the rank raised; "" if none
+    | unfinished  on a GPU, the oldest call that the host has passed and the GPU has not; None if there is none"""
 
     rank: int
     process: str

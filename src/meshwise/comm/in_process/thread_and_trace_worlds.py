@@ -8,7 +8,7 @@ With processes a test starts slowly, is hard to debug and may hang. Here ranks a
     rank 2             all_reduce(x) ──┴─ a PendingCollective: the record and the copy of each rank
 
 Sums are computed in group order, and all ranks get the same bits. The state of every rank is known. So three errors are
-reported at once, without a timeout: calls that disagree, a wait for a finished rank, and ranks that wait in a circle.
+reported at once, without a timeout: calls that differ, a wait for a finished rank, and a deadlock.
 
 `ThreadWorld` is stricter than other worlds where c10d leaves the behaviour undefined. An output tensor is filled with
 0xFF bytes (NaN) until `wait`. Writing to a tensor of a collective before `wait` is an error. After a `reduce` the
@@ -102,7 +102,7 @@ class PendingCollective:
         self._reducing = threading.Lock()
 
     def arrive(self, rank: int, *, record: CallRecord, deposit: Mapping[int, Tensor]) -> None:
-        """Add the call of `rank`. deposit: copies of its tensors, by the group index of the taker; 0 if all take it."""
+        """Add the call of `rank`. deposit: copies of its tensors by the receiver's index; 0 if all reduce it."""
         self.records[rank] = record
         self._deposits[rank] = deposit
 
@@ -189,7 +189,7 @@ class Rendezvous:
             if not pending.missing():
                 return
             self._waiting[rank] = pending
-            self._look_for_the_impossible()
+            self._fail_if_deadlocked()
             self.turn.give()
             if not pending.changed.wait_for(lambda: not pending.missing() or self.failure, _left(ends)):
                 self._fail(RanksDisagree(f"rank {rank} has waited for {self.timeout:g} s:\n{self._report()}"))
@@ -218,7 +218,7 @@ class Rendezvous:
         with self._lock:
             self._finished.add(rank)
             self._ended.notify_all()
-            self._look_for_the_impossible()
+            self._fail_if_deadlocked()
 
     def fail(self, error: BaseException, *, rank: int) -> None:
         """Fail the run with this rank's error, unless the run has failed with an earlier error."""
@@ -251,7 +251,7 @@ class Rendezvous:
         if self.failure is not None:
             raise RunEnded
 
-    def _look_for_the_impossible(self) -> None:
+    def _fail_if_deadlocked(self) -> None:
         """Fail the run when a rank waits for a call that cannot come."""
         for pending in self._waiting.values() if self._finished else ():
             if gone := self._finished.intersection(pending.missing()):
@@ -418,7 +418,7 @@ class TraceWorld(World):
         return [value] * self.group(self.mesh.names if axes is None else axes).size
 
     def totals(
-        self, x: Tensor, *, digest: int = 0, equal: Axes | None = None, axes: Axes | None = None, common: int = 0
+        self, x: Tensor, *, digest: int = 0, digest_axes: Axes | None = None, axes: Axes | None = None, common: int = 0
     ) -> tuple[list[float], float]:
         """Return sums as `World.totals` does; for a meta tensor, 1 for each sum and 0 for the mismatch."""
         if not x.is_meta:
@@ -431,7 +431,7 @@ class TraceWorld(World):
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
         for index, x in take.items():
-            if x.is_meta and len(take) > 1:  # a rehearsal counts one operation for a message, none for parts
+            if x.is_meta and len(take) > 1:  # a rehearsal counts one operation for a message, none for several parts
                 break
             if index == group.index:
                 x.copy_(give[index])

@@ -61,10 +61,10 @@ from meshwise.comm.launch.rank_process import (
 from meshwise.comm.network.job_store import LOOPBACK, LoopbackRendezvous
 from meshwise.comm.network.process_world import Comm
 
-_LOUD = ("torch.distributed.elastic", "torch.multiprocessing")
+_LOUD = ("torch.distributed.elastic", "torch.multiprocessing")  # their log messages are switched off
 _SHARE = Path("/sys/fs/cgroup/cpu.max")
-_CERTAIN_SECONDS = 1.0
-_WORDS_SECONDS = 2.0
+_CERTAIN_SECONDS = 1.0  # for change 1 of this file
+_WORDS_SECONDS = 2.0  # for change 2
 _REFUSED = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSYS)
 _NO_ROOM = (
     "starting ranks needs semaphores in /dev/shm: 2 per rank and 5 more, a page each; give /dev/shm room "

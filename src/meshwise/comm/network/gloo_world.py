@@ -40,7 +40,7 @@ from torch.distributed import distributed_c10d as c10d
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.collective_buffers import put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.job_processes import lost
+from meshwise.comm.api.job_processes import rank_lost_error
 from meshwise.comm.api.streams import Streams
 from meshwise.comm.api.world import Group, Work, World, keep_inference_mode, message_group
 from meshwise.comm.network.job_store import LOOPBACK, address_towards
@@ -64,7 +64,7 @@ class PendingMessages:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise lost(peer, about=self.about, error=error) from error
+                raise rank_lost_error(peer, about=self.about, error=error) from error
 
 
 def _tag(label: str, tensor: Tensor) -> int:
@@ -173,11 +173,11 @@ class _Call:
 
     @property
     def label(self) -> str:
-        """Text in the tag of the collective's messages: purpose and ranks of the group, and `CallRecord.agreed`. A send
-        leaves out the ranks, so a rank can receive it from any other one."""
+        """Text in the tag of the call's messages: purpose and ranks of the group, and `CallRecord.signature`. For send
+        and recv without the ranks, so that `recv_any` can receive from any rank."""
         if self.record.point_to_point:
-            return f"{self.group.purpose} {self.record.agreed}"
-        return f"{self.group.purpose} {self.group.ranks} {self.record.agreed}"
+            return f"{self.group.purpose} {self.record.signature}"
+        return f"{self.group.purpose} {self.group.ranks} {self.record.signature}"
 
     @property
     def peers(self) -> list[tuple[int, int]]:
@@ -189,9 +189,9 @@ class _Call:
     def post(
         self, *, sends: Iterable[tuple[int, Tensor]] = (), receives: Iterable[tuple[int, Tensor]] = (), phase: str = ""
     ) -> PendingMessages:
-        """Start messages: sends to a rank, and receives from a rank, of a contiguous CPU tensor each. A receive gets
-        the messages of that rank with the same label, phase, size and dtype in the order of sending. Empty tensors are
-        skipped. phase: text that only messages of the same phase have. Raises RankLostError."""
+        """Start messages. `sends`, `receives`: for each message the other rank and a contiguous CPU tensor. Messages
+        of one rank with equal label, phase, size and dtype arrive in the order of sending. Empty tensors are skipped.
+        phase: text that only messages of the same phase have. Raises RankLostError."""
         assert self.transport.group is not None, "the world was closed"
         label, pending = f"{self.label}{phase}", []
         for start, messages in ((self.transport.group.recv, receives), (self.transport.group.send, sends)):
@@ -200,7 +200,7 @@ class _Call:
                     try:
                         pending.append((peer, tensor, start([tensor], peer, _tag(label, tensor))))
                     except RuntimeError as error:
-                        raise lost(peer, about=self.record, error=error) from error
+                        raise rank_lost_error(peer, about=self.record, error=error) from error
         return PendingMessages(pending, self.record)
 
 
@@ -255,7 +255,7 @@ class GlooWorld(World):
             work = call.transport.group.recv_anysource([x], _tag(call.label, x))
             work.wait()
         except RuntimeError as error:
-            raise lost(group.ranks[sources[0]], about=record, error=error) from error
+            raise rank_lost_error(group.ranks[sources[0]], about=record, error=error) from error
         source = group.ranks.index(work._source_rank())
         self._new_record("recv", message_group(group, source=source, target=group.index), x, how=f"from {source}")
         return source
@@ -295,7 +295,7 @@ class GlooWorld(World):
         ordered = [received.get(index, parts[own]) for index in range(call.group.size)]
         reduce_in_order(ordered, into=into, op=op)
 
-    # ---- how they are carried out ------------------------------------------------------------------------------
+    # ---- how the phases run ------------------------------------------------------------------------------------
 
     def _start(
         self, call: _Call, program: Program, *, reads: list[Tensor], writes: list[Tensor], carried: bool = False

@@ -1,4 +1,4 @@
-"""Open the key-value store of a job, give each attempt its own keys, and list the ranks that have come.
+"""Open the key-value store of a job, give each attempt its own keys, and list the ranks that have joined.
 
 torch's stores listen on every interface of a machine, and any process that can connect may write into them. If
 MASTER_ADDR is a loopback address, the store here gets a socket that is bound to the loopback interface. For any other
@@ -150,10 +150,10 @@ class RollCallEntry:
 
 
 def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> tuple[list[RollCallEntry], Store]:
-    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT. Return the entries that have come, sorted by
-    rank, and the store. Keep the store until the ranks are connected: they connect through the server of rank 0.
+    """Write this rank's entry to the store at MASTER_ADDR and MASTER_PORT. Return the entries there, sorted by rank,
+    and the store. Keep the store until the ranks are connected: they connect through the server of rank 0.
 
-    Every rank calls this function. It returns when all ranks have come, or a few seconds after `seconds` at the latest.
+    Every rank calls this function. It returns when all entries are there, at the latest a few seconds after `seconds`.
     Rank 0 opens the store, unless torchrun has. Raises as `store_of` does. `facts`: see `RollCallEntry`."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _store_at_master(rank, timeout=timedelta(seconds=seconds + _GRACE_SECONDS))

@@ -115,7 +115,7 @@ class NcclWorld(World):
         """Create the communicators of `groups` and `lines` (source, target); send one number over each line."""
         keys: set[tuple[str, tuple[int, ...]]] = {("", group.ranks) for group in groups if group.size > 1}
         keys |= {(POINT_TO_POINT, ranks) for ranks in lines if self.rank in ranks}
-        # Every rank goes through its communicators in the same order, so no ranks wait for each other in a circle.
+        # Every rank goes through its communicators in the same order, so no ranks deadlock.
         new = sorted(key for key in keys if key not in self._communicators.made)
         for purpose, ranks in new:
             made = self._communicators.of(ranks, rank=self.rank, purpose=purpose)
@@ -199,8 +199,8 @@ class _Started(Work):
 
     def _finish(self) -> None:
         self._complete()
-        assert self._new_record is not None
-        self._passed.append((self._new_record, self._streams.mark()))
+        assert self._record is not None
+        self._passed.append((self._record, self._streams.mark()))
         current = self._streams.current()
         if self._stream != current:
             # torch may reuse the tensors' memory on the stream that made them, which does not wait for the operation.

@@ -33,7 +33,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
-from meshwise.comm.api.job_processes import lost
+from meshwise.comm.api.job_processes import rank_lost_error
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES, PAYLOAD_WORDS, Board, HostConnection, Progress
 
@@ -225,6 +225,7 @@ class GroupQueue:
         self._key = key
         self._own = QueueState.make(host.board, key=key, ranks=len(ranks))
         self._sides: list[QueueState | None] = [self._own if rank == host.rank else None for rank in ranks]
+        """Queue states of all ranks, in group order; None before the first call of a rank is found."""
         self._digest = 0
         """CRC32 of all calls so far and of the names of their joint tensors. After a different call, the tags of two
         ranks differ in all later calls too."""
@@ -232,10 +233,9 @@ class GroupQueue:
         self._done = 0
         self._free = RECORDS_PER_QUEUE
         """Calls below this number have a free record, which no other rank can still need to read."""
-        self._unposted: deque[QueuedCall] = deque()
-        """Calls that are not posted yet."""
-        self._due: deque[QueuedCall] = deque()
-        self._lent: deque[QueuedCall] = deque()
+        self._unposted: deque[QueuedCall] = deque()  # this rank has called them, and no record is free
+        self._due: deque[QueuedCall] = deque()  # posted, and this rank has not done its part
+        self._lent: deque[QueuedCall] = deque()  # other ranks may still use this rank's tensors
         self._is_awaited = False
         self._is_acting = False
 
@@ -244,7 +244,7 @@ class GroupQueue:
     def post(self, call: QueuedCall) -> None:
         """Post the call to the other ranks as soon as the board has a free record."""
         call.number = self._posted + len(self._unposted)
-        call.tag = self._digest = zlib.crc32(call.record.agreed.encode(), self._digest ^ call.joint)
+        call.tag = self._digest = zlib.crc32(call.record.signature.encode(), self._digest ^ call.joint)
         self._unposted.append(call)
         self._publish()
 
@@ -338,7 +338,7 @@ class GroupQueue:
             call = self._due[0]
             for index in call.needs:
                 if not self._is_there(index, call):
-                    # Once this rank has done its part, the other rank may reuse the record for a later call.
+                    # The wait may do this call. Then the other rank may reuse the record: `_is_there` stays False.
                     self._await(call, index, lambda: call.acted or self._is_there(index, call))  # noqa: B023
             if not call.acted:
                 self._act(call)
@@ -359,7 +359,7 @@ class GroupQueue:
                 call.act()
         except OSError as error:
             if (gone := self._host.ended_rank_behind(self.ranks, error=error)) is not None:
-                raise lost(gone, about=call.record, error=error) from error
+                raise rank_lost_error(gone, about=call.record, error=error) from error
             error.add_note(f"while rank {self._host.rank} did its part of {call.record}")
             raise
         finally:
@@ -391,7 +391,7 @@ class GroupQueue:
         if place == IN_PAYLOAD:
             return self._board(index).view(offset, size, like.dtype)
         self._is_awaited = True  # the owner waits until this rank has used the tensor
-        return self._host.peers[self.ranks[index]].slabs.at(place)[offset : offset + size].view(like.dtype)
+        return self._host.peers[self.ranks[index]].segments.at(place)[offset : offset + size].view(like.dtype)
 
     def _is_there(self, index: int, call: QueuedCall) -> bool:
         """Return whether group index `index` has posted the same call. A rank that posted a different call counts as

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.job_processes import has_ended, lost
+from meshwise.comm.api.job_processes import has_ended, rank_lost_error
 from meshwise.comm.shared_memory.shared_segment import (
     JointTensors,
     PeerMappings,
@@ -75,7 +75,7 @@ _LOOKS = 10
 _YIELDS = 30
 
 # How long to sleep before this rank looks for ended ranks. It must be short: a launcher ends all ranks soon after one
-# has ended, and each should report the loss first. The second number is for ranks with calls that may become due.
+# has ended, and each should report the loss first. The second number is for `Progress.LATER`.
 _SLEEP_SECONDS = 0.005
 _LATER_SECONDS = 0.001
 
@@ -207,7 +207,7 @@ class HostPeer:
     rank: int
     process: int
     board: Board
-    slabs: PeerMappings
+    segments: PeerMappings
 
 
 class HostConnection:
@@ -283,7 +283,7 @@ class HostConnection:
             if board.bell == seen:
                 gone = self.ended_rank(among)
                 if gone is not None and not condition():
-                    raise lost(gone, about=about, error=OSError("its process has ended"))
+                    raise rank_lost_error(gone, about=about, error=OSError("its process has ended"))
 
     def leave(self) -> None:
         """Close this rank's file descriptors, when no rank waits any more: no rank can map its board afterwards."""

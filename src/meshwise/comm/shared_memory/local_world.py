@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh, even_split
 from meshwise.comm.api.collective_buffers import copy, put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.job_processes import lost
+from meshwise.comm.api.job_processes import rank_lost_error
 from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode, message_group
 from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall, travels_in_payload
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
@@ -57,10 +57,10 @@ class LocalWorld(World):
         place = torch.tensor([segment.place if segment else 0])
         self.broadcast(place, axes=axes).wait()
         try:
-            memory = segment.memory if segment else host.peers[group.ranks[0]].slabs.map(int(place))
+            memory = segment.memory if segment else host.peers[group.ranks[0]].segments.map(int(place))
         except OSError as error:
             if (gone := host.ended_rank_behind(group.ranks, error=error)) is not None:
-                raise lost(gone, about="World.shared_empty", error=error) from error
+                raise rank_lost_error(gone, about="World.shared_empty", error=error) from error
             raise
         self.barrier(axes=axes)
         if segment:
@@ -115,7 +115,7 @@ class LocalWorld(World):
                 return source
         self._queues.progress()
         if (gone := self._queues.host.ended_rank([group.ranks[source] for source in sources])) is not None:
-            raise lost(gone, about=record, error=OSError("its process has ended"))
+            raise rank_lost_error(gone, about=record, error=OSError("its process has ended"))
         return None
 
     # ---- sums --------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class LocalWorld(World):
         call.adds = True
         reduce_in_order(parts, into=into, op=op, copies=copies)
 
-    # ---- how they are carried out ------------------------------------------------------------------------------
+    # ---- how a call is posted ----------------------------------------------------------------------------------
 
     def _call(self, record: CallRecord, group: Group) -> QueuedCall:
         queue = self._queues.of(group)

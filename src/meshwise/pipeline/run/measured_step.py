@@ -103,11 +103,11 @@ class MeasuredStep:
 
     def _lost(self, rank: int) -> LostTime:
         run = self.run
-        own = [event for event in run.events if event.rank == rank and event.stream is not TimelineRow.LINK]
+        own = [event for event in run.events if event.rank == rank and event.row is not TimelineRow.LINK]
         computing, waits = run.computing[rank], run.waiting[rank]
         receives = sum(event.seconds for event in waits if event.stage is not None)
         around = run.seconds - (max(event.stop for event in own) - min(event.start for event in own))
-        outside = sum(event.seconds for event in own if event.stream is TimelineRow.COLLECTIVE)
+        outside = sum(event.seconds for event in own if event.row is TimelineRow.COLLECTIVE)
         collectives = time_within(computing, inner=waits) + outside
         ideal, predicted = (line.seconds - line.busy[rank] for line in (self.ideal, self.predicted))
         other = run.seconds - run.busy[rank] - receives - around - collectives

@@ -1,4 +1,4 @@
-"""Cut a model into pipeline stages: rank 0 runs it on an example batch, and sends the whole cut to all ranks."""
+"""Compute the table of a plan's schedule, and cut a model into the stages of the table by running it on a batch."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
