@@ -315,7 +315,7 @@ def main() -> None:
     print(f"| {' | '.join(titles)} |\n|---|---|---|---|--:|--:|--:|--:|--:|--:|")
     found = []
     for model in flags.models:
-        order = variants(flags.only)
+        order = [one for one in variants(flags.only) if model in MODELS or one.dropout == "none"]
         for row in figures(
             model,
             order,

@@ -4,7 +4,6 @@ Real processes are started once and reused."""
 
 import gc
 import importlib
-import inspect
 import os
 import signal
 import sys
@@ -76,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if not found:
                 item.add_marker(pytest.mark.skip(reason="--on gpu needs a CUDA device, and there is no /dev/nvidia0"))
-            elif isinstance(item, pytest.Function) and "monkeypatch" in inspect.signature(item.function).parameters:
+            elif isinstance(item, pytest.Function) and "monkeypatch" in item.fixturenames:
                 item.add_marker(pytest.mark.skip(reason="patches of this process do not reach ranks on a GPU"))
     if config.getoption("--on") != "threads":
         for item in items:
@@ -153,12 +152,14 @@ def _a_cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 @pytest.fixture(autouse=True)
-def _the_same_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def _the_same_start() -> Iterator[None]:
     torch.manual_seed(0)
-    monkeypatch.setenv("COLUMNS", "80")  # whatever terminal the suite is started from
-    for variable in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PYTHONIOENCODING"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a job's own folder is put on it, and processes inherit it
+    with pytest.MonkeyPatch.context() as patched:  # no fixture: `monkeypatch` tells that a test itself patches
+        patched.setenv("COLUMNS", "80")  # whatever terminal the suite is started from
+        for variable in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "PYTHONIOENCODING"):
+            patched.delenv(variable, raising=False)
+        patched.setattr(sys, "path", [*sys.path])  # a job's own folder is put on it, and processes inherit it
+        yield
 
 
 @pytest.fixture(scope="session")

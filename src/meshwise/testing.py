@@ -173,7 +173,7 @@ class ReferenceRun:
         forward = self._options.forward or default_forward
         self.draws.begin(self._steps)
         with self.draws.running(SampleRows(0, row_count(batch))):
-            with self._casts.forward():
+            with self._casts.forward(self.model, batch=batch):
                 output = forward(self.model, batch)
             output = output if self._precision.compute_dtype is None else widen_for_loss(output)
             total, count = call_loss(self.model, batch, forward=lambda _model, _batch: output, loss=self._loss)

@@ -18,6 +18,8 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.model import fused_dropout
 from meshwise.model.random_bits import WORD_FACTOR, IndexBlock, draw, keep_mask
+from meshwise.model.random_draws import RandomDraws, SampleRows
+from meshwise.precision.dtype_policy import ProductCasts
 from meshwise.testing import run
 
 CPU = torch.device("cpu")
@@ -78,19 +80,22 @@ def by_formulas(given: dict[str, Any], kept: Tensor) -> Tensor:
     seen = given.get("attn_mask")
     if seen is not None:
         scores = scores.masked_fill(seen.logical_not(), -math.inf) if seen.dtype == torch.bool else scores + seen
-    out: Tensor = (scores.softmax(-1) * kept / (1 - given["dropout_p"])) @ value
+    out: Tensor = (scores.softmax(-1).nan_to_num() * kept / (1 - given["dropout_p"])) @ value
     return out
 
 
 def cases(where: str) -> dict[str, dict[str, Any]]:
     seen = torch.rand(2, 1, 24, 24, device=where) < 0.7
     seen |= torch.eye(24, dtype=torch.bool, device=where)
+    padded = seen.clone()
+    padded[0, 0, :5] = False  # as padding on the left leaves it: queries without keys
     return {
         "whole": arguments(2, 4, 24, 24, device=where),
         "causal": arguments(2, 4, 24, 24, device=where, is_causal=True),
         "cross": arguments(2, 4, 24, 10, device=where, scale=0.3),
         "grouped": arguments(2, 4, 24, 24, device=where, is_causal=True, enable_gqa=True, groups=2),
         "masked": arguments(2, 4, 24, 24, device=where, attn_mask=seen),
+        "padded": arguments(2, 4, 24, 24, device=where, attn_mask=padded),
         "biased": arguments(2, 4, 24, 24, device=where, attn_mask=torch.randn(4, 24, 24, device=where)),
     }
 
@@ -137,6 +142,87 @@ def test_a_query_whose_only_key_is_dropped_gets_zero(monkeypatch: pytest.MonkeyP
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         out = fused_dropout.attention(given, numbers=numbers)
     assert torch.equal(out[:, :, 0][dropped], torch.zeros(int(dropped.sum()), 48))
+
+
+class Attending(nn.Module):
+    """Attention with dropout of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inwards = nn.Linear(8, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the attention of x (samples, 6, 8), as (samples, 2, 6, 16)."""
+        query, key, value = (part.unflatten(-1, (2, 16)).transpose(1, 2) for part in self.inwards(x).chunk(3, dim=-1))
+        return functional.scaled_dot_product_attention(query, key, value, dropout_p=0.3, is_causal=True)
+
+
+def test_a_model_attends_with_the_same_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients, which FlexAttention has not on CPUs; by way of the modes of a forward."""
+    made, x = Attending(), torch.randn(4, 6, 8)
+    served = list[int]()
+
+    def output() -> Tensor:
+        draws = RandomDraws(made, seed=3)
+        draws.begin(0)
+        with torch.no_grad(), draws.running(SampleRows(0, 4)):
+            out: Tensor = made(x)
+        draws.finish()
+        return out
+
+    def can_attend(given: Any) -> bool:
+        served.append(given["query"].size(2))
+        return True
+
+    expected = output()
+    monkeypatch.setattr(fused_dropout, "_compiled", lambda function: function)
+    monkeypatch.setattr(fused_dropout, "can_attend", can_attend)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        torch.testing.assert_close(output(), expected)
+    assert served == [6]
+
+
+def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as if they were on a GPU, and large enough."""
+    return {name: OnGpu(x) if isinstance(x, Tensor) else x for name, x in given.items()}
+
+
+class OnGpu:
+    """Stand-in for a tensor on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.x, name)
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self.x[place]
+
+
+@pytest.mark.parametrize(
+    "change,served",
+    [
+        ({}, True),
+        ({"key": torch.ones(1, 4, 24, 32)}, False),
+        ({"key": torch.ones(2, 1, 24, 32), "value": torch.ones(2, 1, 24, 48)}, False),
+        ({"key": torch.ones(2, 1, 24, 32), "value": torch.ones(2, 1, 24, 48), "enable_gqa": True}, True),
+        ({"value": torch.ones(2, 4, 24, 48, dtype=torch.bfloat16)}, False),
+        ({"attn_mask": torch.zeros(24, 24, requires_grad=True)}, False),
+    ],
+)
+def test_other_attention_is_left_to_torch(
+    change: dict[str, Any], served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_dropout, "works", lambda *_, **__: True)
+    monkeypatch.setattr(fused_dropout, "_LEAST_SCORES", 0)
+    given = on_gpu(arguments(2, 4, 24, 24) | change)
+    assert fused_dropout.can_attend(given) == served
+    with ProductCasts(torch.bfloat16):
+        assert not fused_dropout.can_attend(given)
 
 
 class Dropping(nn.Module):

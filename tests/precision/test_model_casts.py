@@ -49,7 +49,7 @@ def casted(*, rotary: bool) -> tuple[Model, ModelCasts]:
 
 def run(model: Model, casts: ModelCasts, *, first: float) -> Tensor:
     x = torch.full((2, WIDTH), first)
-    with casts.forward():
+    with casts.forward(model, batch=x):
         out: Tensor = model(x)
     return out
 
@@ -77,6 +77,16 @@ def test_a_module_that_has_not_run_keeps_the_mode(made: tuple[Model, ModelCasts]
     for first in (0.5, 0.5, 2.0, 0.5):
         assert run(model, casts, first=first).dtype == torch.bfloat16
     assert model.modes == [True] * 4
+
+
+def test_another_batch_and_another_mode_begin_with_the_mode(made: tuple[Model, ModelCasts]) -> None:
+    model, casts = made
+    casts._hooks.pop()  # of the layer that does not run
+    x = torch.full((2, WIDTH), 0.5)
+    for batch, training in ((x, True), ((x, x), True), (x, False), (x, True), (model, True), (model, True)):
+        with casts.forward(model.train(training), batch=batch):
+            model(x)
+    assert model.modes == [True, True, True, False, True, True]
 
 
 def test_a_split_layer_that_asks_for_the_dtype_keeps_the_mode(made: tuple[Model, ModelCasts]) -> None:

@@ -37,7 +37,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from meshwise.base.atomic_file import write_whole
+from meshwise.base.atomic_file import sync_to_disk, write_whole
 from meshwise.checkpoint.checkpoint_folder import CheckpointReader
 from meshwise.checkpoint.checkpoint_format import (
     DTYPES,
@@ -218,7 +218,7 @@ def export(
             dtypes = {name: DTYPES[word] for name, word in index.extra.get("dtypes", {}).items()}
             tensors = {name: one.to(dtypes.get(name, one.dtype)) for name, one in tensors.items()}
             if _is_of("transformers", saved):
-                saved.save_pretrained(new, state_dict=tensors, max_shard_size=_PART_BYTES)  # type: ignore[operator]
+                _save_published(saved, tensors, into=new)
             else:
                 _write(tensors, into=new)
         names = sorted(path.name for path in new.iterdir())
@@ -250,6 +250,22 @@ def _written_when_whole(folder: Path) -> Iterator[Path]:
         folder.mkdir(exist_ok=True)
         for path in sorted(Path(new).iterdir()):
             path.replace(folder / path.name)
+
+
+def _save_published(model: Any, tensors: Mapping[str, Tensor], *, into: Path) -> None:
+    """Write a transformers model with the tensor names of published models, or with its own where `read_pretrained`
+    does not find these. Raises OSError."""
+    names = {name: (name,) for name in tensors}
+    for published in (True, False):
+        try:
+            model.save_pretrained(into, state_dict=tensors, max_shard_size=_PART_BYTES, save_original_format=published)
+        except SafetensorError as error:
+            raise OSError(f"{into} was not written: {error}") from error
+        found = with_model_names(read_pretrained(into), names=names)[0].tensors
+        if all(f"parameter/{name}" in found for name in names):
+            break
+    for path in into.iterdir():
+        sync_to_disk(path)
 
 
 def _write(tensors: Mapping[str, Tensor], *, into: Path) -> None:

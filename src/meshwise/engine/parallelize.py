@@ -402,7 +402,7 @@ def _computed(forward: Forward, *, plan: Plan, precision: Precision, casts: Mode
 
     def run(model: nn.Module, batch: Any) -> Any:
         try:
-            with casts.forward():
+            with casts.forward(model, batch=batch):
                 output = forward(model, batch)
         except (RuntimeError, ValueError) as error:
             if plan.tp > 1 and type(error) in (RuntimeError, ValueError):

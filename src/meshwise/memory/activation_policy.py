@@ -25,11 +25,7 @@ from meshwise.plan import Plan, PlanError
 MEASURED_STEPS = 2
 """Number of first steps in which blocks are measured. Two, because the first step is slow: it warms up."""
 
-ALLOWED: Mapping[str, Sequence[str]] = {
-    "none": MODES,
-    "selective": ("none", "selective"),
-    "full": ("none", "full"),
-}
+ALLOWED: Mapping[str, Sequence[str]] = {"none": MODES, "selective": ("none", "selective"), "full": ("none", "full")}
 """The modes that a budget may choose for a block, by the plan's `recompute`; see `recompute_modes.MODES`."""
 
 

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from meshwise.comm.api.streams import gpu_count
 from meshwise.model.random_bits import BLOCK, WORD_FACTOR, IndexBlock, largest_kept, mask_numbers
-from meshwise.model.torch_private import dispatch_mode_count
+from meshwise.model.torch_private import dispatch_mode_count, function_mode_count
 
 _DROPPED = 10_000.0  # subtracted from a dropped score, so that its exponential is 0
 _GOLDEN_ANGLE = 2.399963  # radians; sines of its multiples are the values of a trial
@@ -72,12 +72,16 @@ class _Dropout(torch.autograd.Function):
     """Dropout of (rows, columns) whose backward computes the mask again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, numbers: MaskNumbers) -> Tensor:
+    def forward(x: Tensor, numbers: MaskNumbers) -> Tensor:
         """Return dropped `x`, of the same shape."""
-        ctx.most = numbers.most
-        ctx.save_for_backward(*numbers[:3], numbers.scale)
         out: Tensor = _compiled(_dropped)(x.detach(), *numbers)
         return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, MaskNumbers], output: Tensor) -> None:  # noqa: ARG004 - of torch
+        """Keep the mask's numbers for the backward."""
+        ctx.most = inputs[1].most
+        ctx.save_for_backward(*inputs[1][:3], inputs[1].scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -96,10 +100,7 @@ def attention(given: Mapping[str, Any], *, numbers: MaskNumbers) -> Tensor:
     """Return scaled_dot_product_attention's result for its arguments by name; `can_attend` must be true of them.
 
     `numbers`: of the mask of (samples, heads, queries, keys)."""
-    query, key, value, bias = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
-    assert query is not None
-    assert key is not None
-    assert value is not None
+    query, key, value, bias = given["query"], given["key"], given["value"], given.get("attn_mask")
     shape = *query.shape[:3], key.size(2)
     causal = _causal_blocks(shape[2], shape[3], query.device) if given.get("is_causal") else None
     if bias is not None and bias.dtype == torch.bool:
@@ -110,6 +111,7 @@ def attention(given: Mapping[str, Any], *, numbers: MaskNumbers) -> Tensor:
     attend = _compiled(_attended)
     out, kept = attend([query, key, value], [*rows, numbers.column.view(-1)], numbers.most, bias, options)
     _, every = attend([query, key, value[..., :_LEAST_FEATURES]], [], 0, bias, options)
+    every = every.masked_fill(every == -math.inf, 0.0)  # a query without keys: exp(-inf - 0) is its 0
     attended: Tensor = out * (torch.exp(kept - every) * numbers.scale).unsqueeze(-1)
     return attended.to(query.dtype)
 
@@ -146,26 +148,27 @@ def can_drop(x: Tensor) -> bool:
 
 
 def can_attend(given: Mapping[str, Any]) -> bool:
-    """Return whether `attention` serves these arguments of scaled_dot_product_attention."""
+    """Return whether `attention` serves these arguments of scaled_dot_product_attention, and no mode still has to."""
     query, key, value, seen = given["query"], given["key"], given["value"], given.get("attn_mask")
     return (
         query.is_cuda
         and query.dim() == 4
-        and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and query.dtype == key.dtype == value.dtype != torch.float64
+        and query.size(0) == key.size(0) == value.size(0)
+        and (query.size(1) == key.size(1) == value.size(1) or bool(given.get("enable_gqa")))
         and query[..., 0].numel() * key.size(2) > _LEAST_SCORES
         and min(query.size(-1), value.size(-1)) >= _LEAST_FEATURES
         and min(query.size(2), key.size(2)) > 1
         and (seen is None or not seen.requires_grad)
         and not dispatch_mode_count()
+        and not function_mode_count()
         and works(_try_attention, device=query.device)
     )
 
 
 @functools.cache
 def works(attempt: Callable[[torch.device], None], *, device: torch.device) -> bool:
-    """Return whether the first use of a kernel on a GPU succeeds; warn if it fails.
-
-    It runs in a separate thread, without the modes and hooks of a forward."""
+    """Return whether the first use of a kernel on a GPU succeeds, in a thread without a forward's modes; else warn."""
     if not gpu_count() or importlib.util.find_spec("triton") is None:
         return False
     try:
@@ -192,7 +195,7 @@ def _try_attention(device: torch.device) -> None:
     """Raise AssertionError unless torch's plain operations give the same values and gradients."""
     shape, size = (2, 2, 128, 128), 2 * 2 * 128 * 32
     (numbers,) = numbers_of_masks(IndexBlock(shape, (0, 0, 0, 0)), keys=[0], keep=0.5, device=device)
-    x = torch.arange(3 * size, dtype=torch.float32, device=device).mul_(_GOLDEN_ANGLE).sin_()
+    x = torch.arange(3 * size, dtype=torch.float32, device=device).mul_(2.4).sin_()
     inputs = [part.view(2, 2, 128, 32).requires_grad_() for part in x.split(size)]
     given = dict(zip(("query", "key", "value"), inputs, strict=True)) | {"is_causal": True}
     query, key, value = inputs
@@ -203,4 +206,4 @@ def _try_attention(device: torch.device) -> None:
     for found, expected in zip(
         *((out, *torch.autograd.grad(out, inputs, query.detach())) for out in outs), strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)  # products may be of TF32

@@ -75,7 +75,8 @@ class MasksAhead:
         for request, part in parts.items():
             groups.setdefault((part, request.kind, request.device), []).append(request)
         for (part, kind, device), requests in groups.items():
-            left -= len(requests) * _size(part, kind)
+            rows = part.numel // part.shape[-1]
+            left -= len(requests) * (rows + part.shape[-1] if isinstance(kind, float) else part.numel)
             if left >= 0:
                 keys = [key(each.place) for each in requests]
                 if isinstance(kind, float):
@@ -96,11 +97,6 @@ class MasksAhead:
         """Add a draw to the draws of the next step, if it is small and of neighbouring tokens."""
         if not part.places and (isinstance(request.kind, float) or part.numel <= _SMALL):
             self._seen[request] = part
-
-
-def _size(part: IndexBlock, kind: Distribution | float) -> int:
-    """Return the number of elements of a mask, or of its numbers."""
-    return part.numel // part.shape[-1] + part.shape[-1] if isinstance(kind, float) else part.numel
 
 
 DRAWING_MODULES = (

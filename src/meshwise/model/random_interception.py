@@ -133,8 +133,8 @@ class RandomInterception(ForwardAndBackwardMode):
             with torch._C.DisableTorchFunction():
                 shape = (*query.shape[:3], given["key"].size(2))
                 numbers = self._source.numbers(shape, keep=1.0 - dropping, device=query.device, scores=True)
-                if numbers is not None:
-                    return fused_dropout.attention(given, numbers=numbers)
+            if numbers is not None:  # FlexAttention needs torch's function modes
+                return fused_dropout.attention(given, numbers=numbers)
         exact = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
         known = seen is None or seen.dtype in (torch.bool, query.dtype)
         if not (exact and known and query.is_cpu) or not 0 < dropping < 1 or given.get("enable_gqa"):

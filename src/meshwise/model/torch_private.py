@@ -60,10 +60,15 @@ def dispatch_mode_count() -> int:
     return int(torch._C._len_torch_dispatch_stack())
 
 
+def function_mode_count() -> int:
+    """Return the number of active function modes; inside the handler of a mode, of the modes that follow it."""
+    return int(torch._C._len_torch_function_stack())
+
+
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
     """Hide calls of torch functions inside the block from all function modes (`TorchFunctionMode`)."""
-    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    modes = [torch._C._pop_torch_function_stack() for _ in range(function_mode_count())]
     try:
         yield
     finally:

@@ -89,9 +89,7 @@ class Plan:
         "them. After a unit's first gather of a step, they gather it from this copy; 1: no second copy",
     )
     prefetch: int = whole_number(
-        1,
-        means="with zero=3, units whose parameters are gathered ahead of the unit that runs; 0: none",
-        least=0,
+        1, means="with zero=3, units whose parameters are gathered ahead of the unit that runs; 0: none", least=0
     )
     bucket: int = Key(
         "bytes up to which neighbouring units are gathered and reduced as one; 0: each unit separately", size=True
@@ -120,8 +118,7 @@ class Plan:
         means="operations of a block that the backward computes again: none, all except matrix products, or all",
     )
     budget: int = Key(
-        "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit",
-        size=True,
+        "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit", size=True
     ).field(0)
     compile: str = one_of("off auto blocks", means="blocks: torch.compile for each block's forward; auto: only on GPUs")
     deterministic: int = whole_number(

@@ -189,8 +189,8 @@ class ModelCasts:
         self._device = device
         self._hooks: list[_InputCasts] = []
         self._converts = False
-        self._fitting: set[bool] = set()
-        """Values of `torch.is_grad_enabled()` in forwards whose products need no conversion."""
+        self._fitting: set[Any] = set()
+        """Signatures of the forwards whose products need no conversion; see `forward`."""
 
     def hook(self, module: nn.Module) -> contextlib.ExitStack:
         """Convert the inputs of modules to the dtype of their parameters, until the returned stack is closed.
@@ -204,8 +204,8 @@ class ModelCasts:
                 undo.callback(part.register_forward_pre_hook(self._hooks[-1], with_kwargs=True).remove)
         return undo
 
-    def forward(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward, which computes products in the dtype `precision.compute_dtype`.
+    def forward(self, model: nn.Module, *, batch: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a forward of a batch, which computes products in the dtype `precision.compute_dtype`.
 
         The context does nothing if this dtype is not bf16 or fp16, or if the device has no autocast. On CUDA it
         converts the operands of products alone if the parameters are stored in the dtype."""
@@ -213,20 +213,21 @@ class ModelCasts:
         if dtype is None or dtype not in NARROW or not torch.amp.is_autocast_available(self._device.type):
             return contextlib.nullcontext()
         if self._device.type == "cuda" and self._precision.parameters is not None:
-            return contextlib.nullcontext() if torch.is_grad_enabled() in self._fitting else self._products(dtype)
+            signature = torch.is_grad_enabled(), model.training, tuple(tensor.dtype for tensor in tensors(batch))
+            return contextlib.nullcontext() if signature in self._fitting else self._products(dtype, signature)
         return torch.autocast(self._device.type, dtype=dtype, cache_enabled=self._precision.parameters is None)
 
     @contextlib.contextmanager
-    def _products(self, dtype: torch.dtype) -> Iterator[None]:
+    def _products(self, dtype: torch.dtype, signature: tuple[Any, ...]) -> Iterator[None]:
         """Convert products inside the block, by a mode that sees every function, which takes time.
 
-        Once all modules have run without a conversion, later forwards have no mode. They keep it if a split layer asks
-        the mode for its dtype."""
+        Once all modules have run without a conversion, later forwards of this signature have no mode. They keep it if a
+        split layer asks the mode for its dtype, or if a function stands in place of a batch."""
         with ProductCasts(dtype) as casts:
             yield
         self._converts |= casts.used
-        if not self._converts and all(hook.dtype for hook in self._hooks):
-            self._fitting.add(torch.is_grad_enabled())
+        if signature[2] and not self._converts and all(hook.dtype for hook in self._hooks):
+            self._fitting.add(signature)
 
 
 class ProductCasts(TorchFunctionMode):

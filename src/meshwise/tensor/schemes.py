@@ -154,13 +154,7 @@ def two_d(rows: Axes = ("row",)) -> Scheme:
     features, inputs = OperandLayoutMove(("col",), "features"), OperandLayoutMove(("row",), "in")
     linear = SchemeProduct(out=("col",), within=("row",), x=features, w=inputs, rows=rows)
     return Scheme(
-        colwise=linear,
-        rowwise=linear,
-        head=linear,
-        hidden=("col",),
-        inner=("col",),
-        rows=rows,
-        inner_rows=rows,
+        colwise=linear, rowwise=linear, head=linear, hidden=("col",), inner=("col",), rows=rows, inner_rows=rows
     )
 
 

@@ -130,7 +130,7 @@ class TensorSlabs:
         slab = self._fitting(size, briefly=briefly)
         if slab is None:
             slab = self.make(size + size // 4 if briefly else size)
-            _advise(slab.memory, _POPULATE_WRITE)
+            _advise(slab.memory[:size], _POPULATE_WRITE)
         lease = memoryview(slab.memory.numpy())  # type: ignore[arg-type] # an array is a buffer
         address = slab.memory.data_ptr()
         self._lent[address] = slab, weakref.ref(lease, lambda _: self._give_back(address))
