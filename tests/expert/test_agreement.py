@@ -170,3 +170,8 @@ def test_losses_of_tokens_are_those_of_one_process_with_split_tokens(plan: str, 
 def test_losses_of_a_part_of_the_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=r"losses of \(7, 2\) for targets of \(7, 4\).* Use sequence_parallel=0"):
         check("tp=2 sequence_parallel=1", "z-loss")
+
+
+def test_a_balanced_loss_of_a_model_without_router_losses_says_what_to_change() -> None:
+    with pytest.raises(TypeError, match=r"no losses of routers; give it balance=0.01"):
+        balanced_loss(torch.zeros(2, 3, 8), (torch.zeros(2, 3), torch.zeros(2, 3)))  # type: ignore[arg-type]

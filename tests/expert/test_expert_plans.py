@@ -9,7 +9,7 @@ import torch
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import shapes_of
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
 from meshwise.planner.lower_bound import PlanFigures, bound
 from meshwise.planner.plan_search import UNDIVIDED, figures_of
@@ -103,3 +103,8 @@ def test_copies_of_experts_take_memory_in_a_rehearsal() -> None:
 def test_parts_of_a_dispatch_travel_beside_computation_in_forward_and_backward() -> None:
     whole, parts = (rehearsed(f"dp=4 ep=4{more}", cut=CutOptions()) for more in ("", " dispatch_parts=4"))
     assert parts.exposed["dp"] < whole.exposed["dp"] / 2  # a half each would be left if only one of the two overlapped
+
+
+def test_other_grids_than_1d_name_the_experts_that_they_cannot_split() -> None:
+    with pytest.raises(PlanError, match=r"tp_mode=2d splits hidden states, and blocks.0.mlp.experts .* tp_mode=1d"):
+        rehearse(subject(), plan="tp=4 tp_mode=2d", ranks=4)

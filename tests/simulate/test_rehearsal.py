@@ -1,5 +1,6 @@
 """A rehearsal does what a run does: the same calls, the same refusals, on a world of any size."""
 
+import dataclasses
 import resource
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from meshwise.pipeline.cut.probe import probe
 from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig
+from meshwise.simulate import rehearsal
 from meshwise.simulate.predicted_memory import needs
 from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import each_flops
@@ -381,3 +383,20 @@ def test_a_model_that_changes_its_batch_in_place_is_rehearsed_in_stages() -> Non
     squares = lambda y, x: (y.square().sum(), len(x))  # noqa: E731
     rehearsal = rehearse(RehearsalSubject(build, squares, torch.ones(8, 4)), plan="pp=2 microbatches=2", ranks=2)
     assert rehearsal.step(0)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
+def test_a_rank_of_a_v_schedule_that_stands_for_others_does_their_work(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = f"pp=4 microbatches=8 virtual_stages=2 schedule={schedule} partition=params"
+    deep = dataclasses.replace(CONFIG, layers=16)
+    subject = dataclasses.replace(gpt_subject(), model=lambda: GPT(deep))
+    few = rehearse(subject, plan=plan, ranks=4)
+    assert [tape.index for tape in few.tapes] == [0, 1, 1, 3]
+    monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda *_, **__: (0, 1, 2, 3))
+    every = rehearse(subject, plan=plan, ranks=4)
+    for index in range(4):
+        assert [str(part.activity) for part in few.step(index)] == [str(part.activity) for part in every.step(index)]
+        assert _flops(few, index) == _flops(every, index)
+        assert _calls(few, index) == _calls(every, index)

@@ -253,8 +253,7 @@ def _written_when_whole(folder: Path) -> Iterator[Path]:
 
 
 def _save_published(model: Any, tensors: Mapping[str, Tensor], *, into: Path) -> None:
-    """Write a transformers model with the tensor names of published models, or with its own where `read_pretrained`
-    does not find these. Raises OSError."""
+    """Write a transformers model with the names of published models, or its own if `read_pretrained` needs them."""
     names = {name: (name,) for name in tensors}
     for published in (True, False):
         try:

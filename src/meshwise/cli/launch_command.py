@@ -70,8 +70,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def recipe(flags: LaunchFlags, *, job: Job) -> str:
-    """Return the file for a cluster. Raises JobError for numbers that cannot work, PlanError for a plan that does not
-    fit the ranks."""
+    """Return the file for a cluster. Raises JobError for wrong numbers, PlanError if the plan does not fit."""
     check_least(flags, least=1, names="nodes ranks_per_node hours grace")
     if flags.grace >= 3600 * flags.hours:
         raise JobError(f"grace = {flags.grace} seconds are not before the end of {flags.hours} h; use --grace 300")

@@ -54,8 +54,7 @@ COMMANDS: Mapping[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "lesson": ("list the lessons of the course, and run them", lesson_command.main),
     "doctor": ("examine this machine, and whether ranks can communicate", doctor_command.main),
 }
-"""Summary and main function of each subcommand; the function takes the words after the subcommand's name, and returns
-the exit status."""
+"""Summary and main function of each subcommand; it takes the words after the subcommand's name, returns the status."""
 _START_RANKS = ("train", "verify", "batch", "bench", "lesson", "doctor")
 """Subcommands that start processes for the ranks."""
 

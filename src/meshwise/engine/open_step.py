@@ -117,8 +117,7 @@ class OpenStep:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the ranks that split the batch; every rank gets an equal tensor.
 
-        Results computed from it must agree on all ranks. The backward passes the gradient on unchanged. A rank without
-        rows adds zeros."""
+        What is computed from it must agree on all ranks. Gradients pass unchanged. A rank without rows adds zeros."""
         own = x if self.counts else x * 0
         return gradient.all_reduce(own, world=self._world, axes=self._plan.loss_axes).wait()
 

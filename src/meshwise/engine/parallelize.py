@@ -426,6 +426,9 @@ def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:
         mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
     if parts:  # a rule may keep experts whole
         mixtures = {name: each for name, each in mixtures.items() if name in parts and parts[name].role == "experts"}
+        if mixtures and plan.tp_mode != "1d":
+            which = f"tp_mode={plan.tp_mode} splits hidden states, and {next(iter(mixtures))} needs them whole"
+            raise PlanError(f"{which}. Nearest that works: tp_mode=1d")
     joined = _batch_norms_join(module, setting, world)
     return dataclasses.replace(setting, world=world, parts=parts, mixtures=mixtures, joined=joined)
 

@@ -1,8 +1,7 @@
 """Dropout and attention with dropout on a GPU by one kernel each way, with the masks of `random_bits`.
 
 A bit of a mask is a function of two 32-bit numbers of its row and one of its column (`MaskNumbers`). The kernels
-compute the bits where they need them, in the forward and again in the backward, so no mask is stored. torch.compile
-makes the kernels from the functions here, so they need Triton and a C compiler.
+compute bits in forward and backward, so no mask is stored. torch.compile makes them, with Triton and a C compiler.
 
 Attention with dropout is (P * M) V, with probabilities P = exp(S) / sum(exp(S)) and a mask M. FlexAttention (Dong et
 al., arXiv 2412.05496) knows no mask after the softmax, but it returns the logarithm of the sum. So it runs twice. With
@@ -119,9 +118,7 @@ def attention(given: Mapping[str, Any], *, numbers: MaskNumbers) -> Tensor:
 def _attended(
     values: Sequence[Tensor], numbers: Sequence[Tensor], most: int, bias: Tensor | None, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention of query, key and value to the kept keys, and the logarithm of its sum of exponentials.
-
-    `numbers`: first, factor and column of the mask; all keys are kept if it is empty."""
+    """Return the attention to the kept keys (all, if `numbers` is empty), and the log of its sum of exponentials."""
 
     def score_of(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = score if bias is None else score + bias[b, h, i, j]

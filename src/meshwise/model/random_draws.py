@@ -60,9 +60,7 @@ class MaskRequest(NamedTuple):
 
 
 class MasksAhead:
-    """Store of small masks, and of numbers of masks, that are drawn together when a step begins.
-
-    `masks` has the mask or its numbers, and the slice, by request."""
+    """Store of small masks and numbers of masks, drawn together as a step begins. `masks`: with slices, by request."""
 
     def __init__(self) -> None:
         self.masks: dict[MaskRequest, tuple[Any, IndexBlock]] = {}

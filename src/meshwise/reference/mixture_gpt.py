@@ -151,6 +151,8 @@ def balanced_loss(output: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -
 
     Both are sums over samples, so micro-batches and ranks do not change the balance loss. `output`: (logits, losses
     (B, T)) of a model with `balance` or `z_loss` above 0. Raises ValueError if shapes of losses and targets differ."""
+    if not isinstance(output, tuple):
+        raise TypeError("the model returned no losses of routers; give it balance=0.01 or z_loss=0.001")
     logits, losses = output
     total, count = next_token_loss(logits, batch)
     if losses.shape != batch[1].shape:

@@ -488,9 +488,9 @@ def rehearsed_ranks(model: nn.Module, *, cut: ModelCut, schedule: Schedule, ends
     `ends`: True if the first and the last block of a list do more work than the others."""
     kinds = [_kind(model, cut, stage, ends=ends) for stage in range(cut.stages)]
     first: dict[Hashable, int] = {}
-    return tuple(
-        first.setdefault(tuple(kinds[stage] for stage in schedule.stages_of(rank)), rank)
-        for rank in range(schedule.ranks)
+    return tuple(  # in a V schedule one rank has two stages in a row
+        first.setdefault((any(stage + 1 in own for stage in own), *(kinds[stage] for stage in own)), rank)
+        for rank, own in enumerate(map(schedule.stages_of, range(schedule.ranks)))
     )
 
 

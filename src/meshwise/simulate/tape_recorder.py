@@ -410,7 +410,10 @@ class StageMessages:
 
     def receive(self, number: int, *, source: int, target: int) -> Any:
         """Wait for the message with this number (from 0) from `source` to `target`, and return its value."""
-        messages = self._messages[self.rehearsed[source], target - source]
+        towards = target - source  # in a V schedule values travel down too: from the next rank that is rehearsed
+        while target < self.rehearsed[-1] and source > target >= self.rehearsed[source]:
+            source += 1
+        messages = self._messages[self.rehearsed[source], towards]
         self._turn.wait_for(lambda: len(messages) > number or self._failed)
         if len(messages) <= number:
             raise threading.BrokenBarrierError

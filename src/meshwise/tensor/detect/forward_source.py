@@ -29,8 +29,7 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
         q, k, v = self.q(x), self.k(x), self.v(x)
         source = x if memory is None else memory            k, v = self.k(source), self.v(source)
 
-    `others`: children that may read only the second name, which may be another tensor. Return False if the forward has
-    no source code."""
+    `others`: children that may read only the second name, which may be another tensor. False without source code."""
     definition = _forward(module)
     if definition is None:
         return False
