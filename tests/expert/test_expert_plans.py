@@ -77,6 +77,7 @@ def test_the_planner_tries_expert_parallelism_of_mixtures_alone() -> None:
     assert {(plan.ep, plan.etp) for plan in dataclasses.replace(space, experts=1).plans()} == {(1, 1)}
     assert {plan.etp for plan in dataclasses.replace(space, fixed=parse_fixed("tp=4 etp=2")).plans()} == {2}
     assert {plan.ep for plan in dataclasses.replace(space, fixed=parse_fixed("dp=8 ep=2")).plans()} == {2}
+    assert {plan.ep for plan in dataclasses.replace(space, fixed=parse_fixed("ep=4")).plans()} == {4}
 
 
 def test_an_imbalance_takes_memory_and_time_until_all_tokens_come_to_one_rank() -> None:

@@ -198,8 +198,9 @@ def splits_backward(plan: Plan) -> bool:
 def parse_fixed(text: str) -> dict[str, Any]:
     """Return the keys and values of a text such as `tp=2 zero=1`. Raises PlanError if no plan can have them."""
     words = read_words(text)
-    needed = {"pp": 2} if words.keys() & set(PIPELINED) else {}
+    needed: dict[str, Any] = {"pp": 2} if words.keys() & set(PIPELINED) else {}
     needed |= {"cp": max(2, int(words.get("cp_heads", 2)))} if words.keys() & set(SPLIT_TOKENS) else {}
+    needed |= {"dp": "auto", "tp": words.get("etp", 1)} if words.keys() & {"ep", "etp"} else {}
     plan = Plan.from_toml(needed | words)
     return {key: getattr(plan, key) for key in words}
 
