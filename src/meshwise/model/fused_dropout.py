@@ -25,7 +25,6 @@ from meshwise.model.random_bits import BLOCK, WORD_FACTOR, IndexBlock, largest_k
 from meshwise.model.torch_private import dispatch_mode_count, function_mode_count
 
 _DROPPED = 10_000.0  # subtracted from a dropped score, so that its exponential is 0
-_GOLDEN_ANGLE = 2.399963  # radians; sines of its multiples are the values of a trial
 _LEAST_FEATURES = 16
 _LEAST_SCORES = 2**21
 """Attentions with at most so many scores run without the kernel, and need not wait for the compiler."""
