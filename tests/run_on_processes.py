@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import io
 import os
 import pickle
 import signal
@@ -27,8 +28,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 
+from meshwise import testing
 from meshwise.comm import World
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_processes import RankLostError
@@ -40,18 +43,26 @@ from worker_job import WorkerAnswer
 
 _SECONDS = 120
 _GRACE_SECONDS = 2.0
+ON_GPU = "MESHWISE_TESTS_ON_GPU"
+"""Variable that is set where ranks of tests share a GPU, in the ranks too."""
 
 
 def install(*, on_gpu: bool = False) -> None:
     """From now on `meshwise.testing` has processes where it would have threads.
 
-    on_gpu: the ranks share the first GPU of this machine. From now on this process sees no GPU, so that what a test
-    computes beside its ranks stays on the CPU. It is no parent of ranks: torch counts the GPUs in every backward, and
-    after that forks cannot use them. Patches of a test do not reach its ranks."""
-    if on_gpu:
-        torch.cuda.is_available, torch.cuda.device_count = (lambda: False), (lambda: 0)
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the server that forks the ranks shall not count by CUDA
-    replace_threads(_OnGpu() if on_gpu else run_forked)
+    on_gpu: the ranks share the first GPU of this machine, and `testing.alone` trains there too, in a process. From now
+    on this process sees no GPU, so that what a test computes beside its ranks stays on the CPU. It is no parent of
+    ranks: torch counts the GPUs in every backward, and after that forks cannot use them. Patches of a test do not reach
+    its ranks."""
+    if not on_gpu:
+        replace_threads(run_forked)
+        return
+    torch.cuda.is_available, torch.cuda.device_count = (lambda: False), (lambda: 0)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the server that forks the ranks shall not count by CUDA
+    ranks = _OnGpu()
+    replace_threads(ranks)
+    os.environ[ON_GPU] = "1"
+    testing.alone = lambda *model, **training: ranks(1, _alone, args=(model, training))[0]
 
 
 class _OnGpu:
@@ -62,18 +73,33 @@ class _OnGpu:
         self._cloudpickle = importlib.import_module("cloudpickle")  # not of `dev`; pickle takes no closures
 
     def __call__(self, size: int, main: Callable[..., Any], *, args: Sequence[Any] = ()) -> list[Any]:
-        """Return what `main(world, *args)` returned, by rank. Raises the error of a rank that failed."""
-        return self._processes.run(size, _call, args=(self._cloudpickle.dumps((main, args)),))
+        """Return what `main(world, *args)` returned, by rank, on the CPU. Raises the error of a rank that failed."""
+        answers = self._processes.run(size, _call, args=(self._cloudpickle.dumps((main, args)),))
+        return [pickle.loads(answer) for answer in answers]
 
 
-def _call(world: World, job: bytes) -> Any:
+def _call(world: World, job: bytes) -> bytes:
     main, args = pickle.loads(job)
-    return main(world, *args)
+    answer = io.BytesIO()
+    _FromGpu(answer).dump(main(world, *args))
+    return answer.getvalue()
+
+
+class _FromGpu(pickle.Pickler):
+    """Pickler of results for a process that sees no GPU: their tensors are on the CPU."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to rebuild a tensor of a GPU from its copy on the CPU; leave other values to pickle."""
+        return value.detach().cpu().__reduce_ex__(4) if isinstance(value, Tensor) and value.is_cuda else NotImplemented
+
+
+def _alone(world: World, model: tuple[Any], training: dict[str, Any]) -> Any:
+    return testing.alone(*model, **{"device": world.device} | training)
 
 
 def replace_threads(runner: Callable[..., list[Any]]) -> None:
     """From now on `meshwise.testing` calls `runner` where it would start threads."""
-    vars(importlib.import_module("meshwise.testing"))["run_threads"] = runner
+    vars(testing)["run_threads"] = runner
 
 
 def run_forked(size: int, main: Callable[..., Any], *, args: Sequence[Any] = ()) -> list[Any]:

@@ -91,6 +91,7 @@ def test_a_backward_in_two_parts_keeps_tensors_of_nodes_that_have_hooks(tmp_path
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.threads("its ranks are on a CPU")
 def test_on_a_cpu_activations_are_on_the_cpu(tmp_path: Path) -> None:
     """So the plan of a GPU runs on a laptop, and nothing is moved there."""
     assert activation_tier("cpu", streams=streams_of(CPU), swap=SwapConfig(), transfers=ActivationTransfers()) is None

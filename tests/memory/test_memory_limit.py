@@ -24,6 +24,8 @@ from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.console_output import SELF_EXPLAINING
 
 ROOM = 88 * 2**20  # of which 3 or 4 are for what of it differs from run to run
+pytestmark = pytest.mark.threads("its processes are its own, on the CPU")
+
 JOB = """
 [model]
 arguments = {width = 320, layers = 5, heads = 4}

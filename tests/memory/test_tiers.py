@@ -66,7 +66,7 @@ def test_tiers_with_other_ways_of_splitting(plan: str, tiers: str) -> None:
         tiers = "optimizer:disk,gradients:disk"
     ranks = 4 if "pp" in plan else 2
     for own in run(ranks, functools.partial(trained, plan=f"{plan} offload={tiers}")):
-        the_same(own, without_tiers(ranks, plan))
+        the_same(own, without_tiers(ranks, plan), on_gpu=4e-3 if "bf16" in plan else 1e-5)
 
 
 class Signs(torch.optim.Optimizer):
@@ -185,7 +185,7 @@ def test_frozen_parameters_are_offloaded_and_evaluated_too() -> None:
     frozen = Blocks()
     frozen.blocks[0].requires_grad_(requires_grad=False)
 
-    def main(world: World, plan: str) -> tuple[dict[str, Tensor], float, Tensor]:
+    def main(world: World, plan: str) -> dict[str, Tensor]:
         model = copy.deepcopy(frozen)
         options = Options(clip_norm=0.5, swap=SMALL)
         trainer = parallelize(model, plan, loss=squares, world=world, options=options, lr=1e-2)
@@ -194,16 +194,14 @@ def test_frozen_parameters_are_offloaded_and_evaluated_too() -> None:
         evaluated = trainer.evaluate([second]).loss
         predicted = trainer.predict(third)
         trainer.step(second)
-        found = outcome(trainer)
+        found = {**outcome(trainer), "evaluated": torch.tensor(evaluated), "predicted": predicted}
         trainer.close()
-        return found, evaluated, predicted
+        return found
 
     offloaded = run(2, main, args=("dp=2 zero=3 offload=params:disk,optimizer:disk",))
     plain = run(2, main, args=("dp=2 zero=3",))
-    for (found, loss, output), (expected, own, whole) in zip(offloaded, plain, strict=True):
+    for found, expected in zip(offloaded, plain, strict=True):
         the_same(found, expected)
-        assert loss == own
-        assert torch.equal(output, whole)
 
 
 def test_the_initial_state_of_an_optimizer_is_moved_to_its_tier(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from grid import Cell, Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
-from meshwise.testing import ReferenceRun, agree, run
+from meshwise.testing import agree, alone, run
 from pipeline.subjects import SUBJECTS
 from warm_processes import Processes
 
@@ -89,12 +89,10 @@ def given(model: str, stages: int) -> nn.Module | Callable[[], nn.Module]:
 
 @functools.cache
 def expected(model: str, stages: int, rows: int) -> Any:
-    single = ReferenceRun(given(model, stages), **training(model, rows))
-    numbers = []
-    for _ in range(STEPS):
-        loss, _ = single.backward(SUBJECTS[model].batch(rows))
-        numbers.append((loss, single.update()))
-    return {"numbers": numbers, "parameters": dict(single.parameters())}
+    batches = [SUBJECTS[model].batch(rows)] * STEPS
+    steps = alone(given(model, stages), batches=batches, **training(model, rows))
+    numbers = [(step["loss"], step["grad_norm"]) for step in steps]
+    return {"numbers": numbers, "parameters": steps[-1]["parameters"]}
 
 
 def trained(world: World, plan: Plan, model: str, stages: int, rows: int) -> Any:

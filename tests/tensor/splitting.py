@@ -97,19 +97,19 @@ def split_agrees(
 
     def main(world: World) -> None:
         world = world.over(mesh)
-        module = copy.deepcopy(model)
+        module = copy.deepcopy(model).to(world.device)
         placements = install(module, plan=plan, world=world, parts=parts, keeps=keeps)
-        total = loss(module, own_rows(inputs, plan=plan, world=world))
+        total = loss(module, [x.to(world.device) for x in own_rows(inputs, plan=plan, world=world)])
         total.backward()
         found = total.detach().clone()
         world.all_reduce(found, axes=Plan.parse(plan).row_axes).wait()
-        torch.testing.assert_close(found, expected.loss, rtol=bound, atol=0)
+        torch.testing.assert_close(found.cpu(), expected.loss, rtol=bound, atol=0)
         for name, parameter in module.named_parameters():
             gradient = _gradient(parameter).clone()
             world.all_reduce(gradient, axes=placements[name].summed).wait()
             wanted = part_of(expected.gradients[name], placements[name], world=world)
             scale = float(expected.gradients[name].abs().max())
-            apart = float((gradient - wanted).abs().max()) if wanted.numel() else 0.0
+            apart = float((gradient.cpu() - wanted).abs().max()) if wanted.numel() else 0.0
             assert apart <= bound * scale, f"{name}: {apart:.3g} apart, beside a gradient of {scale:.3g}"
 
     run(mesh.size, main)

@@ -1,7 +1,7 @@
 """Dropout and attention with dropout on a GPU by one kernel each way, with the masks of `random_bits`.
 
 A bit of a mask is a function of two 32-bit numbers of its row and one of its column (`MaskNumbers`). The kernels
-compute bits in forward and backward, so no mask is stored. torch.compile makes them, with Triton and a C compiler.
+compute bits in forward and backward, so no mask is stored. They need Triton, and a C compiler.
 
 Attention with dropout is (P * M) V, with probabilities P = exp(S) / sum(exp(S)) and a mask M. FlexAttention (Dong et
 al., arXiv 2412.05496) knows no mask after the softmax, but it returns the logarithm of the sum. So it runs twice. With
@@ -9,6 +9,7 @@ al., arXiv 2412.05496) knows no mask after the softmax, but it returns the logar
 of V, it returns lse. Then (P * M) V = out' · exp(lse' - lse)."""
 
 import functools
+import importlib
 import importlib.util
 import math
 import warnings
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from meshwise.comm.api.streams import gpu_count
+from meshwise.comm.api.streams import gpu_count, streams_of
 from meshwise.model.random_bits import BLOCK, WORD_FACTOR, IndexBlock, largest_kept, mask_numbers
 from meshwise.model.torch_private import dispatch_mode_count, function_mode_count
 
@@ -34,7 +35,7 @@ class MaskNumbers(NamedTuple):
     """The int32 numbers of a mask with `rows` rows: `first` and `factor` (rows, 1), `column` (1, columns).
 
     An element is kept if its word is at most `most`. `scale`: 1 / probability of keeping, a float64 scalar on
-    the device. A Python number would become a constant of the kernel, or stop the compiler of torch 2.11."""
+    the device: Triton would pass a Python number as a float32."""
 
     first: Tensor
     factor: Tensor
@@ -50,15 +51,28 @@ def numbers_of_masks(part: IndexBlock, *, keys: Sequence[int], keep: float, devi
 
 
 def _dropped(x: Tensor, first: Tensor, factor: Tensor, column: Tensor, most: int, scale: Tensor) -> Tensor:
-    """Return `x` (rows, columns) times `scale` where it is kept, else 0."""
+    """Return `x` (*rows, columns) times `scale` where it is kept, else 0."""
     word = (first ^ column) * WORD_FACTOR
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.where((word ^ (word >> 15)) * factor <= most, x.to(wide) * scale.to(wide), 0.0).to(x.dtype)
 
 
+def _drop(x: Tensor, numbers: MaskNumbers) -> Tensor:
+    if not x.is_cuda or dispatch_mode_count():  # a mode sees operations of torch alone
+        rows = (*x.shape[:-1], 1)
+        return _dropped(x, *numbers._replace(first=numbers.first.view(rows), factor=numbers.factor.view(rows)))
+    out: Tensor = _kernels().drop(x, numbers=numbers, factor=WORD_FACTOR)
+    return out
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("meshwise.model.dropout_kernel")  # where Triton is installed
+
+
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = torch.compile(function, dynamic=True if function is _dropped else None)
+    compiled = torch.compile(function)
 
     def run(*args: Any) -> Any:  # torch compiles nothing under a mode that sees operations
         return function(*args) if dispatch_mode_count() else compiled(*args)
@@ -67,31 +81,26 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout of (rows, columns) whose backward computes the mask again."""
+    """Dropout whose backward computes the mask again."""
 
     @staticmethod
-    def forward(x: Tensor, numbers: MaskNumbers) -> Tensor:
-        """Return dropped `x`, of the same shape."""
-        out: Tensor = _compiled(_dropped)(x.detach(), *numbers)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, MaskNumbers], output: Tensor) -> None:  # noqa: ARG004 - of torch
-        """Keep the mask's numbers for the backward."""
-        ctx.most = inputs[1].most
-        ctx.save_for_backward(*inputs[1][:3], inputs[1].scale)
+    def forward(ctx: Any, x: Tensor, numbers: MaskNumbers) -> Tensor:
+        """Return dropped `x`."""
+        ctx.most = numbers.most
+        ctx.save_for_backward(*numbers[:3], numbers.scale)
+        return _drop(x.detach(), numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of x."""
-        *numbers, scale = ctx.saved_tensors
-        return _compiled(_dropped)(*gradients, *numbers, ctx.most, scale), None
+        first, factor, column, scale = ctx.saved_tensors
+        return _drop(gradients[0], MaskNumbers(first, factor, column, ctx.most, scale)), None
 
 
 def dropout(x: Tensor, *, numbers: MaskNumbers) -> Tensor:
     """Return `x` with the elements dropped that the mask drops, the others multiplied by its scale."""
-    out: Tensor = _Dropout.apply(x.reshape(numbers.first.numel(), -1), numbers)
-    return out.view(x.shape)
+    out: Tensor = _Dropout.apply(x, numbers)
+    return out
 
 
 def attention(given: Mapping[str, Any], *, numbers: MaskNumbers) -> Tensor:
@@ -168,7 +177,7 @@ def works(attempt: Callable[[torch.device], None], *, device: torch.device) -> b
     if not gpu_count() or importlib.util.find_spec("triton") is None:
         return False
     try:
-        with ThreadPoolExecutor(1) as thread:
+        with ThreadPoolExecutor(1, initializer=streams_of(device).select) as thread:
             thread.submit(attempt, device).result()
     except Exception as error:  # noqa: BLE001 - from torch's compiler, Triton or the C compiler, or values differ
         warnings.warn(

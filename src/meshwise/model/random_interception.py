@@ -110,11 +110,8 @@ class RandomInterception(ForwardAndBackwardMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, FBT001, FBT002 (F.dropout's own)
         if not training or not 0.0 < p < 1.0 or not input.numel():
             return functional.dropout(input, p, training, inplace)
-        if not inplace and fused_dropout.can_drop(input):
-            with torch._C.DisableTorchFunction():
-                numbers = self._source.numbers(input.shape, keep=1.0 - p, device=input.device, scores=False)
-                if numbers is not None:
-                    return fused_dropout.dropout(input, numbers=numbers)
+        if not inplace and (dropped := self._dropped_by_kernel(input, p, scores=False)) is not None:
+            return dropped
         factors = input.dtype in (torch.float32, torch.float64) and input.numel() <= BLOCK and not inplace
         kind = keep_mask(1.0 - p, dtype=input.dtype, scaled=True) if factors else keep_mask(1.0 - p)
         with torch._C.DisableTorchFunction():
@@ -123,6 +120,13 @@ class RandomInterception(ForwardAndBackwardMode):
             return input * keep
         kept_input = input.masked_fill_(keep.logical_not(), 0.0) if inplace else torch.where(keep, input, 0.0)
         return kept_input.mul_(1.0 / (1.0 - p))
+
+    def _dropped_by_kernel(self, x: Tensor, p: float, *, scores: bool) -> Tensor | None:
+        if not fused_dropout.can_drop(x):
+            return None
+        with torch._C.DisableTorchFunction():
+            numbers = self._source.numbers(x.shape, keep=1.0 - p, device=x.device, scores=scores)
+            return None if numbers is None else fused_dropout.dropout(x, numbers=numbers)
 
     def _attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(_ATTENTION, args, strict=False)) | kwargs
@@ -135,12 +139,13 @@ class RandomInterception(ForwardAndBackwardMode):
                 numbers = self._source.numbers(shape, keep=1.0 - dropping, device=query.device, scores=True)
             if numbers is not None:  # FlexAttention needs torch's function modes
                 return fused_dropout.attention(given, numbers=numbers)
-        exact = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+        exact = query.dtype in (torch.float32, torch.float64) or query.is_cuda
         known = seen is None or seen.dtype in (torch.bool, query.dtype)
-        if not (exact and known and query.is_cpu) or not 0 < dropping < 1 or given.get("enable_gqa"):
+        cast = torch.is_autocast_enabled(query.device.type)
+        if not (exact and known) or cast or not 0 < dropping < 1 or given.get("enable_gqa"):
             return self._unfused(func, args, kwargs, query)
         if seen is not None and seen.dtype == torch.bool:
-            seen = torch.zeros((), dtype=query.dtype).masked_fill(seen.logical_not(), -math.inf)
+            seen = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(seen.logical_not(), -math.inf)
         return self._masked_attention(given, seen, dropping)
 
     def _masked_attention(self, given: Mapping[str, Any], seen: Tensor | None, dropping: float) -> Tensor:
@@ -152,9 +157,11 @@ class RandomInterception(ForwardAndBackwardMode):
             _, weights = torch.ops.aten._scaled_dot_product_attention_math(
                 given["query"], given["key"], value[..., :0], seen, 0.0, causal, scale=scale
             )
-            kind = keep_mask(1.0 - dropping, dtype=weights.dtype, scaled=True)
-            factor = self._source.mask(weights.shape, kind=kind, device=weights.device, scores=True)
-            attended: Tensor = (weights * factor) @ value
+            dropped = self._dropped_by_kernel(weights, dropping, scores=True)
+            if dropped is None:
+                kind = keep_mask(1.0 - dropping, dtype=weights.dtype, scaled=True)
+                dropped = weights * self._source.mask(weights.shape, kind=kind, device=weights.device, scores=True)
+            attended: Tensor = dropped @ value
             return attended
 
     def _multi_head_attention(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
