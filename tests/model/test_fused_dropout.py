@@ -56,6 +56,11 @@ def test_dropout_has_the_bits_of_the_mask_in_both_directions(part: IndexBlock, d
     assert torch.equal(out.detach() != 0, expected != 0)
 
 
+def test_the_gradient_of_a_gradient_passes_the_mask_too() -> None:
+    numbers, x = numbers_of(PARTS[0], keep=0.7), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: fused_dropout.dropout(x, numbers=numbers).square(), x)
+
+
 def arguments(samples: int, heads: int, queries: int, keys: int, **more: Any) -> dict[str, Any]:
     where = {"dtype": torch.float32, **{name: more.pop(name) for name in ("device", "dtype") if name in more}}
     shared = heads // more.pop("groups", 1)

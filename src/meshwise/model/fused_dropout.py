@@ -94,7 +94,7 @@ class _Dropout(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of x."""
         first, factor, column, scale = ctx.saved_tensors
-        return _drop(gradients[0], MaskNumbers(first, factor, column, ctx.most, scale)), None
+        return dropout(gradients[0], numbers=MaskNumbers(first, factor, column, ctx.most, scale)), None
 
 
 def dropout(x: Tensor, *, numbers: MaskNumbers) -> Tensor:
