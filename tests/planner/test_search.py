@@ -129,6 +129,13 @@ def test_a_plan_that_does_not_fit_makes_room_by_tokens_in_place_of_rows() -> Non
     assert [(one.dp, one.cp, one.microbatches) for one in leaner] == [(2, 2, 2)]
 
 
+def test_the_ranks_of_a_node_may_share_one_copy_of_the_state() -> None:
+    plans = {(plan.zero, plan.shards) for plan in space("tp=1 pp=1", ranks=8).plans()}
+    assert plans == {(0, 0), (1, 0), (1, 4), (3, 0), (3, 4)}
+    assert {(plan.dp, plan.shards) for plan in space("dp=4x2 tp=1", ranks=8).plans()} == {(4 * 2, 2)}
+    assert {plan.shards for plan in space("tp=1 pp=1").plans()} == {0}  # one node
+
+
 def test_fixed_keys_stay_fixed() -> None:
     for plan in space("tp=2 pp=2 schedule=zb-h1").plans():
         assert (plan.tp, plan.pp, plan.dp, plan.schedule) == (2, 2, 1, "zb-h1")

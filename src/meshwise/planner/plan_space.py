@@ -12,6 +12,7 @@
 | `schedule` | 1f1b, interleaved, and schedules that split the backward |
 | `partition` (cut) | even in predicted time; if that does not fit, even in memory |
 | `zero` 0, 1 and 3 | all: 0 updates more on every rank, 1 gathers at the end, 3 gathers more often but with overlap |
+| `shards` | with zero, all ranks of dp, and those within a node |
 | `zero` 2, `recompute`, `offload` | only if the plan without them does not fit, because they save no time |
 
 Plans that the compatibility table refuses are left out, and schedules that do not exist for these numbers."""
@@ -32,7 +33,7 @@ from meshwise.plan.plan_keys import is_path, keys_of, read_words
 
 SEARCHED = (
     "dp", "tp", "pp", "cp", "context", "cp_heads", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel",
-    "schedule", "virtual_stages", "partition", "recompute", "offload", "ep", "etp",
+    "schedule", "virtual_stages", "partition", "recompute", "offload", "ep", "etp", "shards",
 )  # fmt: skip
 """Keys of a plan that a search chooses; other keys keep the job's values."""
 
@@ -135,6 +136,8 @@ class PlanSpace:
         for microbatches, etp in itertools.product(self._microbatches(chosen), inner):
             parts = math.gcd(chosen["dp"] * chosen["tp"] // etp, self.experts)
             tried["ep"] = sorted({1, math.gcd(parts, self.node), parts})
+            near = math.gcd(chosen["dp"], max(1, self.node // (chosen["tp"] * chosen["cp"])))
+            tried["shards"] = (0, near) if 1 < near < chosen["dp"] else (0,)
             values = [(self.fixed[key],) if key in self.fixed else each for key, each in tried.items()]
             for free in itertools.product(*values):
                 changes = {**chosen, "microbatches": microbatches, "etp": etp, **dict(zip(tried, free, strict=True))}
@@ -201,6 +204,7 @@ def parse_fixed(text: str) -> dict[str, Any]:
     needed: dict[str, Any] = {"pp": 2} if words.keys() & set(PIPELINED) else {}
     needed |= {"cp": max(2, int(words.get("cp_heads", 2)))} if words.keys() & set(SPLIT_TOKENS) else {}
     needed |= {"dp": "auto", "tp": words.get("etp", 1)} if words.keys() & {"ep", "etp"} else {}
+    needed |= {"dp": "auto", "zero": 1} if "shards" in words else {}
     plan = Plan.from_toml(needed | words)
     return {key: getattr(plan, key) for key in words}
 
