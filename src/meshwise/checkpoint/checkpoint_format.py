@@ -1,17 +1,6 @@
 """Define the format of a checkpoint: its index (`read_index`) and the headers of its data files (`read_header`).
 
-`checkpoint.json` is the index. It has the place of each rectangle, and checksums of the files:
-
-    {"format": "meshwise checkpoint 1",
-     "sequence": 7,                                      counts the checkpoints of a root; the newest has the largest
-     "files": {"rank-00000.safetensors": {"bytes": 8421376, "crc32": ["9ae0daaf", …]}},     one for every MiB
-     "tensors": {"parameter/head.weight": {"dtype": "F32", "shape": [50257, 768], "parts": [
-          {"file": "rank-00000.safetensors", "entry": "parameter/head.weight@0,0", "offsets": [0, 0], "sizes": [9, 9]},
-          …]}},
-     "aliases": {"embed.weight": "head.weight"},          other names of tied parameters
-     "extra": {…},                                       other saved values, as JSON
-     "checksum": "5d41402a"}                             crc32 of the text before this key
-
+`checkpoint.json` is the index: the place of each rectangle, and checksums of the files. docs/checkpoints.md shows one.
 The index is the last file that a save writes, so a folder with an index is complete. The crc32 finds torn and altered
 bytes; it does not protect against deliberate changes of both data and checksum. `Damage` is one damaged place.
 

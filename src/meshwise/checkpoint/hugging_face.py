@@ -15,9 +15,8 @@ parts of fused experts. No tensor is transposed.
     | of PEFT, merged   the files of its base model                            from_pretrained of the base's class
     | any other         model.safetensors (or parts)                           the function that builds the model
 
-transformers gives tensors the names of the models that are published: one tensor per expert in most mixtures. An export
-writes its files to a folder beside the target, and reads the model back. It moves the files into the target
-only if both models compute the same logits, up to rounding. So a failed export leaves the target unchanged."""
+In most mixtures transformers gives each expert its own tensors. An export writes its files to a folder beside the
+target, and moves them only if the model read back computes the same logits, up to rounding."""
 
 import contextlib
 import errno

@@ -7,18 +7,9 @@ before. A checkpoint sees only rectangles, such as rows 3 to 7 of `head.weight`.
     | shard of rank 1        |<-------------------->|
     | stored slices          | a.weight   | b.weight|                   a matrix gives up to three rectangles each
 
-The slot of a tensor is its kind, for some kinds with a key after a slash:
-
-    | parameter            the parameter, in the dtype of its master
-    | optimizer/exp_avg    optimizer state of the shape of the parameter
-    | scalar/step          optimizer state that is a tensor of one element
-    | number/step          optimizer state that is a Python number
-    | whole/layout         state of a parameter that one rank computes whole (JSON, as bytes), with the numbers of its
-    |                      tensors whole/0, whole/1, …, which may have any shape
-    | reduction/error      state of the reduction, of the shape of the parameter
-    | buffer               a persistent buffer of the module
-
-A complex tensor is stored as `torch.view_as_real` of it, with a last dim of 2.
+The slot of a tensor is its kind, for some kinds with a key after a slash (`optimizer/exp_avg`). docs/checkpoints.md has
+a table of all kinds, in which the name of the parameter follows. A complex tensor is stored as `torch.view_as_real` of
+it, with a last dim of 2.
 
 A checkpoint also fills optimizer state that does not exist yet. The parameters exist before a load, but the optimizer's
 state only after its first step. It is created slice by slice from the checkpoint's index, so a rank never allocates

@@ -11,9 +11,7 @@ forward continues, and come back before the backward needs the tensor:
             copies on the compute stream, which then waits for every copy.) Nothing moves if the CPU computes.
     disk    through a few aligned buffers into the swap file, by the file's threads; with a GPU the buffers are pinned
 
-A storage moves once for all saved tensors in it: queries, keys and values are three views of one product. It comes back
-with the same bytes, and its tensors with the same strides. Parameters, buffers and small tensors stay. A recomputed
-block saves only its inputs, so only they move.
+A storage moves once for all saved tensors in it. docs/memory.md has what moves and what stays ("Activations").
 
 A `StorageMover` moves the storages: `DiskMover`, `HostMover` to a GPU's host, or `RehearsedMover`, which only counts
 bytes. `activation_tier` makes the mover of a plan's tier."""

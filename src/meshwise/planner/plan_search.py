@@ -1,16 +1,11 @@
 """Search a plan space for the fastest plans: estimate all plans cheaply, and rehearse only plans that may be best.
 
-A plan gets up to five estimates (`EstimateLevel`), each more exact and more expensive than the last one:
+A plan gets up to five estimates (`EstimateLevel`), each more exact and more expensive than the last one. The last one
+is a rehearsal; the others are lower bounds. docs/planner.md has a table of them ("The search").
 
-    | 0  counted     from a profile of the model without tensor parallelism, scaled   microseconds
-    | 1  scaled      from a profile with the plan's tensor parallelism, scaled        seconds once per profile
-    | 2  profiled    from a profile with the plan's own key                           seconds once per profile
-    | 3  timed       from the profile of level 2, and the table of the schedule       milliseconds
-    | 4  rehearsed   from a rehearsal of the plan                                     seconds
-
-Estimates 0 to 3 are lower bounds. The plan with the lowest time always gets its next estimate. So a rehearsed plan that
-is faster than all remaining bounds is the best plan, and the next such plan the second best. All plans that are not
-rehearsed by then have lost; their bounds show why. A plan that does not fit is replaced by plans with less memory.
+The plan with the lowest time always gets its next estimate. So a rehearsed plan that is faster than all remaining
+bounds is the best plan, and the next such plan the second best. All plans that are not rehearsed by then have lost;
+their bounds show why. A plan that does not fit is replaced by plans with less memory.
 
 A rehearsal is some seconds of Python code, so threads do not help. Its inputs are a model and the user's functions,
 which pickle may refuse. So `ForkedWorkers` forks a child for each call; the child shares the inputs with its parent.

@@ -1,20 +1,7 @@
 """List the plans that a search tries; values that are never better than another value are left out.
 
-| key | values that are tried |
-|---|---|
-| `tp` | divisors of the ranks within a node; `1d` with and without sequence parallelism, and every possible grid |
-| `pp`, `virtual_stages` | divisors of the ranks, with at most as many stages as the model has pieces |
-| `cp` | 1, or the least that leaves a row to each rank; more, in place of dp, if the plan without does not fit |
-| `dp` | the remaining ranks |
-| `ep` | for a mixture: 1, and the most ranks of `dp` and `tp` that divide its experts, within a node and at all |
-| `etp` | for a mixture: 1, and all ranks of `tp` |
-| `microbatches` | numbers that leave 1, 2, 4 or 8 rows to a micro-batch; for pp=1 also one micro-batch |
-| `schedule` | 1f1b, interleaved, and schedules that split the backward |
-| `partition` (cut) | even in predicted time; if that does not fit, even in memory |
-| `zero` 0, 1 and 3 | all: 0 updates more on every rank, 1 gathers at the end, 3 gathers more often but with overlap |
-| `zero` 2, `recompute`, `offload` | only if the plan without them does not fit, because they save no time |
-
-Plans that the compatibility table refuses are left out, and schedules that do not exist for these numbers."""
+docs/planner.md has the values of each key, and why other values are left out ("Candidates"). Plans that the
+compatibility table refuses are left out too, and schedules that do not exist for these numbers."""
 
 import contextlib
 import dataclasses

@@ -1,13 +1,7 @@
 """Rehearse a plan: run `parallelize` and two steps of the training code on meta tensors, for one rank of each kind.
 
-`RehearsalSubject` has all that `parallelize` gets, except the plan. `rehearse` runs these parts:
-
-| equal parts | the part that runs |
-|---|---|
-| ranks that differ in dp, tp or cp only | the first of these ranks |
-| stages that do the same work (`rehearsed_ranks`) | the first of these stages |
-| micro-batches between the first and the last | one of these micro-batches |
-| steps after the first, which allocates the optimizer's state | the second step |
+`RehearsalSubject` has all that `parallelize` gets, except the plan. `rehearse` runs one of all equal ranks, stages,
+micro-batches and steps. docs/simulation.md has a table of them ("What is rehearsed").
 
 The tape of a rank has the memory that exists after the plan is applied. It also has every operation, call and
 allocation of two steps (`tape_recorder.py`).

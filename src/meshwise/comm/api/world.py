@@ -9,13 +9,9 @@ of one rank, checks sizes and records the call. Then the method calls the subcla
 of the same name with a leading underscore. So records, counts and hang reports mean the same in every subclass.
 
 `EmulatedLink` emulates a slow network between ranks that share a host: each wait ends no earlier than on that network.
-A rank has one link with a bandwidth and a delay. The link carries the transfers of a rank one after another, and the
-rank may compute meanwhile. A call sends the bytes of a ring algorithm (`bus_factor`). A call has the delays of a binary
-tree: log2(n) on n ranks, twice as many for an all-reduce, and one for a message.
-
-A transfer begins when this rank makes the call. If this rank waits for other ranks, for more than 2 ms and more than a
-tenth of the emulated time, the transfer begins after the wait. The data itself moves as always, so a network that is
-slower than the emulated one stays slower."""
+docs/local_steps.md has the time of a call ("Slow links"). A transfer begins when this rank makes the call. If this rank
+waits for other ranks, for more than 2 ms and more than a tenth of the emulated time, the transfer begins after the
+wait. The data itself moves as always, so a network that is slower than the emulated one stays slower."""
 
 import abc
 import copy

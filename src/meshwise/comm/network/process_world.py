@@ -1,11 +1,7 @@
 """Choose and make the World of a job whose ranks are processes, by the devices and hosts of the ranks.
 
-    | ranks                             world         transport
-    | on CPUs of one host               LocalWorld    shared memory
-    | on CPUs of several hosts          GlooWorld     messages over gloo; also with comm=gloo, or without shared memory
-    | on one GPU each                   NcclWorld     NCCL
-    | two or more on one GPU            GlooWorld     messages over gloo and pinned copies; NCCL refuses this case
-    | a world of one rank               GlooWorld     none
+docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on one GPU. A world of one rank is a
+`GlooWorld` without messages.
 
 torch's default process group is not used: a job may call `init_process_group` as well.
 `gloo_calls` returns torch's own gloo collectives, with which benchmarks compare the collectives of this package."""

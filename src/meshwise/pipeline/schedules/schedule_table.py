@@ -1,13 +1,9 @@
 """Represent a pipeline schedule as a table: for each rank, its actions in order.
 
 A schedule written as control flow can only be run. A table can also be checked before it runs, timed, drawn, compared
-with another table, and read from a file. One interpreter runs all tables:
-
-    | 0F0 0F1 0B0 0B1        rank 0 holds stage 0: forward of micro-batches 0 and 1, then their backwards
-    | 1F0 1B0 1F1 1B1        rank 1 holds stage 1
-
-A function that builds a schedule returns only the computations. Passes turn one table into another: `lower` adds the
-sends, receives, gathers and reductions that a run needs, `send_first` sends gradients earlier. See docs/pipeline.md.
+with another table, and read from a file. One interpreter runs all tables. A function that builds a schedule returns
+only the computations. Passes turn one table into another: `lower` adds the sends, receives, gathers and reductions that
+a run needs, `send_first` sends gradients earlier. See docs/pipeline.md.
 
 A faulty schedule hangs, or trains on wrong gradients. `validate` finds both in the table before a run starts: a table
 has each forward and backward once and in order, and no rank deadlocks. `in_flight` and `peaks` count the micro-batches
