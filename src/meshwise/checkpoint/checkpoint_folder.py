@@ -278,7 +278,6 @@ def _holds(stored: torch.dtype, holding: StoredSlice) -> bool:
 LATEST = "latest"
 """File of a root that holds the name of the newest checkpoint."""
 DATA = "rank-*.safetensors"
-"""Pattern of the data files of a checkpoint."""
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 

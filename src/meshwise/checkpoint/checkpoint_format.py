@@ -140,7 +140,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes by their names in the format."""
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -152,7 +151,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 INDEX = "checkpoint.json"
-"""Name of the index file."""
 FORMAT = "meshwise checkpoint 1"
 """Value of the key `format`; an index with another value is refused."""
 BLOCK = 1 << 20

@@ -58,7 +58,6 @@ from meshwise.model.deferred_init import is_quantized
 PARTS = "model.safetensors.index.json"
 """File that says which file holds each tensor, for a model in several files."""
 WHOLE = "model.safetensors"
-"""File of a model in one file."""
 _FUSED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _OTHER_NAMES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Names of an expert's matrices in Mixtral's folders."""
@@ -163,7 +162,6 @@ def is_pretrained(folder: Path) -> bool:
 
 
 ADAPTER = "adapter_model.safetensors"
-"""File of the adapters of a PEFT model."""
 _PART_BYTES = 5 * 10**9
 """Most bytes of a file; a larger tensor has its own file, because no tensor is divided."""
 _TOKENS = (4, 8)

@@ -55,7 +55,6 @@ from meshwise.data_parallel.stored_slices import StoredSlice
 CHUNK_BYTES = 8 * BLOCK
 """Bytes of a chunk, in whole blocks, because each block has its own checksum."""
 STAGING_BYTES = 8 * CHUNK_BYTES
-"""Bytes of the staging buffer by default."""
 
 
 class BufferedWriter:

@@ -335,7 +335,6 @@ class ParallelSetting:
     scheme: SyncScheme | None
     """How replicas agree across steps; None under `sync=step`, and with servers."""
     routers: RouterUpdates
-    """Updates of the routers' buffers after a step."""
     parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
     """Role in tensor parallelism of each module, by name; empty without tp."""
     mixtures: Mapping[str, Mixture] = dataclasses.field(default_factory=dict)

@@ -235,7 +235,6 @@ class RehearsedMover(StorageMover):
     def __init__(self, transfers: ActivationTransfers) -> None:
         self.device = torch.device("meta")
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
-        """Called with each buffer when the buffer is made."""
         self._most = transfers.staged
         self._buffers: list[Tensor] = []
 

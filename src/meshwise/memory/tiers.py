@@ -72,7 +72,6 @@ class Tiers:
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
-        """Called with each staging buffer when the buffer is made (at its first use)."""
         self.disk_bytes: Counter[str] = Counter()
         """Bytes that `empty` has allocated on disk, by kind: `params`, `masters`, `gradients` or `optimizer`."""
         self._largest = 0

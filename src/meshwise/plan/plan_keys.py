@@ -230,7 +230,6 @@ OFFLOAD_FORM = f"or `state:tier` joined by commas: {', '.join(OFFLOADABLE)}; {',
 """Values of `offload`, as Markdown."""
 
 WIRE_DTYPES = ("auto", "fp32", "bf16", "fp16")
-"""Values of `wire` that are a dtype."""
 WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
     {
         "int8": ("", lambda _: False),

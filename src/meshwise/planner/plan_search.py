@@ -107,11 +107,9 @@ class SearchResult:
     limit: float
     """Bytes that a rank may use."""
     candidates: dict[Plan, Candidate] = field(default_factory=dict)
-    """All plans that were considered."""
     proven: int = 0
     """Number of plans, from the start of `best()`, that no plan without a rehearsal can beat."""
     rehearsals: int = 0
-    """Number of rehearsals that were started."""
     _rehearsed: dict[Plan, Candidate] = field(default_factory=dict)
 
     def note(self, candidate: Candidate) -> None:

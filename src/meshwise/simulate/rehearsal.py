@@ -174,7 +174,6 @@ class TapeRecording:
     shared: bool
     """True if the ranks are processes of one host and share its memory."""
     values: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs of a meta tensor of the batch and its values."""
     memo: OperationMemo = field(default_factory=dict)
 
     def tapes(self) -> tuple[Tape, ...]:
@@ -312,9 +311,7 @@ class Rehearsal:
     tapes: tuple[Tape, ...]
     """Tape for each index along pp; ranks of one kind share a tape."""
     device: Device
-    """Kind of device of each rank."""
     _steps: dict[int, tuple[TapeSegment, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """Results of `step`, by its argument."""
 
     @property
     def replicas(self) -> int:

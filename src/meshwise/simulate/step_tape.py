@@ -95,7 +95,6 @@ class MemoryChange:
 
 
 Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
-"""Entry of a tape."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,7 @@ class Tape:
     off_device: Mapping[str, int]
     """Bytes of the rank's state off the device, by tier: `cpu`, `disk`."""
     microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)
-    """Traffic between tiers during the micro-batches of a step."""
     update_traffic: TierTraffic = field(default_factory=TierTraffic)
-    """Traffic between tiers at the update."""
 
 
 aten = torch.ops.aten

@@ -270,7 +270,6 @@ class BoundJudge:
 
 
 Model = nn.Module | Callable[[], nn.Module]
-"""A module, or a function that makes one."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,6 @@ class ProbeResult:
     calls: tuple[PieceCall, ...]
     """Calls of the pieces, in running order."""
     result: Dependencies
-    """Dependencies of the model's result."""
     everywhere: tuple[str, ...]
     """Names of parameters that the model uses outside of its pieces; every stage needs them."""
     changed: frozenset[str]

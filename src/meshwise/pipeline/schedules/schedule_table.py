@@ -42,9 +42,7 @@ class ActionKind(StrEnum):
 
 
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
-"""Kinds that compute."""
 SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
-"""Kinds that send a message to another rank."""
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 """Kinds that wait for a message from another rank."""
 _PER_STAGE = frozenset({ActionKind.GATHER, ActionKind.FREE, ActionKind.REDUCE})

@@ -103,7 +103,6 @@ class BranchFinder:
     """Finder of the branches in the blocks of a model, from sizes and stated roles."""
 
     width: int
-    """Number of features of the hidden states."""
     declared: Mapping[str, str]
     """Roles by module name that the user or the model states. "colwise" and "rowwise" are for matrices; any other role
     keeps a matrix out of branches. Other modules may be "attention" or "whole"."""
