@@ -10,9 +10,8 @@
     |             ▼
     |     step-200/                     only then `latest` names step-200
 
-A crash leaves either the new checkpoint, or a folder whose name says that it is partial. An existing checkpoint of the
-same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
-`damages` compares every byte of a checkpoint with its checksum.
+docs/checkpoints.md says what a crash leaves ("Crashes and damage"). `damages` compares every byte of a checkpoint with
+its checksum.
 
 A checkpoint is loaded under any plan: every rank reads the blocks with its rectangles (`fill`, `CheckpointReader`).
 

@@ -12,9 +12,8 @@ other ranks appear in the folder. `PendingSave()` and `wait` use collectives, so
                  thread 1           │          thread 2
                                     └─ a fixed number; written chunks are filled again
 
-Training may change the tensors as soon as all of them are copied to chunks. If the file fits into the buffer, training
-does not wait for the disk. If not, training waits until the unwritten rest of the file fits into the buffer. A full
-copy of the tensors would need twice the memory."""
+docs/checkpoints.md says when training waits for the buffer ("Saving during training"). A full copy of the tensors would
+need twice the memory."""
 
 import contextlib
 import json

@@ -21,8 +21,8 @@ on the stack. Its first module gets the place of its call in the first forward. 
 called in two places, or if the repeated function is no module: then the place is ambiguous.
 
 A mask takes about forty operations, whatever its size, so for a small tensor nearly all time goes into starting them.
-Its bits depend on a key and on indices alone, and a step mostly repeats the draws of the step before. So when a step
-begins, small masks of equal slices are drawn together. A mask that the last step did not draw is drawn when needed."""
+So small masks of equal slices, as the step before drew them, are drawn together when a step begins. Any other mask is
+drawn when needed."""
 
 import contextlib
 import functools

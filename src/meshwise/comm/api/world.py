@@ -1,12 +1,9 @@
 """The World: collectives between ranks along the named axes of a mesh, with one interface for every transport.
 
-    | processes               `process_world` chooses `LocalWorld` (shared memory), `GlooWorld` or `NcclWorld`
-    | threads of a process    `ThreadWorld`
-    | one rank alone          `TraceWorld`: moves no data, and records the calls of this rank in a world of any size
-
-The public methods are implemented in this file only. A method finds the group of the axes, returns at once for a group
-of one rank, checks sizes and records the call. Then the method calls the subclass's `_move`, or the subclass's method
-of the same name with a leading underscore. So records, counts and hang reports mean the same in every subclass.
+docs/architecture.md has the kinds of worlds ("Worlds"). The public methods are implemented in this file only. A method
+finds the group of the axes, returns at once for a group of one rank, checks sizes and records the call. Then the method
+calls the subclass's `_move`, or the subclass's method of the same name with a leading underscore. So records, counts
+and hang reports mean the same in every subclass.
 
 `EmulatedLink` emulates a slow network between ranks that share a host: each wait ends no earlier than on that network.
 docs/local_steps.md has the time of a call ("Slow links"). A transfer begins when this rank makes the call. If this rank
