@@ -8,11 +8,7 @@ transformers finds the attention and the mask of a model by name, in two registr
 so no rank holds a mask of (tokens, tokens). The functions have no state: `attend` is intercepted by the mode that knows
 the tokens.
 
-Rules, stated with the rules of tensor parallelism, give a module a pattern or all tokens.
-
-| "attention pattern=PATTERN"   the attentions inside the module attend to the pattern's pairs alone, which changes
-|                               the model: "attention pattern=window:1024+global:64"
-| "tokens whole"                with cp, the module gets all tokens, and its output is cut to this rank's tokens"""
+docs/context.md has the rules that give a module a pattern, or all tokens."""
 
 import contextlib
 import functools

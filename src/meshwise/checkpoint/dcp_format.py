@@ -1,10 +1,6 @@
 """Convert checkpoints from and to torch's distributed checkpoint, DCP: `import_dcp` and `export_dcp`.
 
-    | keys of DCP, as get_state_dict has them   keys of torchtitan               checkpoint of meshwise
-    | model.NAME                                NAME                             parameter/NAME, buffer/NAME
-    | optimizer.state.NAME.exp_avg              optimizer.state.NAME.exp_avg     optimizer/exp_avg/NAME
-    | optimizer.state.NAME.step                 optimizer.state.NAME.step        scalar/step/NAME
-    | optimizer.param_groups.0.lr, .params      optimizer.param_groups.NAME.lr   extra["groups"]
+docs/checkpoints.md has the keys of each format ("torch.distributed.checkpoint").
 
 DCP does not say which tensors of the model are buffers. So an import names all tensors `parameter/NAME`, and a load
 looks for buffers there too. Import and export have one tensor in memory at a time, and a staging buffer."""

@@ -9,14 +9,9 @@
 any plan. The files have no checksums. Tensors keep the model's names, but the tensors of single experts also become
 parts of fused experts. No tensor is transposed.
 
-    | exported model    files                                                  read back by
-    | of transformers   model.safetensors (or parts), config.json, ...         from_pretrained of its class
-    | of PEFT           adapter_model.safetensors, adapter_config.json         PeftModel.from_pretrained
-    | of PEFT, merged   the files of its base model                            from_pretrained of the base's class
-    | any other         model.safetensors (or parts)                           the function that builds the model
-
-In most mixtures transformers gives each expert its own tensors. An export writes its files to a folder beside the
-target, and moves them only if the model read back computes the same logits, up to rounding."""
+docs/checkpoints.md has the files that an export of each kind of model writes, and their readers ("Hugging Face"). In
+most mixtures transformers gives each expert its own tensors. An export writes its files to a folder beside the target,
+and moves them only if the model read back computes the same logits, up to rounding."""
 
 import contextlib
 import errno

@@ -412,10 +412,9 @@ class CheckpointRefill:
 
     def _number_device(self, parameter: nn.Parameter) -> torch.device:
         """Return the device of a parameter's scalar state: the parameter's if fused or capturable, else the CPU."""
-        for group in self._optimizer.param_groups:
-            if any(parameter is member for member in group["params"]):
-                return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-        raise AssertionError("the optimizer does not have the slice")
+        groups = self._optimizer.param_groups
+        group = next(group for group in groups if any(parameter is member for member in group["params"]))
+        return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _some(names: list[str]) -> str:

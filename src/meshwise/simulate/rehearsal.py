@@ -6,12 +6,9 @@ micro-batches and steps. docs/simulation.md has a table of them ("What is rehear
 The tape of a rank has the memory that exists after the plan is applied. It also has every operation, call and
 allocation of two steps (`tape_recorder.py`).
 
-`MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans:
-
-    | batch of the user       batch of the rehearsal      values kept
-    | input_ids   [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
-    | mask        [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
-    | images      [6, 3, 9]   [8, 3, 9] on meta           none
+`MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans. If
+the rehearsal needs more rows than the batch has, kept values repeat the batch's rows: rows 0 to 5 become 0 1 2 3 4 5 0
+1.
 
 A model may read masks, positions and lengths to choose a branch or a size. It rarely reads floating-point values. If it
 does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes or from integers of the batch.
