@@ -7,7 +7,7 @@ docs/faults.md says what a resumed run continues (`restore_run`), and which keys
 
 `RunCheckpoints` saves in the background while training continues. Rank 0 emits `Saved` when a checkpoint is complete.
 All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end of the
-run. After a failure the older checkpoints are unchanged, and the run continues."""
+run."""
 
 import contextlib
 import hashlib
