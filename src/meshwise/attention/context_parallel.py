@@ -5,8 +5,7 @@ under `TokenInterception`. Each rank returns (sum, count) of its own tokens, and
 
 transformers finds the attention and the mask of a model by name, in two registries. Here both get functions named
 `meshwise`, which call `attend`. The mask is not a tensor but a `Pattern`, translated from transformers' mask functions,
-so no rank holds a mask of (tokens, tokens). The functions have no state: `attend` is intercepted by the mode that knows
-the tokens.
+so no rank holds a mask of (tokens, tokens). The functions have no state: the mode that knows the tokens sees `attend`.
 
 docs/context.md has the rules that give a module a pattern, or all tokens."""
 

@@ -50,8 +50,7 @@ class Mesh:
 
     `joint`: (name, axes) of each joint axis; it may join no axes.
 
-    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, and for a degree
-    that is not a positive integer."""
+    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, a name that is no identifier, and a degree below 1."""
 
     axes: tuple[tuple[str, int], ...]
     joint: tuple[tuple[str, tuple[str, ...]], ...] = ()

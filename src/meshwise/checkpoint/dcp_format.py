@@ -33,8 +33,7 @@ def import_dcp(folder: str | Path, *, into: str | Path) -> CheckpointIndex:
     """Write the model and the optimizer's state of a DCP folder as the checkpoint `into`, and return its index.
 
     `folder` may instead contain two DCP folders, one of the model and one of the optimizer, as accelerate writes them.
-    Other values are left out. The largest `step` of the optimizer becomes the number of steps: `Trainer.load` returns
-    {"steps": number}.
+    Other values are left out. `Trainer.load` returns {"steps": number} with the largest `step` of the optimizer.
 
     Raises ValueError for state that is numbered instead of named, or of another shape than its parameter. Raises
     DamageError if there is no such folder, SaveError if `into` cannot be written, OSError."""

@@ -8,12 +8,10 @@ before. A checkpoint sees only rectangles, such as rows 3 to 7 of `head.weight`.
     | stored slices          | a.weight   | b.weight|                   a matrix gives up to three rectangles each
 
 The slot of a tensor is its kind, for some kinds with a key after a slash (`optimizer/exp_avg`). docs/checkpoints.md has
-a table of all kinds, in which the name of the parameter follows. A complex tensor is stored as `torch.view_as_real` of
-it, with a last dim of 2.
+a table of all kinds, before the name of the parameter. A complex tensor is stored as `torch.view_as_real` shows it.
 
 A checkpoint also fills optimizer state that does not exist yet. The parameters exist before a load, but the optimizer's
-state only after its first step. It is created slice by slice from the checkpoint's index, so a rank never allocates
-more than its plan needs."""
+state only after its first step. It is created slice by slice from the index: a rank allocates what its plan needs."""
 
 import dataclasses
 import json

@@ -158,8 +158,7 @@ def parallelize(
 
     A given module is used, not copied; with pp, its parameters become NaN, because the stages hold the values.
 
-    Raises PlanError when the plan does not fit the world or the model, and ValueError for a model, optimizer or option
-    that cannot work."""
+    Raises PlanError if the plan does not fit world or model, ValueError for a wrong model, optimizer or option."""
     options = options or Options()
     plan = Plan.of(plan)
     world = world or connect()

@@ -180,8 +180,7 @@ class Layout:
         does not divide, the first parts have one grain more. If several axes split a dim, the second axis splits each
         part of the first axis. A part is empty if there are more ranks than grains.
 
-        Raises ValueError if the number of dims differs, the mesh lacks an axis, or a dim does not fit its `DimSplit`.
-        """
+        Raises ValueError if the number of dims differs, the mesh lacks an axis, or a dim does not fit `cuts`."""
         bounds = self._bounds(tuple(shape), mesh=mesh, rank=rank)
         return tuple(
             Rectangle(tuple(start for start, _ in corner), tuple(stop - start for start, stop in corner))

@@ -337,8 +337,7 @@ def activation_tier(
 ) -> ActivationTier | None:
     """Return the `ActivationTier` for `tier` (`device`, `cpu` or `disk`); None if activations stay on the device.
 
-    `streams`: of the device that computes. The tier `cpu` moves nothing unless this is a GPU. Raises TierError if no
-    swap file can be made."""
+    `streams`: of the device that computes; if it is no GPU, the tier `cpu` moves nothing. Raises TierError."""
     device = streams.device
     if tier == "device" or (tier == "cpu" and device.type != "cuda"):
         return None

@@ -180,8 +180,7 @@ class ChunkedUpdate:
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update every chunk by its gradient, in the same order on every rank; then call `done` for the chunk.
 
-        Raises TierError if a tier fails. Then some parameters are updated, and a checkpoint must be loaded (`check`).
-        """
+        Raises TierError if a tier fails. Then some parameters are updated: a checkpoint must be loaded (`check`)."""
         self.check()
         self._tiers.settle()
         self.broken = True

@@ -133,8 +133,7 @@ def search(
 ) -> Iterator[SearchResult]:
     """Search for the fastest plans. After each change and at the end, yield the same result object.
 
-    `limit`: bytes that a rank may use. If no plan fits, plans that offload state are tried too. If the iterator is
-    closed, the worker processes end."""
+    `limit`: bytes that a rank may use. If no plan fits, plans that offload state are tried too."""
     with PlanSearch(subject, cluster=cluster, space=space, limit=limit, effort=effort) as searching:
         yield from searching.run(tiers=False)
         if not searching.result.best():

@@ -7,8 +7,7 @@ The tape of a rank has the memory that exists after the plan is applied. It also
 allocation of two steps (`tape_recorder.py`).
 
 `MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans. If
-the rehearsal needs more rows than the batch has, kept values repeat the batch's rows: rows 0 to 5 become 0 1 2 3 4 5 0
-1.
+the rehearsal needs more rows than the batch has, kept values repeat the batch's rows: six rows become 0 1 2 3 4 5 0 1.
 
 A model may read masks, positions and lengths to choose a branch or a size. It rarely reads floating-point values. If it
 does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes or from integers of the batch.

@@ -1,7 +1,6 @@
 """The table of schemes by which replicas agree across steps (`SCHEMES`): local SGD, DiLoCo and gossip are rows.
 
-docs/local_steps.md has a table of them, with their papers. A new scheme is a new row. `Replicas` interprets a row, and
-knows no scheme by name.
+docs/local_steps.md has a table of them, with their papers. A new scheme is a new row, for `Replicas` to interpret.
 
 In gossip, replicas mix their parameters with the neighbours in a graph (docs/local_steps.md), by its weights
 (`mixing_weights`). In round k of the exponential graph, replica r takes half of replica r - 2^k mod n (Assran, arXiv

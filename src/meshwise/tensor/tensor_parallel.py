@@ -48,8 +48,7 @@ def tensor_parallel(
     modules outside of the blocks; its world has the plan's mesh. Modules get new classes, hooks and this rank's counts
     of heads. Parameters stay full (they may be on the meta device); the caller replaces them by this rank's parts.
 
-    Raises ValueError for a tied parameter with two placements, and for a module without the matrix that its part needs.
-    """
+    Raises ValueError for a tied parameter with two placements, and for a module without the matrix of its part."""
     outside.recall.remember(outside.shard_sizes)
     inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
     split = _Split(module, parts, outside=outside, inside=inside)

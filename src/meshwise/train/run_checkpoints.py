@@ -6,8 +6,7 @@ docs/checkpoints.md shows the folder. Ranks that torchrun starts again find the 
 docs/faults.md says what a resumed run continues (`restore_run`), and which keys of its job may differ (`job_changes`).
 
 `RunCheckpoints` saves in the background while training continues. Rank 0 emits `Saved` when a checkpoint is complete.
-All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end of the
-run."""
+All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the run's end."""
 
 import contextlib
 import hashlib

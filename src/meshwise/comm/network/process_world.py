@@ -1,7 +1,6 @@
 """Choose and make the World of a job whose ranks are processes, by the devices and hosts of the ranks.
 
-docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on one GPU. A world of one rank is a
-`GlooWorld` without messages.
+docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on a GPU. One rank has a `GlooWorld`.
 
 torch's default process group is not used: a job may call `init_process_group` as well.
 `gloo_calls` returns torch's own gloo collectives, with which benchmarks compare the collectives of this package."""

@@ -47,8 +47,7 @@ class ActionCost:
 def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> Timeline:
     """Return the timeline of a table. `costs`: one for all stages, or one per stage. Missing transfers are added.
 
-    The event of a send lasts as long as the message is on the link. Raises ScheduleError for a table that
-    deadlocks."""
+    The event of a send lasts as long as the message is on the link. Raises ScheduleError for a deadlock."""
     each = (costs,) * schedule.stages if isinstance(costs, ActionCost) else tuple(costs)
     lowered, events = add_transfers(schedule), []
     now, links, collectives, gathered = (defaultdict[Any, float](float) for _ in range(4))

@@ -5,9 +5,8 @@ with another table, and read from a file. One interpreter runs all tables. A fun
 only the computations. Passes turn one table into another: `lower` adds the sends, receives, gathers and reductions that
 a run needs, `send_first` sends gradients earlier. See docs/pipeline.md.
 
-A faulty schedule hangs, or trains on wrong gradients. `validate` finds both in the table before a run starts: a table
-has each forward and backward once and in order, and no rank deadlocks. `in_flight` and `peaks` count the micro-batches
-whose activations are kept."""
+A faulty schedule hangs, or trains on wrong gradients. `validate` finds both in the table before a run starts: each
+forward and backward is there once, in order, and no rank deadlocks. `in_flight` and `peaks` count kept activations."""
 
 import re
 from collections import Counter, defaultdict, deque
@@ -203,8 +202,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
     """Add a send after each value that another rank needs, and a receive before the use of the value.
 
     Messages between two ranks are received in the order in which they were sent, because a transport may match them
-    by order alone. So a rank that needs a later message receives the earlier messages first. A table that already has
-    transfers is returned unchanged."""
+    by order alone. So a rank that needs a later message gets the earlier ones first. A table with transfers stays."""
     if any(action.kind in SENDS | RECEIVES for action in schedule.actions()):
         return schedule
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)

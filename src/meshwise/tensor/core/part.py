@@ -9,8 +9,7 @@ the module, with the layouts that `tensor/schemes.py` has for its role.
 features of attention heads, or of an MLP's hidden layer. The *grain* of a dim is the number of features that must stay
 on one rank, such as the features of a head.
 
-docs/tensor.md has the modules of each role. A part belongs to a module, or to a parameter that a module holds
-itself."""
+docs/tensor.md has the modules of each role. A part belongs to a module, or to a parameter that a module holds."""
 
 from dataclasses import dataclass
 
@@ -94,8 +93,7 @@ class Part:
     """block, embedding, single, rowwise: True if hidden states outside of the blocks have all features on every rank.
     head: True if it returns whole logits, because another stage of a pipeline gets them."""
     on_other_stage: bool = False
-    """Any role: True if another stage of the pipeline holds the parameters. The module then returns the tensors
-    received from that stage, or NaN."""
+    """Any role: True if another stage holds the parameters. The module then returns that stage's tensors, or NaN."""
     summed_from: int | None = None
     """whole: index of an output feature. Each rank uses this feature and all later ones for its own heads alone, so
     their gradients are summed over the ranks. None: no gradients are summed."""

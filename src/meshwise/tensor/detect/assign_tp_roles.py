@@ -93,8 +93,7 @@ def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -
 
     The module stays unchanged and may be on the meta device. With adapters of PEFT, rules name the adapted modules.
     Raises ValueError for a rule that matches nothing or contradicts the sizes, and for parameters without a role.
-    Raises PlanError for a compiled model, and for modules that the plan cannot split, with the nearest plans that can.
-    """
+    Raises PlanError for a compiled model, and for modules that the plan cannot split, with the nearest plans."""
     refuse_compiled(module)
     rules = {**prompt_rules(module, plan=plan), **(rules or {})}
     bare = without_adapters(module)

@@ -227,8 +227,7 @@ class ColumnRowPairs:
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
         """Return the parts of the branches of the block called `block`, by module name.
 
-        Any attention after the first in a block is taken as cross-attention: its keys come from outside of the blocks.
-        """
+        Any attention after the first in a block counts as cross-attention: its keys come from outside of the blocks."""
         found: dict[str, Part] = {}
         before = 0
         for branch in branches:
