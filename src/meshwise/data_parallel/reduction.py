@@ -288,9 +288,8 @@ class CodecReduction(Reduction):
                 error.zero_()
             return super().start(gradients, into=into, peers=peers)
         if not self.shards_updates:
-            return ReducedPart(
-                self._send(gradients, peers, lambda sums: self._share(sums, gradients, peers)), gradients
-            )
+            sent = self._send(gradients, peers, lambda sums: self._share(sums, gradients, peers))
+            return ReducedPart(sent, gradients)
         target = gradients[peers.shard] if into is None else into
         return ReducedPart(self._send(gradients, peers, target.copy_), target)
 

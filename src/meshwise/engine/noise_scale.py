@@ -65,9 +65,8 @@ class NoiseMeter:
                 if here and bucket.counts:
                     layer = self.layers.index(layer_of(piece.row.name))
                     self._measured.append((bucket, piece, layer))
-                    self._handles.append(
-                        parameter.register_post_accumulate_grad_hook(partial(_add_square, self._small[layer]))
-                    )
+                    add = partial(_add_square, self._small[layer])
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(add))
 
     def begin(self) -> None:
         """Begin a step."""

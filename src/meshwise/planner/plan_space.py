@@ -97,9 +97,8 @@ class PlanSpace:
         """Yield plans with less memory: one key has its next value (with `tiers` also `offload`), or cp replaces dp."""
         for key, values in {**LEANER, **(TIERS if tiers else {})}.items():
             now = getattr(plan, key)
-            useless = (key == "zero" and plan.dp == plan.cp == 1) or (
-                key == "partition" and (plan.pp == 1 or self.stages)
-            )
+            uncut = plan.pp == 1 or self.stages
+            useless = (key == "zero" and plan.dp == plan.cp == 1) or (key == "partition" and uncut)
             if key in self.fixed or now not in values or useless:
                 continue
             for value in values[values.index(now) + 1 :][:1]:

@@ -206,11 +206,8 @@ class Prediction:
             if not isinstance(entry, MemoryChange) or (entry.host and apart):
                 continue
             while (start := len(levels) * seconds / columns) <= act.at(moment) and len(levels) < columns:
-                levels.append(
-                    MemoryLevel(
-                        start, f"{act.activity}" if start >= act.start else f"before {act.activity}", dict(current)
-                    )
-                )
+                during = f"{act.activity}" if start >= act.start else f"before {act.activity}"
+                levels.append(MemoryLevel(start, during, dict(current)))
                 most = total
             current[entry.category] += entry.bytes
             total += entry.bytes

@@ -127,9 +127,7 @@ class SyncScheme:
         smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0}
         for key, least in smallest.items():
             if type(value := getattr(self, key)) is not int or value < least:
-                raise ValueError(
-                    f"sync: {key}={value!r} is not a whole number of at least {least}; write {key}={least}"
-                )
+                raise ValueError(f"sync: {key}={value!r} is no whole number of at least {least}; write {key}={least}")
         if self.state not in STATE_CHOICES:
             raise ValueError(f"sync: state={self.state!r} is none of {', '.join(STATE_CHOICES)}; write state=keep")
         if not (0 <= self.outer_momentum < 1 and 0 <= self.blend < 1 and self.outer_lr > 0):

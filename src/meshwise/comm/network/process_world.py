@@ -122,9 +122,7 @@ def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm
     comms = {text.split()[1]: other for other, text in enumerate(devices)}
     if device.type == "cpu" and len(comms) > 1:
         named = " and ".join(f"{name} on rank {other}" for name, other in sorted(comms.items()))
-        raise ValueError(
-            f"all ranks of a world need the same comm, but comm is {named}; set {COMM_VARIABLE} to one value"
-        )
+        raise ValueError(f"all ranks of a world need one comm, but comm is {named}; set {COMM_VARIABLE} to one value")
     return devices
 
 
