@@ -7,8 +7,7 @@ bytes; it does not protect against deliberate changes of both data and checksum.
 A safetensors file (https://huggingface.co/docs/safetensors) begins with eight bytes, the length of its header. Then
 come a JSON table of dtypes, shapes and offsets, and the bytes of the tensors. The safetensors library writes all
 tensors of a file at once, which doubles the memory of a rank's share. The library also does not return the offset of a
-tensor in the file. So `header` makes headers before the tensors exist; the library only checks the files to read.
-`DTYPES` and `dtype_name` convert dtypes."""
+tensor in the file. So `header` makes headers before the tensors exist; the library only checks the files to read."""
 
 import json
 import math

@@ -11,7 +11,6 @@ the rehearsal needs more rows than the batch has, kept values repeat the batch's
 
 A model may read masks, positions and lengths to choose a branch or a size. It rarely reads floating-point values. If it
 does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes or from integers of the batch.
-`explaining_values` explains such an error.
 
 A rehearsal raises the errors of the training code with the same messages. It cannot raise errors that depend on values:
 a loss that is not finite or counts nothing, an index outside of a vocabulary."""

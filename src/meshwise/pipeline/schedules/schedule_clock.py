@@ -26,22 +26,18 @@ from meshwise.pipeline.schedules.schedule_table import (
 
 @dataclass(frozen=True)
 class ActionCost:
-    """Costs of one micro-batch in one stage; times are in seconds, or all in another unit."""
+    """Times of one micro-batch in one stage, in seconds or all in another unit: of F, I, W and B, and of messages."""
 
     forward: float = 1.0
-    """Time of F."""
     input: float = 1.0
-    """Time of I."""
     weight: float = 1.0
-    """Time of W."""
     backward: float | None = None
     """Time of B; None: `input + weight`."""
     link: float = 0.0
     """Time to send this stage's output to the next stage's rank, and to send its gradient back."""
     gather: float = 0.0
-    """Time to gather the stage's parameters."""
     reduce: float = 0.0
-    """Time to reduce the stage's gradients."""
+    """Time to reduce the stage's gradients; `gather`: time to gather its parameters."""
 
 
 def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> Timeline:
