@@ -295,7 +295,7 @@ def _fill(module: nn.Module, reader: CheckpointReader) -> dict[str, Tensor]:
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module], reader: CheckpointReader) -> nn.Module:
-    """Return the model of a folder, read as in the table of this file. Adapters get the base model of `build`."""
+    """Return the model of a folder, read by its class or `build`. Adapters get the base model of `build`."""
     if _is_of("peft", saved):
         from peft import PeftModel  # noqa: PLC0415 - an extra
 

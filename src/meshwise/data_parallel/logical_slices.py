@@ -200,7 +200,7 @@ class LogicalSlices(LogicalTensors):
     """`LogicalTensors` that an optimizer receives as `logical` under a plan.
 
     `squared_norms` is one all-reduce of one fp64 number for each trainable parameter, over all axes but `sync_axes`.
-    The table of the file has the bytes of `map_whole`."""
+    docs/large_batch.md has the elements that `map_whole` sends."""
 
     def __init__(self, engine: Engine, *, sync_axes: Sequence[str] = ()) -> None:
         self._engine = engine

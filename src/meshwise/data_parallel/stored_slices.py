@@ -36,7 +36,7 @@ class StoredSlice:
     """A rectangle of a logical tensor, and this rank's tensor that stores its elements.
 
     | name     name of the parameter or buffer
-    | slot     kind of the tensor, see the table of the file
+    | slot     kind of the tensor, see docs/checkpoints.md
     | shape    full shape of the logical tensor
     | tensor   the elements of the rectangle, in its shape: a view, so writing to it changes the stored values
     | stable   True if only an optimizer step changes the tensor"""

@@ -59,7 +59,7 @@ UNDIVIDED: Mapping[str, Any] = MappingProxyType(
 
 
 class EstimateLevel(IntEnum):
-    """Exactness of a plan's current estimate, see the table at the top of the file; `STARTED`: no estimate yet."""
+    """Exactness of a plan's current estimate, see docs/planner.md; `STARTED`: no estimate yet."""
 
     STARTED = -1
     COUNTED = 0

@@ -1,7 +1,7 @@
 """Assign each module of a plain model its role in tensor parallelism: from rules, `_tp_plan` or its structure.
 
 A plain model does not say which linears form a pair, which attributes count heads, and which embedding is the
-vocabulary's. Each module gets its role (`core/part.py` explains them) from the first of these sources that has one:
+vocabulary's. Each module gets its role (docs/tensor.md explains them) from the first of these sources that has one:
 
     | 1. rules        of the user: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     | 2. declared     roles of matrices in `_tp_plan`, an attribute of transformers models
