@@ -204,7 +204,9 @@ class Crossed(nn.Module):
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("plan", ["tp=2", "tp=3"])
-@pytest.mark.parametrize("options", [{}, {"kdim": 7, "vdim": 7}], ids=["", "dims"])
+@pytest.mark.parametrize(
+    "options", [{}, {"add_bias_kv": True, "add_zero_attn": True}, {"kdim": 7, "vdim": 7}], ids=["", "appended", "dims"]
+)
 def test_attention_alone_is_that_of_one_process(options: dict[str, Any], plan: str, average: bool) -> None:
     torch.manual_seed(1)
     model = Crossed(**options).double()

@@ -328,6 +328,10 @@ class TokenAttention:
 
     def _multihead(self, state: TokenState | None, **given: Any) -> tuple[Tensor, None]:
         """Return the output of torch's MultiheadAttention for (tokens, samples, features); no attention weights."""
+        if given["bias_k"] is not None or given["add_zero_attn"] or given["static_k"] is not None:
+            raise ValueError(
+                "MultiheadAttention with bias_k, add_zero_attn or static keys does not work under cp; use cp=1"
+            )
         inputs = [given[name] for name in ("query", "key", "value")]
         weights = [given[f"{name}_proj_weight"] for name in "qkv"]
         if not given["use_separate_proj_weight"]:

@@ -370,25 +370,33 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         bound = _SIGNATURE.bind(self, *args, **kwargs)
         bound.apply_defaults()
         call = SimpleNamespace(**bound.arguments)
+        batched = call.query.dim() == 3
         q, k, v = self._project(call.query, call.key, call.value)
-        if not self.batch_first:
+        if not batched:
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        elif not self.batch_first:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        k, v, appended = self._appended(k, v)
         q_NHLD, k_NHSD, v_NHSD = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
-        mask = self._mask(call, like=q_NHLD)
+        mask = self._mask(call, like=q_NHLD, appended=appended)
         dropout = self.dropout if self.training else 0.0
         weights = None
         if call.need_weights:
             mixed, weights = _attend(q_NHLD, k_NHSD, v_NHSD, mask=mask, dropout=dropout)
         else:
-            causal = call.is_causal and call.key_padding_mask is None
+            causal = call.is_causal and call.key_padding_mask is None and not appended
             mixed = functional.scaled_dot_product_attention(
                 q_NHLD, k_NHSD, v_NHSD, attn_mask=None if causal else mask, is_causal=causal, dropout_p=dropout
             )
         y = mixed.transpose(1, 2).flatten(2)
-        output = self.out_proj(y if self.batch_first else y.transpose(0, 1))
+        if not batched:
+            y = y.squeeze(0)
+        elif not self.batch_first:
+            y = y.transpose(0, 1)
+        output = self.out_proj(y)
         if weights is not None:
             weights = self._of_all_heads(weights, average=call.average_attn_weights)
-            weights = to_hidden_rows(weights, context=self.sharding.context)
+            weights = to_hidden_rows(weights, context=self.sharding.context) if batched else weights.squeeze(0)
         return output, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -407,7 +415,17 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         q, k, v = (fused(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         return q, k, v
 
-    def _mask(self, call: SimpleNamespace, *, like: Tensor) -> Tensor | None:
+    def _appended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return (N, S, E) keys and values with the tokens that the module appends, and the number of these tokens."""
+        length = k.size(1)
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat((k, self.bias_k.expand(k.size(0), 1, -1)), dim=1)
+            v = torch.cat((v, self.bias_v.expand(v.size(0), 1, -1)), dim=1)
+        if self.add_zero_attn:
+            k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        return k, v, k.size(1) - length
+
+    def _mask(self, call: SimpleNamespace, *, like: Tensor, appended: int) -> Tensor | None:
         """Return `attn_mask` plus `key_padding_mask` for scores, (N or 1, H or 1, L or 1, S); None without masks."""
         masks, context = [], self.sharding.context
         given, padding = (
@@ -421,10 +439,11 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         elif given is not None:
             masks.append(given[None, None])
         if padding is not None:
-            mask_NS = to_inner_rows(padding, context=context)
+            mask_NS = to_inner_rows(padding.view(-1, padding.size(-1)), context=context)
             masks.append(mask_NS[:, None, None])
         added = [_additive(mask, dtype=like.dtype) for mask in masks]
-        return sum(added[1:], added[0]) if added else None
+        whole = sum(added[1:], added[0]) if added else None
+        return functional.pad(whole, (0, appended)) if whole is not None and appended else whole
 
     @property
     def _heads(self) -> int:

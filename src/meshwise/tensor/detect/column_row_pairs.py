@@ -415,6 +415,7 @@ class ColumnRowPairs:
             "in_proj_weight": Part("colwise", sections=fused, grain=width),
             "in_proj_bias": Part("inner", sections=fused, grain=width),
             **{f"{which}_proj_weight": Part("colwise", grain=width) for which in "qkv"},
+            **{f"bias_{which}": Part("inner", grain=width) for which in "kv"},
         }
         own = dict(module.named_parameters(recurse=False))
         return {
