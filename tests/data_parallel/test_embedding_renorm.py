@@ -1,4 +1,4 @@
-"""Test embeddings with `max_norm`, which write to their weight in the forward, where one copy of it exists."""
+"""Test embeddings with `max_norm`, which write to their weight in the forward, and the plans that refuse them."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.plan import PlanError
 from meshwise.testing import run
 
 BATCHES = torch.randint(9, (4, 6, 5), generator=torch.Generator().manual_seed(0))
@@ -42,3 +43,15 @@ def test_one_tensor_is_rescaled_as_torch_does(plan: str) -> None:
     found = run(2 if "pp" in plan else 1, train)[0]
     for name, parameter in expected.named_parameters():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2", "dp=2 zero=3", "dp=1 precision=bf16", "dp=1 zero=3 offload=optimizer:disk,params:disk"],
+)
+def test_what_would_lose_it_is_refused(plan: str) -> None:
+    def train(world: World) -> None:
+        with pytest.raises(PlanError, match="other copies of the weight exist"):
+            parallelize(model(), plan, loss=squares, world=world)
+
+    run(2 if "dp=2" in plan else 1, train)

@@ -73,6 +73,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         x = x + self.narrow(torch.tanh(self.wide(x)))
+        if self.kind == "closure":
+            return lambda: x
         return Plain(x) if self.kind == "plain" else Slotted({"hidden": [x]})
 
 
@@ -83,7 +85,8 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
-            x = block(x).inner["hidden"][0]
+            returned = block(x)
+            x = returned() if callable(returned) else returned.inner["hidden"][0]
         return x
 
 
@@ -91,6 +94,13 @@ class Blocks(nn.Module):
 @over_plans
 def test_tensors_in_the_attributes_of_what_a_module_returns(plan: str, kind: str) -> None:
     check(plan, lambda: Blocks(kind))
+
+
+@pytest.mark.threads("where ranks hold the parameters together, nothing frees one")
+def test_tensors_that_nobody_can_find_are_told_with_the_way_out() -> None:
+    with pytest.raises(RuntimeError, match=r"zero=3.*result.*tuple, list, mapping, dataclass") as caught:
+        check("dp=2 zero=3", lambda: Blocks("closure"))
+    assert "setStorage" not in str(caught.value)
 
 
 # ---- how a parameter is used ---------------------------------------------------------------------------------------

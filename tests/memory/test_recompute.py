@@ -311,6 +311,25 @@ def test_running_statistics_are_taken_once(plan: str) -> None:
             assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_a_block_that_writes_to_a_buffer_is_refused() -> None:
+    class Counting(nn.Module):
+        def __init__(self, *, anew: bool) -> None:
+            super().__init__()
+            self.anew = anew
+            self.calls: Tensor
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1 if self.anew else self.calls.add_(1)
+            return x * self.calls
+
+    for anew in (False, True):
+        module = nn.Sequential(Counting(anew=anew))
+        RecomputedBlock(module, name="odd", mode="full", recall=ForwardReplay())
+        with pytest.raises(RecomputeError, match=r"odd writes to its buffer '0\.calls' in its forward"):
+            module(torch.ones(2, requires_grad=True))
+
+
 def test_a_model_without_blocks_is_an_error_that_says_how_to_name_some() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))

@@ -94,6 +94,15 @@ def test_options_that_are_no_mapping_are_refused() -> None:
         parameter_table(nn.Linear(2, 2), options=lambda _name, _parameter: None)  # type: ignore[arg-type,return-value]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_two_parameters_over_the_same_memory_are_refused(device: str) -> None:
+    first, second = nn.Linear(3, 3, device=device), nn.Linear(3, 3, device=device)
+    second.weight = nn.Parameter(first.weight[:2])
+    model = nn.Sequential(first, second)
+    with pytest.raises(ValueError, match=r"0\.weight and 1\.weight are two parameters over the same memory"):
+        parameter_table(model)
+
+
 def test_parameters_side_by_side_in_one_memory_are_two() -> None:
     flat = torch.zeros(6)
     model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])

@@ -62,6 +62,17 @@ class Held(Net):
         return super().forward(words) * self.scale
 
 
+class Listed(Net):
+    """Holds a module where torch does not find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = [nn.Linear(WORDS, WORDS)]
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.more[0](super().forward(words))  # type: ignore[no-any-return]
+
+
 class Pruned(Net):
     """Its head's matrix is made anew in each forward, and held as a plain attribute in between."""
 
@@ -217,6 +228,7 @@ def test_labels_of_bytes_are_accepted_by_job_and_rehearsal(plan: str) -> None:
         (Net, "dp=2", {"optimizer": partial(SGD, lr=0.1)}, "ValueError: optimizer=functools.partial"),
         (Net, "dp=2", {"loss": counted(float("inf"))}, "LossError: the count that loss returned is inf"),
         (AsModule(lambda: nn.LazyLinear(3)), "dp=2", {}, "ValueError: weight has no shape yet"),
+        (Listed, "dp=2", {}, "ValueError: more holds modules that torch does not register there"),
         (nn.ReLU, "dp=2", {}, "ValueError: ReLU has no parameters; there is nothing to train"),
         (nn.ReLU, PIPELINE, {}, "ValueError: ReLU has no parameters; there is nothing to train"),
         (AsModule(nn.ReLU), PIPELINE, {}, "ValueError: ReLU has no parameters; there is nothing to train"),

@@ -202,6 +202,12 @@ def test_a_pair_may_gather_its_input_once(plan: str) -> None:
     agrees(Around(Pair()), plan, parts(Part("attention"), **inside, **{"middle.down": Part("rowwise")}))
 
 
+def test_an_embedding_that_rescales_its_rows_is_refused() -> None:
+    model = Around(nn.Identity())
+    model.embedding = nn.Embedding(VOCABULARY, WIDTH, max_norm=1.0)
+    refused(model, parts(Part("block")), "an embedding with max_norm cannot be split")
+
+
 def test_one_matrix_in_two_places_is_stored_in_one_way() -> None:
     model = Around(nn.Linear(WIDTH, WIDTH))
     model.classifier.weight = model.embedding.weight

@@ -9,7 +9,12 @@ Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
 
 The formula loses no digits if the mean is large. A rank without rows takes part with n = 0.
 
-While the model runs, calls of `F.batch_norm` are intercepted, so every module that calls it works unchanged."""
+While the model runs, calls of `F.batch_norm` are intercepted, so every module that calls it works unchanged.
+
+`refuse_renormed` refuses an embedding with `max_norm` under plans that would train it wrongly. Its forward scales down,
+in place, the weight rows that it looks up. Ranks with other batch rows look up other weight rows, so their copies of
+the weight would differ. If a separate master is updated, the next update would undo the scaling. So only one copy of
+the weight may exist."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,7 +28,9 @@ from torch.nn import functional
 from meshwise.base.batch_norm_classes import BatchNorm, RunningNorm
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
+from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.model.random_interception import ForwardAndBackwardMode
+from meshwise.plan import Plan, PlanError
 
 
 @dataclass(frozen=True)
@@ -144,3 +151,19 @@ def disable_sync_batch_norm(module: nn.Module) -> contextlib.ExitStack:
             norm.__class__ = _OneOfMany
             undo.callback(setattr, norm, "__class__", nn.SyncBatchNorm)
     return undo
+
+
+def refuse_renormed(module: nn.Module, *, plan: Plan, world: World, storage: StorageConfig) -> None:
+    """Raise PlanError for an embedding with `max_norm` if other copies, or a master, of its weight exist."""
+    tiers, ranks = storage.tiers, world.group(plan.loss_axes).size
+    copied = ranks > 1 or tiers.is_offloaded("masters") or tiers.is_offloaded("params")
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            stored = storage.precision.parameters or part.weight.dtype
+            if copied or storage.precision.master_of(stored) != stored:
+                raise PlanError(
+                    f"{name or type(part).__name__} has max_norm={part.max_norm:g}, so its forward rescales rows of "
+                    f"its weight. Under the plan '{plan}' other copies of the weight exist: on other ranks, on another "
+                    "tier or in another dtype. Nearest that works: dp=1 offload=none precision=fp32 with a model in "
+                    "fp32, and tp_mode=1d if tp > 1"
+                )

@@ -441,10 +441,20 @@ class ParameterGatherer:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Gather the units for the backward that runs inside the block; after it, free all units."""
+        """Gather the units for the backward that runs inside the block; after it, free all units. An error from a use
+        of freed parameters is raised again with its cause and remedy."""
         self._finish_pass()
         self._backward = True
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if "out of bounds for storage of size 0" not in str(error):
+                raise
+            raise RuntimeError(
+                "the backward needs parameters that are spread over the ranks (zero=3) and are not gathered: no tensor "
+                "was found in the result of their module. Return tensors in a tuple, list, mapping, dataclass or "
+                "attribute, or use a zero stage below 3"
+            ) from error
         self.free_all()
 
     def free_all(self) -> None:

@@ -24,6 +24,7 @@ from meshwise.data_parallel.batch_norm_statistics import (
     BatchStatistics,
     batch_norms,
     disable_sync_batch_norm,
+    refuse_renormed,
     running_norms,
 )
 from meshwise.data_parallel.bucket import StorageConfig
@@ -418,6 +419,7 @@ def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:
         if parts is None:
             parts = assign_roles(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
     world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
+    refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
     with _as_plan_error():
         mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
     if parts:  # a rule may keep experts whole

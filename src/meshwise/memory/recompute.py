@@ -13,6 +13,7 @@ A separate node saves the block's inputs, so that they can be offloaded like oth
 forward finds the state of the first forward: torch's generators, autocast, and the state that `ForwardReplay`
 remembers. Only the module's `forward` is repeated, so hooks on the block itself do not run again. During
 the repetition, norms update copies of their running statistics, because the first forward has updated the real ones.
+A block that writes to another buffer is refused, because its repeated forward might read the changed buffer.
 
 A block may receive an object (a list, a dict, an instance of a class) and change it in its forward, such as the cache
 of a decoder. During the repetition the object has its earlier content (`InputContainers`); afterwards its present
@@ -59,7 +60,9 @@ class RecomputedBlock:
         self.run = module.forward
         self._module = module
         self._own = "forward" in vars(module)
-        self._norms = [part for part in module.modules() if isinstance(part, RunningNorm)]
+        parts = list(module.named_modules())
+        self._norms = [part for _, part in parts if isinstance(part, RunningNorm)]
+        self._buffered = [(f"{path}." if path else "", one) for path, one in parts if one not in self._norms]
         self.__wrapped__ = self.run
         module.forward = self
 
@@ -70,7 +73,7 @@ class RecomputedBlock:
         if self.measures:
             return self._measured(args, kwargs)
         call = _Call(self, args, kwargs)
-        with saved_tensors_hooks(call.pack, call.unpack), call.first():
+        with self._watched(), saved_tensors_hooks(call.pack, call.unpack), call.first():
             return self.run(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -85,6 +88,28 @@ class RecomputedBlock:
             for norm, name, buffer in own:
                 setattr(norm, name, buffer)
 
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Check the first forward, which runs in this context. Raises RecomputeError if it writes to a buffer."""
+        before = self._buffers()
+        try:
+            yield
+        finally:  # a pipeline stage that ends inside the block leaves the block's forward by an exception
+            if written := [name for name, state in self._buffers().items() if before.get(name) != state]:
+                raise RecomputeError(
+                    f"{self.name} writes to its buffer {written[0]!r} in its forward; a repeated forward would write "
+                    "again. Leave the module out: Options(recomputed=(…)) names the modules to recompute"
+                )
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        """Return the identity and the version (number of writes) of each buffer, without the buffers of norms."""
+        return {
+            prefix + name: (id(buffer), buffer._version)
+            for prefix, part in self._buffered
+            if part._buffers
+            for name, buffer in part.named_buffers(recurse=False)
+        }
+
     def _measured(self, args: Any, kwargs: Any) -> Any:
         """Run the forward under `full`, and measure the cost of every mode."""
         device = next((parameter.device for parameter in self._module.parameters()), torch.device("cpu"))
@@ -97,7 +122,7 @@ class RecomputedBlock:
             return call.pack(tensor)
 
         try:
-            with saved_tensors_hooks(pack, call.unpack), whole, call.first(clock=products):
+            with self._watched(), saved_tensors_hooks(pack, call.unpack), whole, call.first(clock=products):
                 return self.run(*args, **kwargs)
         finally:
             inputs, kept = call.bytes()

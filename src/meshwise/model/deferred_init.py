@@ -108,6 +108,7 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
     if not isinstance(module, nn.Module):
         raise ValueError(f"the model function returned {type(module).__name__}; it must return the nn.Module")  # noqa: TRY004
     check_readable(module)
+    _refuse_unregistered(module)
     return ParameterSource(module, record=record)
 
 
@@ -179,6 +180,20 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, owner in module.named_modules():
         for key, tree in _plain_attributes(owner).items():
             yield from _entries(_join(path, key), tree)
+
+
+def _refuse_unregistered(module: nn.Module) -> None:
+    """Raise ValueError for modules in plain lists and dicts, whose parameters torch does not register."""
+    known, every = {id(parameter) for parameter in module.parameters()}, vars(nn.Module())
+    for path, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            entries = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+            parts = [part for part in entries if isinstance(part, nn.Module)] if key not in every else []
+            if any(id(parameter) not in known for part in parts for parameter in part.parameters()):
+                raise ValueError(
+                    f"{_join(path, key)} holds modules that torch does not register there, so their parameters get no "
+                    "values and no training; put the modules into an nn.ModuleList or nn.ModuleDict"
+                )
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, object]:

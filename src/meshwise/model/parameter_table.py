@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -159,10 +160,12 @@ def parameter_table(
     | bucket     neighbouring units are joined while they have at most so many bytes of parameters
 
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
-    Raises ValueError as `check_trains` and `check_readable` do, and for options that are no mapping."""
+    Raises ValueError as `check_trains` and `check_readable` do. Also raises ValueError for options that are no
+    mapping, and for two parameters that share memory."""
     names = all_names(module)
     check_trains(module)
     check_readable(module)
+    _refuse_shared_memory(names)
     rule = options or matrices_decay
     sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
     divided = _joined(partition(module), sizes=sizes, limit=bucket)
@@ -250,3 +253,22 @@ def check_readable(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet; call the model once on an example before handing it over")
+
+
+def _refuse_shared_memory(names: Mapping[nn.Parameter, list[str]]) -> None:
+    """Raise ValueError for two different parameters that share memory."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for parameter, (name, *_) in names.items():
+        if parameter.numel():
+            start = int(parameter.storage_offset()) * parameter.element_size()
+            extent = 1 + sum((n - 1) * int(step) for n, step in zip(parameter.shape, parameter.stride(), strict=True))
+            span = (start, start + extent * parameter.element_size(), name)
+            spans.setdefault(parameter.untyped_storage()._cdata, []).append(span)
+    for shared in spans.values():
+        ordered = sorted(shared, key=lambda span: span[0])
+        for (_, end, name), (start, _, other) in pairwise(ordered):
+            if start < end:
+                raise ValueError(
+                    f"{name} and {other} are two parameters over the same memory; to tie them, register the same "
+                    "nn.Parameter object under both names"
+                )

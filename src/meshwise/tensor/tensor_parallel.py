@@ -48,7 +48,8 @@ def tensor_parallel(
     modules outside of the blocks; its world has the plan's mesh. Modules get new classes, hooks and this rank's counts
     of heads. Parameters stay full (they may be on the meta device); the caller replaces them by this rank's parts.
 
-    Raises ValueError for a tied parameter with two placements, and for a module without the matrix of its part."""
+    Raises ValueError for an embedding with `max_norm`, `sparse` or `scale_grad_by_freq`, for a tied parameter with two
+    placements, and for a module without the matrix that its part needs."""
     outside.recall.remember(outside.shard_sizes)
     inside = dataclasses.replace(outside, scheme=scheme_on(outside.world.mesh, plan=plan, blocks=True))
     split = _Split(module, parts, outside=outside, inside=inside)
@@ -141,6 +142,7 @@ class _Split:
 
     def _embedding(self, name: str, part: Part) -> None:
         module = self._modules[name]
+        _require_plain_embedding(module, name)
         rows, features = _matrix(module, name).shape
         table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
         inside = not computes_as(module, kind=nn.Embedding)
@@ -166,6 +168,8 @@ class _Split:
         if part.shared:
             axes, rows = tuple(axis for axis in axes if axis not in scheme.kv_replicas), (*rows, *scheme.kv_replicas)
         module = self._modules.get(name)
+        if isinstance(module, nn.Embedding):
+            _require_plain_embedding(module, name)
         if isinstance(module, PATCH_CONVOLUTIONS) and part.role == "patches" and context.degree(axes) > 1:
             reshard.share_input_channels(module, context=context, axes=axes)
         elif part.role == "patches" and module is not None and context.degree(axes) > 1:
@@ -344,3 +348,9 @@ def _matrix(module: nn.Module, name: str) -> Tensor:
     if weight is None or weight.dim() != 2:
         raise ValueError(f"{name} ({type(module).__name__}) has no matrix named weight, as its role needs")
     return weight
+
+
+def _require_plain_embedding(module: nn.Module, name: str) -> None:
+    for option in ("max_norm", "sparse", "scale_grad_by_freq"):
+        if getattr(module, option, None):
+            raise ValueError(f"{name}: an embedding with {option} cannot be split; leave {option} out, or use tp=1")
