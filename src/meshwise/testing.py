@@ -1,19 +1,7 @@
 """Test split models: run ranks, train under a plan and on one process, compare the figures, count the collectives.
 
-- `run` calls a function on N ranks, as threads or as processes
-- `outcome` trains under a plan, `alone` trains on one process in plain torch (`ReferenceRun`); both return all figures
-- `agree` raises `Disagreement` unless two such outcomes are equal up to a bound; `difference` compares two tensors
-- `count` counts the collectives of a block of code, to compare with a formula
-- `SavedForBackward` measures the bytes that a forward saves for its backward
-
-docs/testing.md has a whole test, and the rules of the reference. An outcome holds the figures to compare, by name:
-tensors and numbers in nested mappings and sequences. Outcomes agree when they hold the same names, and each pair of
-tensors differs by at most the bound:
-
-    relative difference of a and b  =  max |a − b|  /  max(max |b|, floor)
-    floor                           =  max |b| of the family  ·  128 eps / bound
-
-b is the trusted side. A family is all tensors of one mapping or sequence; a number forms a family alone."""
+docs/testing.md has a whole test, the functions, the rules of the reference, and the formula by which two outcomes
+agree. An outcome holds the figures to compare, by name: tensors and numbers in nested mappings and sequences."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -239,7 +239,7 @@ def wanted_otherwise(world: World, name: str, last: Comm) -> str:
     assert found is not None
     found.set_timeout(timedelta(seconds=100))
     comm: Comm = "auto" if world.rank < SIZE - 1 else last
-    with pytest.raises(ValueError, match="all ranks of a world need the same comm") as caught:
+    with pytest.raises(ValueError, match="all ranks of a world need one comm") as caught:
         process_world(world.device, store=PrefixStore(name, found), comm=comm)
     return str(caught.value)
 

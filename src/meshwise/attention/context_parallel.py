@@ -5,14 +5,9 @@ under `TokenInterception`. Each rank returns (sum, count) of its own tokens, and
 
 transformers finds the attention and the mask of a model by name, in two registries. Here both get functions named
 `meshwise`, which call `attend`. The mask is not a tensor but a `Pattern`, translated from transformers' mask functions,
-so no rank holds a mask of (tokens, tokens). The functions have no state: `attend` is intercepted by the mode that knows
-the tokens.
+so no rank holds a mask of (tokens, tokens). The functions have no state: the mode that knows the tokens sees `attend`.
 
-Rules, stated with the rules of tensor parallelism, give a module a pattern or all tokens.
-
-| "attention pattern=PATTERN"   the attentions inside the module attend to the pattern's pairs alone, which changes
-|                               the model: "attention pattern=window:1024+global:64"
-| "tokens whole"                with cp, the module gets all tokens, and its output is cut to this rank's tokens"""
+docs/context.md has the rules that give a module a pattern, or all tokens."""
 
 import contextlib
 import functools

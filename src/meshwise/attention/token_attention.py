@@ -362,8 +362,7 @@ class TokenAttention:
 def _own_rows(mask: Tensor, *, state: TokenState, keys: int) -> Tensor:
     """Return a mask (…, queries or 1, keys or 1) with this rank's queries and all keys, in the order of positions.
 
-    The user's mask may have all tokens in a dim, or this rank's; but not this rank's in both. Raises ValueError then.
-    """
+    The user's mask may have all tokens in a dim, or this rank's, but not in both dims: that raises ValueError."""
     mask = mask[(None,) * (4 - mask.dim())]
     own, rows, columns = state.own.count, mask.size(-2), mask.size(-1)
     fits = rows in (1, own, state.length) and columns in (1, own, keys)

@@ -50,8 +50,7 @@ class Mesh:
 
     `joint`: (name, axes) of each joint axis; it may join no axes.
 
-    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, for a name that is not an identifier, and for a degree
-    that is not a positive integer."""
+    Prints as `dp=2 tp=2`. Raises ValueError for a repeated axis, a name that is no identifier, and a degree below 1."""
 
     axes: tuple[tuple[str, int], ...]
     joint: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -175,9 +174,7 @@ class Mesh:
 def even_split(size: int, parts: int) -> list[tuple[int, int]]:
     """Return (start, stop) of `parts` contiguous parts of `size` elements; the first parts may be larger by one.
 
-    With more parts than elements, the last parts are empty. Raises ValueError for a negative size or no parts."""
-    if size < 0 or parts < 1:
-        raise ValueError(f"cannot split {size} into {parts} parts; needs a size of at least 0 and at least one part")
+    With more parts than elements, the last parts are empty."""
     small, larger = divmod(size, parts)
     starts = [index * small + min(index, larger) for index in range(parts + 1)]
     return list(itertools.pairwise(starts))

@@ -1,14 +1,7 @@
 """Time the collectives of a World over tensor sizes and group sizes; show the times as a table, as JSON and as a PNG.
 
-    | round     one sample of every collective at every size, from the smallest size to the largest. So a slow moment
-    |           of the machine affects all collectives. Every second round reverses the order of the kinds of memory
-    | sample    one barrier, then calls back to back, as in nccl-tests: 64 MiB in all, at most 100 calls
-    | untimed   one call for every ten timed calls runs before a sample of several calls. Otherwise threads and
-    |           caches of the library measured before would disturb the sample
-    | result    the time of the slowest rank: median and minimum over the rounds
-
-Every size is also measured as a `copy`, which is no collective: all ranks copy a tensor within their own memory at the
-same time. A collective that copies cannot be faster. A group of n ranks is measured while the other ranks wait.
+docs/benchmarks.md says what a sample is, and how samples of different kinds take turns ("Collectives"). A collective
+that copies cannot be faster than the `copy` beside it.
 
 Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Compare
 bandwidths instead, which are defined as in nccl-tests (docs/benchmarks.md)."""

@@ -1,18 +1,8 @@
 """Find, check, replace, remove and load the folders of checkpoints; a new checkpoint appears complete or not at all.
 
-    | runs/demo/checkpoints/            a root: the checkpoints of one run
-    |     latest                        a file with the name of the newest one
-    |     step-100/                     complete, with a checksum for every MiB
-    |         checkpoint.json           the index
-    |         rank-00000.safetensors …  the data
-    |     step-200.partial-3f2a9c01/    a save writes here, and flushes every file to the disk
-    |             │  one rename (`move_into_place`)
-    |             ▼
-    |     step-200/                     only then `latest` names step-200
-
-A crash leaves either the new checkpoint, or a folder whose name says that it is partial. An existing checkpoint of the
-same name is first renamed to `step-200.replaced-…`. It stays valid under that name, and is removed last.
-`damages` compares every byte of a checkpoint with its checksum.
+A save writes into the folder `step-200.partial-…`, and one rename (`move_into_place`) makes it `step-200`.
+docs/checkpoints.md has the order of these steps, and what a crash leaves ("Crashes and damage"). `damages` compares
+every byte of a checkpoint with its checksum.
 
 A checkpoint is loaded under any plan: every rank reads the blocks with its rectangles (`fill`, `CheckpointReader`).
 
@@ -278,7 +268,6 @@ def _holds(stored: torch.dtype, holding: StoredSlice) -> bool:
 LATEST = "latest"
 """File of a root that holds the name of the newest checkpoint."""
 DATA = "rank-*.safetensors"
-"""Pattern of the data files of a checkpoint."""
 _PARTIAL, _REPLACED = ".partial-", ".replaced-"
 
 

@@ -1,25 +1,13 @@
 """Define the format of a checkpoint: its index (`read_index`) and the headers of its data files (`read_header`).
 
-`checkpoint.json` is the index. It has the place of each rectangle, and checksums of the files:
-
-    {"format": "meshwise checkpoint 1",
-     "sequence": 7,                                      counts the checkpoints of a root; the newest has the largest
-     "files": {"rank-00000.safetensors": {"bytes": 8421376, "crc32": ["9ae0daaf", …]}},     one for every MiB
-     "tensors": {"parameter/head.weight": {"dtype": "F32", "shape": [50257, 768], "parts": [
-          {"file": "rank-00000.safetensors", "entry": "parameter/head.weight@0,0", "offsets": [0, 0], "sizes": [9, 9]},
-          …]}},
-     "aliases": {"embed.weight": "head.weight"},          other names of tied parameters
-     "extra": {…},                                       other saved values, as JSON
-     "checksum": "5d41402a"}                             crc32 of the text before this key
-
+`checkpoint.json` is the index: the place of each rectangle, and checksums of the files. docs/checkpoints.md shows one.
 The index is the last file that a save writes, so a folder with an index is complete. The crc32 finds torn and altered
 bytes; it does not protect against deliberate changes of both data and checksum. `Damage` is one damaged place.
 
 A safetensors file (https://huggingface.co/docs/safetensors) begins with eight bytes, the length of its header. Then
 come a JSON table of dtypes, shapes and offsets, and the bytes of the tensors. The safetensors library writes all
 tensors of a file at once, which doubles the memory of a rank's share. The library also does not return the offset of a
-tensor in the file. So `header` makes headers before the tensors exist; the library only checks the files to read.
-`DTYPES` and `dtype_name` convert dtypes."""
+tensor in the file. So `header` makes headers before the tensors exist; the library only checks the files to read."""
 
 import json
 import math
@@ -151,7 +139,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes by their names in the format."""
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -163,7 +150,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 INDEX = "checkpoint.json"
-"""Name of the index file."""
 FORMAT = "meshwise checkpoint 1"
 """Value of the key `format`; an index with another value is refused."""
 BLOCK = 1 << 20

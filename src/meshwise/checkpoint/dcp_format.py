@@ -1,10 +1,6 @@
 """Convert checkpoints from and to torch's distributed checkpoint, DCP: `import_dcp` and `export_dcp`.
 
-    | keys of DCP, as get_state_dict has them   keys of torchtitan               checkpoint of meshwise
-    | model.NAME                                NAME                             parameter/NAME, buffer/NAME
-    | optimizer.state.NAME.exp_avg              optimizer.state.NAME.exp_avg     optimizer/exp_avg/NAME
-    | optimizer.state.NAME.step                 optimizer.state.NAME.step        scalar/step/NAME
-    | optimizer.param_groups.0.lr, .params      optimizer.param_groups.NAME.lr   extra["groups"]
+docs/checkpoints.md has the keys of each format ("torch.distributed.checkpoint").
 
 DCP does not say which tensors of the model are buffers. So an import names all tensors `parameter/NAME`, and a load
 looks for buffers there too. Import and export have one tensor in memory at a time, and a staging buffer."""
@@ -37,8 +33,7 @@ def import_dcp(folder: str | Path, *, into: str | Path) -> CheckpointIndex:
     """Write the model and the optimizer's state of a DCP folder as the checkpoint `into`, and return its index.
 
     `folder` may instead contain two DCP folders, one of the model and one of the optimizer, as accelerate writes them.
-    Other values are left out. The largest `step` of the optimizer becomes the number of steps: `Trainer.load` returns
-    {"steps": number}.
+    Other values are left out. `Trainer.load` returns {"steps": number} with the largest `step` of the optimizer.
 
     Raises ValueError for state that is numbered instead of named, or of another shape than its parameter. Raises
     DamageError if there is no such folder, SaveError if `into` cannot be written, OSError."""

@@ -9,15 +9,9 @@
 any plan. The files have no checksums. Tensors keep the model's names, but the tensors of single experts also become
 parts of fused experts. No tensor is transposed.
 
-    | exported model    files                                                  read back by
-    | of transformers   model.safetensors (or parts), config.json, ...         from_pretrained of its class
-    | of PEFT           adapter_model.safetensors, adapter_config.json         PeftModel.from_pretrained
-    | of PEFT, merged   the files of its base model                            from_pretrained of the base's class
-    | any other         model.safetensors (or parts)                           the function that builds the model
-
-transformers gives tensors the names of the models that are published: one tensor per expert in most mixtures. An export
-writes its files to a folder beside the target, and reads the model back. It moves the files into the target
-only if both models compute the same logits, up to rounding. So a failed export leaves the target unchanged."""
+docs/checkpoints.md has the files that an export of each kind of model writes, and their readers ("Hugging Face"). In
+most mixtures transformers gives each expert its own tensors. An export writes its files to a folder beside the target,
+and moves them only if the model read back computes the same logits, up to rounding."""
 
 import contextlib
 import errno
@@ -59,7 +53,6 @@ from meshwise.model.deferred_init import is_quantized
 PARTS = "model.safetensors.index.json"
 """File that says which file holds each tensor, for a model in several files."""
 WHOLE = "model.safetensors"
-"""File of a model in one file."""
 _FUSED: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _OTHER_NAMES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Names of an expert's matrices in Mixtral's folders."""
@@ -164,7 +157,6 @@ def is_pretrained(folder: Path) -> bool:
 
 
 ADAPTER = "adapter_model.safetensors"
-"""File of the adapters of a PEFT model."""
 _PART_BYTES = 5 * 10**9
 """Most bytes of a file; a larger tensor has its own file, because no tensor is divided."""
 _TOKENS = (4, 8)
@@ -303,7 +295,7 @@ def _fill(module: nn.Module, reader: CheckpointReader) -> dict[str, Tensor]:
 
 
 def _read_back(saved: nn.Module, folder: Path, build: Callable[[], nn.Module], reader: CheckpointReader) -> nn.Module:
-    """Return the model of a folder, read as in the table of this file. Adapters get the base model of `build`."""
+    """Return the model of a folder, read by its class or `build`. Adapters get the base model of `build`."""
     if _is_of("peft", saved):
         from peft import PeftModel  # noqa: PLC0415 - an extra
 

@@ -12,9 +12,7 @@ other ranks appear in the folder. `PendingSave()` and `wait` use collectives, so
                  thread 1           │          thread 2
                                     └─ a fixed number; written chunks are filled again
 
-Training may change the tensors as soon as all of them are copied to chunks. If the file fits into the buffer, training
-does not wait for the disk. If not, training waits until the unwritten rest of the file fits into the buffer. A full
-copy of the tensors would need twice the memory."""
+docs/checkpoints.md says when training waits for the buffer ("Saving during training"). A copy needs more memory."""
 
 import contextlib
 import json
@@ -55,7 +53,6 @@ from meshwise.data_parallel.stored_slices import StoredSlice
 CHUNK_BYTES = 8 * BLOCK
 """Bytes of a chunk, in whole blocks, because each block has its own checksum."""
 STAGING_BYTES = 8 * CHUNK_BYTES
-"""Bytes of the staging buffer by default."""
 
 
 class BufferedWriter:

@@ -30,7 +30,6 @@ from meshwise.train.prepare_job import prepare
 from meshwise.view.plan_account import predicted_account
 
 _MOST_DRAWN = 4
-"""Plans in one drawing."""
 
 _WIDTH = 160
 """Columns of the tables where stdout is not a terminal."""

@@ -25,7 +25,6 @@ from meshwise.view.plan_account import PlanAccount, comparison_table, predicted_
 from meshwise.view.text_pictures import draw_to_scale
 
 _PLANS_PER_TABLE = 4
-"""Largest number of plans side by side in one table."""
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,13 @@
 """Compute batch norm statistics over the rows that all ranks have in a micro-batch, not over one rank's rows.
 
-With replicas, each rank has only some rows of a micro-batch, and statistics over these rows would change the model.
-Here the statistics cover the rows of micro-batch i on all ranks, as on one process that trains on the same
-micro-batches. So `dp` changes no result; `microbatches` does, as on one process.
+docs/architecture.md says over which rows, and counts the collectives ("Statistics over the batch").
 
 Each rank sends its mean, its sum of squared deviations Mᵢ and its number of values nᵢ. Statistics of all ranks (Chan,
 Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979):
 
     n = Σ nᵢ        mean = Σ nᵢ meanᵢ / n        M = Σ (Mᵢ + nᵢ (meanᵢ - mean)²)        variance = M / n
 
-The formula loses no digits if the mean is large. For C channels, a forward takes one all-gather of 2C+1 numbers per
-rank, and a backward one reduce-scatter of the same size. A rank without rows takes part with n = 0.
+The formula loses no digits if the mean is large. A rank without rows takes part with n = 0.
 
 While the model runs, calls of `F.batch_norm` are intercepted, so every module that calls it works unchanged.
 

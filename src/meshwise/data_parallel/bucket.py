@@ -25,8 +25,7 @@ from meshwise.precision.dtype_policy import Precision
 class StorageConfig:
     """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and axes whose ranks hold replicas.
 
-    `sync_axes`: axes whose ranks hold replicas that agree across steps; each of them counts and saves its parameters.
-    """
+    `sync_axes`: axes whose ranks hold replicas that agree across steps; each counts and saves its parameters."""
 
     reduction: Reduction = ZERO[0]
     precision: Precision = dataclasses.field(default_factory=Precision)

@@ -270,8 +270,7 @@ class DataParallel:
     def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:
         """Yield (row, full tensor) of each trainable parameter of this rank, in table order (collectives).
 
-        `owned` returns values of the elements of a bucket that this rank updates, (elements,), such as gradients. One
-        unit is gathered at a time."""
+        `owned` returns values of the elements of a bucket that this rank updates, (elements,), as gradients."""
         for unit in self.units:
             values: dict[str, Tensor] = {}
             for bucket in unit.buckets:

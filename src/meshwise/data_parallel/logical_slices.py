@@ -6,14 +6,8 @@ Each parameter has an owner among the ranks that hold parts of it. A wave has on
     | owner 0 | gather a | f(a), gather c | send a, f(c) | send c |
     | owner 1 | gather b | f(b), gather d | send b, f(d) | send d |
 
-The largest remaining parameter goes to the owner with the fewest elements so far. Elements that all G ranks send for a
-parameter of n elements, if k tensors are gathered (its gradient, or the parameter too); a column is one all-to-all:
-
-    |                               to the owner     from the owner
-    | split over all G ranks        k n (G-1)/G      n (G-1)/G
-    | whole on each rank (zero=0)   none, no call    n (G-1)
-
-With copies, as along dp under zero=0, the copy nearest to the owner sends.
+The largest remaining parameter goes to the owner with the fewest elements so far. docs/large_batch.md has the elements
+that all ranks send ("Optimizers"). With copies, as along dp under zero=0, the copy nearest to the owner sends.
 
 `exchange_momenta` sums momenta of R ranks through a codec. Rank r sends beta m / R + (1 - beta) g_r plus its error. The
 g_r add up to the gradient. m is the momentum before; zero=1 keeps a full copy, gathered before the first exchange."""
@@ -206,7 +200,7 @@ class LogicalSlices(LogicalTensors):
     """`LogicalTensors` that an optimizer receives as `logical` under a plan.
 
     `squared_norms` is one all-reduce of one fp64 number for each trainable parameter, over all axes but `sync_axes`.
-    The table of the file has the bytes of `map_whole`."""
+    docs/large_batch.md has the elements that `map_whole` sends."""
 
     def __init__(self, engine: Engine, *, sync_axes: Sequence[str] = ()) -> None:
         self._engine = engine

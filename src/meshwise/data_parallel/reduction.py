@@ -288,17 +288,15 @@ class CodecReduction(Reduction):
                 error.zero_()
             return super().start(gradients, into=into, peers=peers)
         if not self.shards_updates:
-            return ReducedPart(
-                self._send(gradients, peers, lambda sums: self._share(sums, gradients, peers)), gradients
-            )
+            sent = self._send(gradients, peers, lambda sums: self._share(sums, gradients, peers))
+            return ReducedPart(sent, gradients)
         target = gradients[peers.shard] if into is None else into
         return ReducedPart(self._send(gradients, peers, target.copy_), target)
 
     def _send(self, gradients: Tensor, peers: ReducingRanks, done: Callable[[Tensor], Any]) -> Work:
         """Start to send each rank its encoded shard; at the end call `done` with the sum of this rank's shard.
 
-        With several nodes, a rank sums, inside its node, the shards of all ranks with its index in their nodes. Then it
-        sends each of these ranks its sum."""
+        With several nodes, a rank first sums, inside its node, the shards of ranks with its index in their nodes."""
         far = [axis for axis in peers.axes if axis not in peers.near]
         nodes, size = peers.world.group(far).size, len(gradients) // peers.size
         packed = self._encoded(gradients, peers, name="error", start=0, nodes=nodes)

@@ -7,22 +7,11 @@ before. A checkpoint sees only rectangles, such as rows 3 to 7 of `head.weight`.
     | shard of rank 1        |<-------------------->|
     | stored slices          | a.weight   | b.weight|                   a matrix gives up to three rectangles each
 
-The slot of a tensor is its kind, for some kinds with a key after a slash:
-
-    | parameter            the parameter, in the dtype of its master
-    | optimizer/exp_avg    optimizer state of the shape of the parameter
-    | scalar/step          optimizer state that is a tensor of one element
-    | number/step          optimizer state that is a Python number
-    | whole/layout         state of a parameter that one rank computes whole (JSON, as bytes), with the numbers of its
-    |                      tensors whole/0, whole/1, …, which may have any shape
-    | reduction/error      state of the reduction, of the shape of the parameter
-    | buffer               a persistent buffer of the module
-
-A complex tensor is stored as `torch.view_as_real` of it, with a last dim of 2.
+The slot of a tensor is its kind, for some kinds with a key after a slash (`optimizer/exp_avg`). docs/checkpoints.md has
+a table of all kinds, before the name of the parameter. A complex tensor is stored as `torch.view_as_real` shows it.
 
 A checkpoint also fills optimizer state that does not exist yet. The parameters exist before a load, but the optimizer's
-state only after its first step. It is created slice by slice from the checkpoint's index, so a rank never allocates
-more than its plan needs."""
+state only after its first step. It is created slice by slice from the index: a rank allocates what its plan needs."""
 
 import dataclasses
 import json
@@ -47,7 +36,7 @@ class StoredSlice:
     """A rectangle of a logical tensor, and this rank's tensor that stores its elements.
 
     | name     name of the parameter or buffer
-    | slot     kind of the tensor, see the table of the file
+    | slot     kind of the tensor, see docs/checkpoints.md
     | shape    full shape of the logical tensor
     | tensor   the elements of the rectangle, in its shape: a view, so writing to it changes the stored values
     | stable   True if only an optimizer step changes the tensor"""
@@ -421,10 +410,9 @@ class CheckpointRefill:
 
     def _number_device(self, parameter: nn.Parameter) -> torch.device:
         """Return the device of a parameter's scalar state: the parameter's if fused or capturable, else the CPU."""
-        for group in self._optimizer.param_groups:
-            if any(parameter is member for member in group["params"]):
-                return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-        raise AssertionError("the optimizer does not have the slice")
+        groups = self._optimizer.param_groups
+        group = next(group for group in groups if any(parameter is member for member in group["params"]))
+        return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _some(names: list[str]) -> str:

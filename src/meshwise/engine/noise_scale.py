@@ -7,8 +7,7 @@ The gradient G_b of a micro-batch of a replica (b samples) differs from the step
     scale  = tr(Σ) / |G|²                           in samples; about the critical batch
 
 |G_b|² is the mean over all B/b micro-batches. A hook adds up the squared norm of each gradient of this rank. Both
-norms, by layer, are part of the step's own all-reduce. Parameters whose gradient of a micro-batch is spread over ranks
-are left out: norms under `sequence_parallel`, weights that several stages hold. All micro-batches weigh the same."""
+norms, by layer, are part of the step's own all-reduce. docs/large_batch.md has the parameters that are left out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,9 +65,8 @@ class NoiseMeter:
                 if here and bucket.counts:
                     layer = self.layers.index(layer_of(piece.row.name))
                     self._measured.append((bucket, piece, layer))
-                    self._handles.append(
-                        parameter.register_post_accumulate_grad_hook(partial(_add_square, self._small[layer]))
-                    )
+                    add = partial(_add_square, self._small[layer])
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(add))
 
     def begin(self) -> None:
         """Begin a step."""

@@ -1,15 +1,7 @@
 """A step whose forwards, losses and backwards the caller runs: `Trainer.open_step` opens it.
 
-    | with trainer.open_step() as step:
-    |     inputs, labels = step.rows(batch)                              # this rank's rows of the global batch
-    |     output = step.forward(inputs)
-    |     loss = step.mean(cross_entropy(output, labels, reduction="sum"), len(labels))
-    |     step.backward(loss)                                            # again for each further loss
-    |     step.clip(1.0)
-    |     result = step.update()                                         # or step.skip()
-
-`mean` is the mean over the rows of all ranks, and the same number on every rank. Each rank differentiates its own rows
-only. So `backward` gives the gradient of the whole batch for any loss made from means, as on one process."""
+docs/api.md has an example. `mean` is the mean over the rows of all ranks, and the same number on every rank. Each rank
+differentiates its own rows only. So for any loss made from means, `backward` gives the gradient of the whole batch."""
 
 import dataclasses
 import zlib
@@ -94,8 +86,7 @@ class OpenStep:
     def through(self, trainer: Any, *arguments: Any, **given: Any) -> Any:
         """Return the output of another trainer's model, such as a discriminator, for this rank's rows.
 
-        The backward of this step runs through that model, and discards the gradients of its parameters. Raises
-        PlanError for a trainer with pp."""
+        The backward of this step runs through that model, and discards its gradients. PlanError for pp."""
         runner = trainer.whole_runner("step.through")
         return self._run(runner, lambda model: runner.task.call(model, (arguments, given)), (arguments, given))
 

@@ -159,8 +159,7 @@ def parallelize(
 
     A given module is used, not copied; with pp, its parameters become NaN, because the stages hold the values.
 
-    Raises PlanError when the plan does not fit the world or the model, and ValueError for a model, optimizer or option
-    that cannot work."""
+    Raises PlanError if the plan does not fit world or model, ValueError for a wrong model, optimizer or option."""
     options = options or Options()
     plan = Plan.of(plan)
     world = world or connect()
@@ -336,7 +335,6 @@ class ParallelSetting:
     scheme: SyncScheme | None
     """How replicas agree across steps; None under `sync=step`, and with servers."""
     routers: RouterUpdates
-    """Updates of the routers' buffers after a step."""
     parts: Mapping[str, Part] = dataclasses.field(default_factory=dict)
     """Role in tensor parallelism of each module, by name; empty without tp."""
     mixtures: Mapping[str, Mixture] = dataclasses.field(default_factory=dict)

@@ -65,8 +65,7 @@ def cut_source(
     """Run the model on one micro-batch of the batch `example`, and return the cut that `make` (from `cutter`) makes.
 
     The example is copied to the model's device, or to `device` for a model without values. A model with values also
-    computes the `loss`, if there is one. Raises PlanError without an example, for an example without rows, and when the
-    model cannot be cut."""
+    computes the `loss`, if there is one. Raises PlanError without an example with rows, or for a model without cut."""
     if example is None:
         raise PlanError(f"pp={plan.pp}: to be cut, the model must run once; give a batch: Options(example=batch)")
     if not tree.row_count(example):

@@ -256,4 +256,3 @@ def _absent(output: Any) -> str:
 
 
 MicrobatchRunner: TypeAlias = WholeModelRunner | StagedRunner
-"""An object that runs the micro-batches of a rank."""

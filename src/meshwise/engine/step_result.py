@@ -289,11 +289,9 @@ class UpdateRecipe:
     nonfinite: SkipPolicy
     precision: Precision
     routers: RouterUpdates
-    """Updates of the routers' buffers after a step."""
     scale: LossScale | None = None
     """Loss scale of the first step; None for a precision without one."""
     noise: bool = False
-    """True if each step measures its gradient noise."""
 
 
 def check_count(count: float) -> None:

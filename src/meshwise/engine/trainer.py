@@ -306,8 +306,7 @@ class Trainer:
 
         Without `split`, each rank computes all rows of its own `batch`. With `split`, `batch` is a global batch: each
         rank computes a part, and gets the output of all rows, in order and each once. The output holds full tensors,
-        which one rank alone may read. With pp, raises PlanError for an output tensor that the last stage does not have.
-        """
+        which one rank alone may read. With pp, raises PlanError for an output tensor that the last stage lacks."""
         with torch.no_grad(), eval_mode(self.model):
             if not split:
                 return self._runner.predict(batch)
@@ -364,8 +363,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the full parameters and persistent buffers by name, as CPU tensors on rank 0; {} on other ranks.
 
-        Every rank calls it. Names and values are as in `model.state_dict()` on one process; tied names share a tensor.
-        """
+        Every rank calls it. Names and values are as in `model.state_dict()` on one process; tied names share one."""
         found: dict[str, Tensor] = {}
         persistent = set().union(*self.world.exchange({held.name for held in buffers(self.modules)}))
         aliases = {row.name: row.aliases for row in self.table.rows}
@@ -427,8 +425,7 @@ class Trainer:
         | keep_last   number of valid checkpoints beside `folder` to keep; the save removes older ones. None: keep all.
         |             Only names that end with a number count, as step-100: `best` and `last` are never removed
 
-        Raises SaveError on every rank when this save (with `wait`) or the save before failed. Earlier checkpoints are
-        not changed by a failed save."""
+        Raises SaveError on every rank if this save (with `wait`) or the one before failed, and keeps earlier ones."""
         self._refuse_averaged()
         if self._average is None:
             for state in self.optimizer.state.values():

@@ -7,12 +7,8 @@ ZeRO cuts a tensor in row-major order, between any two elements. Checkpoints sto
 rectangles of the full tensor (`rectangles`), so any other plan can load them.
 
 `token_order` splits a sequence over ranks. `TokenRanges` holds the global positions of some tokens as ranges, so a few
-numbers describe any length. Under a causal mask a token's work grows with its position. So two of the orders give each
-rank early and late tokens:
-
-    | contiguous   rank r has block r of N
-    | zigzag       rank r has blocks r and 2N-1-r of 2N (Llama 3, arXiv 2407.21783)
-    | striped      rank r has the tokens r, r+N, r+2N, … (striped attention, arXiv 2311.09431)"""
+numbers describe any length. Under a causal mask a token's work grows with its position. So the orders `zigzag` and
+`striped` give each rank early and late tokens. docs/context.md has the tokens of each rank in every order."""
 
 import itertools
 import math
@@ -184,8 +180,7 @@ class Layout:
         does not divide, the first parts have one grain more. If several axes split a dim, the second axis splits each
         part of the first axis. A part is empty if there are more ranks than grains.
 
-        Raises ValueError if the number of dims differs, the mesh lacks an axis, or a dim does not fit its `DimSplit`.
-        """
+        Raises ValueError if the number of dims differs, the mesh lacks an axis, or a dim does not fit `cuts`."""
         bounds = self._bounds(tuple(shape), mesh=mesh, rank=rank)
         return tuple(
             Rectangle(tuple(start for start, _ in corner), tuple(stop - start for start, stop in corner))

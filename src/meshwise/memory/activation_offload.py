@@ -11,9 +11,7 @@ forward continues, and come back before the backward needs the tensor:
             copies on the compute stream, which then waits for every copy.) Nothing moves if the CPU computes.
     disk    through a few aligned buffers into the swap file, by the file's threads; with a GPU the buffers are pinned
 
-A storage moves once for all saved tensors in it: queries, keys and values are three views of one product. It comes back
-with the same bytes, and its tensors with the same strides. Parameters, buffers and small tensors stay. A recomputed
-block saves only its inputs, so only they move.
+A storage moves once for all saved tensors in it. docs/memory.md has what moves and what stays ("Activations").
 
 A `StorageMover` moves the storages: `DiskMover`, `HostMover` to a GPU's host, or `RehearsedMover`, which only counts
 bytes. `activation_tier` makes the mover of a plan's tier."""
@@ -237,7 +235,6 @@ class RehearsedMover(StorageMover):
     def __init__(self, transfers: ActivationTransfers) -> None:
         self.device = torch.device("meta")
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
-        """Called with each buffer when the buffer is made."""
         self._most = transfers.staged
         self._buffers: list[Tensor] = []
 
@@ -340,8 +337,7 @@ def activation_tier(
 ) -> ActivationTier | None:
     """Return the `ActivationTier` for `tier` (`device`, `cpu` or `disk`); None if activations stay on the device.
 
-    `streams`: of the device that computes. The tier `cpu` moves nothing unless this is a GPU. Raises TierError if no
-    swap file can be made."""
+    `streams`: of the device that computes; if it is no GPU, the tier `cpu` moves nothing. Raises TierError."""
     device = streams.device
     if tier == "device" or (tier == "cpu" and device.type != "cuda"):
         return None

@@ -52,8 +52,7 @@ class RecomputedBlocks:
     def names(self, module: nn.Module) -> list[str]:
         """Return the names of the modules to recompute in the whole model `module`.
 
-        The list is empty if the plan neither recomputes nor has a budget. Raises PlanError for a model without blocks.
-        """
+        The list is empty if the plan neither recomputes nor has a budget. Raises PlanError if a model has no blocks."""
         if self._plan.recompute == "none" and not self._plan.budget:
             return []
         if self._patterns:

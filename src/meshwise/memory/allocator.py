@@ -5,8 +5,7 @@ its own mapping, which returns to the system when the tensor is freed. Freed ten
 user's model beside the buckets with its values, and activations beside the optimizer's new state. Such holes are too
 small for later activations, and count in every memory peak.
 
-From the second step on, freed memory is kept, and each step reuses the memory of the step before. Memory that was
-returned costs more: the system clears each of its pages again, and the cache misses them. docs/memory.md has the cost.
+docs/memory.md says why freed memory is kept from the second step on ("Freed memory").
 
 An out-of-memory error itself names only the bytes of the allocation that failed, not the tensors that filled the
 memory. `memory_errors_explained` adds a note with this rank's memory by category to an error of a user's script."""

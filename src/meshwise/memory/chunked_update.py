@@ -1,11 +1,8 @@
 """Update parameters in chunks, while the next chunks are read from their tier.
 
 An elementwise optimizer can update any part of its parameters alone, because torch's optimizers skip parameters without
-a gradient. So one optimizer holds the state of all parameters, as without offloading, and steps once per round:
-
-    round 0    read │ update │ write
-    round 1         │ read   │ update │ write
-    round 2                  │ read   │ update │ write          three staging buffers: one in each column
+a gradient. So one optimizer holds the state of all parameters, as without offloading, and steps once per round.
+docs/memory.md has a picture of the rounds ("The update"): three staging buffers are read, updated and written.
 
 A round has as many chunks as fit into a staging buffer. If nothing is offloaded, one round holds all chunks.
 `ChunkedUpdate.step` runs all rounds, when the gradients of all buckets have been reduced.
@@ -183,8 +180,7 @@ class ChunkedUpdate:
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update every chunk by its gradient, in the same order on every rank; then call `done` for the chunk.
 
-        Raises TierError if a tier fails. Then some parameters are updated, and a checkpoint must be loaded (`check`).
-        """
+        Raises TierError if a tier fails. Then some parameters are updated: a checkpoint must be loaded (`check`)."""
         self.check()
         self._tiers.settle()
         self.broken = True

@@ -15,10 +15,9 @@ remembers. Only the module's `forward` is repeated, so hooks on the block itself
 the repetition, norms update copies of their running statistics, because the first forward has updated the real ones.
 A block that writes to another buffer is refused, because its repeated forward might read the changed buffer.
 
-A block may receive an object (a list, a dict, an instance of a class) and change it in its forward. For example, a
-decoder of the transformers library writes its keys and values into the cache that it receives. A repeated forward
-would find them there, and append them again. So during the repetition the object has its earlier content
-(`InputContainers`); afterwards its present content is restored. A tensor changed in place is not restored."""
+A block may receive an object (a list, a dict, an instance of a class) and change it in its forward, such as the cache
+of a decoder. During the repetition the object has its earlier content (`InputContainers`); afterwards its present
+content is restored. A tensor changed in place is not restored."""
 
 import contextlib
 import functools

@@ -1,11 +1,6 @@
 """Modes of recomputation: the outputs that `selective` keeps, the cost of each mode, and the choice of modes.
 
-| mode        | bytes that a block keeps             | extra seconds of its backward (measured by `recompute.py`) |
-|-------------|--------------------------------------|------------------------------------------------------------|
-| `none`      | all tensors that autograd saves      | none                                                       |
-| `selective` | its input and its matrix products    | its forward without these products                         |
-| `full`      | its input                            | its forward                                                |
-
+docs/memory.md shows what a block keeps in each mode ("Recomputation"). `recompute.py` measures the extra seconds.
 `choose_modes` chooses the modes that fit a memory budget. Most bytes that a block saves are cheap to compute: the
 scores, softmax and dropout of attention, norms, activation functions. Most of its time goes into products with weights,
 whose outputs are comparatively small (Korthikanti et al., arXiv 2205.05198, section 4). So under `selective` the

@@ -11,8 +11,7 @@ The kernel keeps the mapping and the direct transfers coherent.
                                           │ ▼
     memory          a buffer, aligned to 4096 bytes like the file
 
-The file has no name, so the system frees it when the process ends for any reason, and no other process can remove it.
-Its space is reserved as it grows, so a full disk raises an error at an allocation, not at a later write.
+docs/memory.md says why the file has no name, and why its space is reserved at an allocation ("Disk").
 
 Reading ahead without a limit would hold the whole model in memory, and the tier `disk` would save nothing. So a read
 or a write takes a buffer from a `BufferPool` of limited size. A buffer is free again when its content is written or no

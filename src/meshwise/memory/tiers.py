@@ -1,11 +1,8 @@
 """Store parameters, masters, gradients and optimizer state on their tiers, and move them to the device and back.
 
-    | tier      if the rank computes on a GPU                       if it computes on the CPU
-    | device    memory of the GPU                                   memory of the host
-    | cpu       pinned memory of the host; copied on two separate   memory of the host, so nothing moves
-    |           CUDA streams, one for each direction
-    | disk      the rank's swap file; data passes through           the same, with ordinary staging buffers
-    |           pinned staging buffers
+The tier `cpu` is pinned memory of the host if the rank computes on a GPU. Its copies run on two separate CUDA streams,
+one for each direction. On a CPU it is the same memory, so nothing moves. Data of the tier `disk` passes through staging
+buffers, which are pinned beside a GPU, to and from the swap file of the rank.
 
 A tensor on any tier can be read and filled like any other tensor; `bring` and `store` are faster. If nothing is
 offloaded, `Tiers` moves nothing."""
@@ -75,7 +72,6 @@ class Tiers:
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
         self.on_new_buffer: Callable[[Tensor], None] = lambda _: None
-        """Called with each staging buffer when the buffer is made (at its first use)."""
         self.disk_bytes: Counter[str] = Counter()
         """Bytes that `empty` has allocated on disk, by kind: `params`, `masters`, `gradients` or `optimizer`."""
         self._largest = 0

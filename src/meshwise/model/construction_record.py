@@ -53,7 +53,6 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.torch_private import LightDispatchMode, without_dispatch_modes, written_arguments
 
 CPU = torch.device("cpu")
-"""The device on which values are computed."""
 CONSTRUCTION = "(construction)"
 """Name that seeds random numbers which the constructor reads before they belong to a named tensor."""
 
@@ -73,7 +72,6 @@ class ConstructionOperation:
     reads: tuple[int, ...]
     """Identities of the storages whose earlier values the operation reads."""
     random: bool = False
-    """True if the operation draws random numbers."""
     uninitialised: bool = False
     """True if the results are memory that was never written (`torch.empty`)."""
     shapes_only: bool = False
@@ -212,7 +210,6 @@ def _as_laid_out(was: Tensor, got: Tensor) -> Tensor:
 
 
 META = torch.device("meta")
-"""The device on which the constructor's tensors are made."""
 
 _OVERWRITING = frozenset(
     f"aten::{name}_"

@@ -44,13 +44,10 @@ class ParameterRow:
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     dtype: torch.dtype
-    """Dtype in the module."""
     trainable: bool
-    """True if the parameter gets a gradient."""
     aliases: tuple[str, ...]
     """Other names of the same parameter, if it is tied."""
     unit: str
-    """Name of its unit."""
     options: tuple[tuple[str, Any], ...]
     """Optimizer options that differ from the optimizer's defaults, as (key, value), sorted by key."""
     layout: Layout

@@ -21,8 +21,7 @@ on the stack. Its first module gets the place of its call in the first forward. 
 called in two places, or if the repeated function is no module: then the place is ambiguous.
 
 A mask takes about forty operations, whatever its size, so for a small tensor nearly all time goes into starting them.
-Its bits depend on a key and on indices alone, and a step mostly repeats the draws of the step before. So when a step
-begins, small masks of equal slices are drawn together. A mask that the last step did not draw is drawn when needed."""
+So the small masks of equal slices that the step before drew are drawn together when a step begins."""
 
 import contextlib
 import functools
@@ -443,8 +442,7 @@ class RandomDraws:
         """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped.
 
         `scores`: the tensor has attention scores, and its dim 0 is samples or samples · heads. The slice
-        has at least two dims: first samples (start -1: the tensor has none), then the dims that are split or above 1.
-        """
+        has at least two dims: first samples (start -1: the tensor has none), then dims that are split or above 1."""
         region, visit = self._region, self._stack[-1].visit or _OUTSIDE
         rows = self._rows.further(region.rank_offset) if self._rows.further and region.rank_offset else self._rows
         cuts, first, count = region.hidden, rows.first, rows.count

@@ -87,7 +87,6 @@ _BOUND = 1e-3
 """Largest difference of two updates that rounding explains, relative to the largest update."""
 
 OptimizerClass: TypeAlias = type[torch.optim.Optimizer]
-"""A class of torch optimizers, such as `torch.optim.AdamW`."""
 
 NEED_WHOLE_TENSORS: Mapping[str, str] = {
     "Adafactor": "it factors the second moment of a matrix into rows and columns",

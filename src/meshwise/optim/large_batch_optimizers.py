@@ -1,9 +1,8 @@
 """Optimizers that need norms or matrices of whole parameters: LARS, LAMB and Muon.
 
 Muon replaces the matrix of a momentum by a nearly orthogonal one (Jordan, 2024; Liu et al., arXiv 2502.16982). Each
-matrix is orthogonalised on one rank, by a Newton-Schulz iteration. torch.optim.Muon iterates in bfloat16, where a
-difference of 1e-16 in a gradient may flip a rounding, so that two plans differ by 1e-2. Here the iteration runs in the
-dtype of the gradient; `dtype="bfloat16"` gives torch's numbers.
+matrix is orthogonalised on one rank, by a Newton-Schulz iteration in the dtype of the gradient. In bfloat16, as in
+torch.optim.Muon, a difference of 1e-16 may flip a rounding, so that two plans differ by 1e-2.
 
 LARS and LAMB have a rate for each parameter, from the norms of the whole parameter and of its update:
 

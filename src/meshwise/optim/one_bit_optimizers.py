@@ -7,10 +7,7 @@ the codec. e_r and e: the codec's errors in earlier steps, on replica r and on t
     | encoded    m <- C(e + Σ C(e_r + beta1 m / R + (1 - beta1) g_r)),   v stays
     | both       w <- w - lr (m̂ / (sqrt(v̂) + eps) + decay w)
 
-    | class         exact steps                                                     paper
-    | OneBitAdam    the first `warmup`; they are AdamW's                            Tang et al., arXiv 2102.02888
-    | OneBitLAMB    the first `warmup`; they are LAMB's                             Li et al., arXiv 2104.06069
-    | ZeroOneAdam   up to `warmup`: `kappa` times the next, then every 2nd, 4th …   Lu et al., arXiv 2202.06009
+docs/synchronisation.md has the exact steps and the paper of each class.
 
 m̂ and v̂ have Adam's bias correction. A sign cannot be 0, so an element with small gradients gets an m as large as the
 mean of its block in the codec. So from the first encoded step on, m̂ / (sqrt(v̂) + eps) is clamped to ±`limit`, and 0 if

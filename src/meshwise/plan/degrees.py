@@ -39,7 +39,6 @@ GRIDS: Mapping[str, TensorGrid] = {
     "2.5d": TensorGrid("depth row col", 2, "tp_depth times a square number of", ("depth", "row")),
     "3d": TensorGrid("i j l", 3, "a cubic number of", ("i", "j")),
 }
-"""Grid of tp's ranks by `tp_mode`."""
 
 
 def expert_mesh(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None:

@@ -111,9 +111,7 @@ class Key:
         if type(value) is not int:
             given = "auto" if value in (None, "auto") else repr(value)
             example = "2G" if self.size else self.most or self.least
-            raise PlanError(
-                f"{name}={given}: {name} is a whole number, {self.range()}; write it as in '{name}={example}'"
-            )
+            raise PlanError(f"{name}={given}: {name} is a whole number, {self.range()}; write '{name}={example}'")
         if value > LARGEST_COUNT and self.most is None and not self.size:
             raise PlanError(
                 f"{name}={value}: {name} is at most {LARGEST_COUNT}. Nearest that works: '{name}={LARGEST_COUNT}'"
@@ -230,7 +228,6 @@ OFFLOAD_FORM = f"or `state:tier` joined by commas: {', '.join(OFFLOADABLE)}; {',
 """Values of `offload`, as Markdown."""
 
 WIRE_DTYPES = ("auto", "fp32", "bf16", "fp16")
-"""Values of `wire` that are a dtype."""
 WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
     {
         "int8": ("", lambda _: False),

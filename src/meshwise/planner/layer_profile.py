@@ -126,7 +126,6 @@ class ModelPieces:
     """Pieces of a model, and a smaller model with fewer equal blocks, which is rehearsed for the profiles."""
 
     whole: nn.Module
-    """The model."""
     finest: ModelCut
     """Cut of the model with one piece per stage."""
     model: nn.Module

@@ -42,7 +42,6 @@ class PlanFigures:
     """Time and memory of a plan: lower bounds, or after a rehearsal the predicted values."""
 
     seconds: float = 0.0
-    """Seconds of a step."""
     memory: int = 0
     """Bytes on the fullest rank, including the memory of libraries."""
     bubble: float = 0.0

@@ -1,16 +1,11 @@
 """Search a plan space for the fastest plans: estimate all plans cheaply, and rehearse only plans that may be best.
 
-A plan gets up to five estimates (`EstimateLevel`), each more exact and more expensive than the last one:
+A plan gets up to five estimates (`EstimateLevel`), each more exact and more expensive than the last one. The last one
+is a rehearsal; the others are lower bounds. docs/planner.md has a table of them ("The search").
 
-    | 0  counted     from a profile of the model without tensor parallelism, scaled   microseconds
-    | 1  scaled      from a profile with the plan's tensor parallelism, scaled        seconds once per profile
-    | 2  profiled    from a profile with the plan's own key                           seconds once per profile
-    | 3  timed       from the profile of level 2, and the table of the schedule       milliseconds
-    | 4  rehearsed   from a rehearsal of the plan                                     seconds
-
-Estimates 0 to 3 are lower bounds. The plan with the lowest time always gets its next estimate. So a rehearsed plan that
-is faster than all remaining bounds is the best plan, and the next such plan the second best. All plans that are not
-rehearsed by then have lost; their bounds show why. A plan that does not fit is replaced by plans with less memory.
+The plan with the lowest time always gets its next estimate. So a rehearsed plan that is faster than all remaining
+bounds is the best plan, and the next such plan the second best. All plans that are not rehearsed by then have lost;
+their bounds show why. A plan that does not fit is replaced by plans with less memory.
 
 A rehearsal is some seconds of Python code, so threads do not help. Its inputs are a model and the user's functions,
 which pickle may refuse. So `ForkedWorkers` forks a child for each call; the child shares the inputs with its parent.
@@ -64,7 +59,7 @@ UNDIVIDED: Mapping[str, Any] = MappingProxyType(
 
 
 class EstimateLevel(IntEnum):
-    """Exactness of a plan's current estimate, see the table at the top of the file; `STARTED`: no estimate yet."""
+    """Exactness of a plan's current estimate, see docs/planner.md; `STARTED`: no estimate yet."""
 
     STARTED = -1
     COUNTED = 0
@@ -112,11 +107,9 @@ class SearchResult:
     limit: float
     """Bytes that a rank may use."""
     candidates: dict[Plan, Candidate] = field(default_factory=dict)
-    """All plans that were considered."""
     proven: int = 0
     """Number of plans, from the start of `best()`, that no plan without a rehearsal can beat."""
     rehearsals: int = 0
-    """Number of rehearsals that were started."""
     _rehearsed: dict[Plan, Candidate] = field(default_factory=dict)
 
     def note(self, candidate: Candidate) -> None:
@@ -140,8 +133,7 @@ def search(
 ) -> Iterator[SearchResult]:
     """Search for the fastest plans. After each change and at the end, yield the same result object.
 
-    `limit`: bytes that a rank may use. If no plan fits, plans that offload state are tried too. If the iterator is
-    closed, the worker processes end."""
+    `limit`: bytes that a rank may use. If no plan fits, plans that offload state are tried too."""
     with PlanSearch(subject, cluster=cluster, space=space, limit=limit, effort=effort) as searching:
         yield from searching.run(tiers=False)
         if not searching.result.best():

@@ -1,21 +1,7 @@
 """List the plans that a search tries; values that are never better than another value are left out.
 
-| key | values that are tried |
-|---|---|
-| `tp` | divisors of the ranks within a node; `1d` with and without sequence parallelism, and every possible grid |
-| `pp`, `virtual_stages` | divisors of the ranks, with at most as many stages as the model has pieces |
-| `cp` | 1, or the least that leaves a row to each rank; more, in place of dp, if the plan without does not fit |
-| `dp` | the remaining ranks |
-| `ep` | for a mixture: 1, and the most ranks of `dp` and `tp` that divide its experts, within a node and at all |
-| `etp` | for a mixture: 1, and all ranks of `tp` |
-| `microbatches` | numbers that leave 1, 2, 4 or 8 rows to a micro-batch; for pp=1 also one micro-batch |
-| `schedule` | 1f1b, interleaved, and schedules that split the backward |
-| `partition` (cut) | even in predicted time; if that does not fit, even in memory |
-| `zero` 0, 1 and 3 | all: 0 updates more on every rank, 1 gathers at the end, 3 gathers more often but with overlap |
-| `shards` | with zero, all ranks of dp, and those within a node |
-| `zero` 2, `recompute`, `offload` | only if the plan without them does not fit, because they save no time |
-
-Plans that the compatibility table refuses are left out, and schedules that do not exist for these numbers."""
+docs/planner.md has the values of each key, and why other values are left out ("Candidates"). Plans that the
+compatibility table refuses are left out too, and schedules that do not exist for these numbers."""
 
 import contextlib
 import dataclasses
@@ -111,9 +97,8 @@ class PlanSpace:
         """Yield plans with less memory: one key has its next value (with `tiers` also `offload`), or cp replaces dp."""
         for key, values in {**LEANER, **(TIERS if tiers else {})}.items():
             now = getattr(plan, key)
-            useless = (key == "zero" and plan.dp == plan.cp == 1) or (
-                key == "partition" and (plan.pp == 1 or self.stages)
-            )
+            uncut = plan.pp == 1 or self.stages
+            useless = (key == "zero" and plan.dp == plan.cp == 1) or (key == "partition" and uncut)
             if key in self.fixed or now not in values or useless:
                 continue
             for value in values[values.index(now) + 1 :][:1]:

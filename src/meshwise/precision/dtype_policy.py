@@ -4,14 +4,11 @@ They follow from two keys of the plan alone, `precision` and `wire`. docs/precis
 `Trainer.precision` reports the dtypes that the tensors of a rank really have.
 
 The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them (Micikevicius et
-al., "Mixed Precision Training", arXiv 1710.03740). `LossScale` is the loss scale of fp16 (section 3.2 there);
-docs/precision.md has its rules.
+al., arXiv 1710.03740). `LossScale` is the loss scale of fp16 (section 3.2 there); docs/precision.md has its rules.
 
-A model that is only cast to bf16 fails at the first tensor in another dtype. docs/precision.md has the three rules that
-make a plain model work unchanged: for stored parameters, for the inputs of modules, and for products between modules.
-On the CPU autocast converts products. On CUDA autocast would also compute norms, softmax and sums in fp32, and pay
-casts and memory for it. There a mode converts the operands of products alone (`ProductCasts`). torch's kernels for
-norms and softmax compute statistics in fp32 for any input, and so do the split layers of this library."""
+docs/precision.md has the three rules that make a plain model work unchanged ("Stored and computed dtypes"). On CUDA
+autocast would also compute norms, softmax and sums in fp32, and pay casts and memory for it. There a mode converts the
+operands of products alone (`ProductCasts`)."""
 
 import contextlib
 import math

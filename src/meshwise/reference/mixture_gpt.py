@@ -4,18 +4,9 @@
      │                                                     │
      └───────────── tokens (B·T, width) ───────────── experts ── x (B, T, width)
 
-The router scores every expert for every token, and chooses in one of four ways:
-
-    | top-k          the k experts of the largest scores (Switch: k = 1, Fedus et al., arXiv 2101.03961)
-    | noisy          top-k of scores with learned noise (Shazeer et al., arXiv 1701.06538, section 2.1)
-    | expert-choice  each expert takes its best tokens of a sequence (Zhou et al., arXiv 2202.09368)
-    | biased         top-k of scores plus a bias per expert, for the choice alone (Wang et al., arXiv 2408.15664)
-
-Losses keep the load even and the scores small. They have one value for each token, so that no plan changes their sum:
-
-    | balance, over each sequence     DeepSeek-V3, arXiv 2412.19437, equations 17 to 20
-    | balance, over the global batch  Qiu et al., arXiv 2501.11873, with the shares of experts in the step before
-    | z                               square of the log-sum-exp of the scores (ST-MoE, arXiv 2202.08906, equation 5)
+The router scores every expert for every token, and chooses in one of four ways. Losses keep the load even and the
+scores small. They have one value for each token, so that no plan changes their sum. docs/experts.md has the ways and
+the losses with their papers ("Which models").
 
 The index `experts` (one past the last expert) means no expert. With a capacity, a token that comes to an expert after
 the expert is full gets this index. Only tokens of the same sequence count, so sequences do not affect each other."""

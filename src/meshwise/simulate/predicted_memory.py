@@ -3,12 +3,10 @@
 The first step allocates the optimizer's state. The peak is the peak of the second step, which starts with that state.
 `memory_of` returns the memory of a rehearsed plan, and `memory_table` shows it.
 
-An out-of-memory error names only the bytes of the last allocation. `memory_advice` rehearses the plan to predict its
-memory by category. Then it rehearses plans that need less memory, from the cheapest change to the most expensive one,
-until a plan fits the available memory. `needs` does the same before a run.
-
-If a process exceeds the memory of its machine or cgroup, the system kills it without an error. Then the process
-that started it explains the end with this file (`cli/train_command.py`).
+`memory_advice` explains an out-of-memory error: docs/memory.md shows what it prints. It rehearses the plan, and then
+plans that need less memory, from the cheapest change to the most expensive one, until a plan fits. `needs` does the
+same before a run. The process that started a rank that the system has killed uses this file too
+(`cli/train_command.py`).
 
 On a GPU `room_left` returns the free memory of the device (`comm/api/streams.py`). On a CPU it returns the smallest of:
 

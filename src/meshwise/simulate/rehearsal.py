@@ -1,27 +1,16 @@
 """Rehearse a plan: run `parallelize` and two steps of the training code on meta tensors, for one rank of each kind.
 
-`RehearsalSubject` has all that `parallelize` gets, except the plan. `rehearse` runs these parts:
-
-| equal parts | the part that runs |
-|---|---|
-| ranks that differ in dp, tp or cp only | the first of these ranks |
-| stages that do the same work (`rehearsed_ranks`) | the first of these stages |
-| micro-batches between the first and the last | one of these micro-batches |
-| steps after the first, which allocates the optimizer's state | the second step |
+`RehearsalSubject` has all that `parallelize` gets, except the plan. `rehearse` runs one of all equal ranks, stages,
+micro-batches and steps. docs/simulation.md has a table of them ("What is rehearsed").
 
 The tape of a rank has the memory that exists after the plan is applied. It also has every operation, call and
 allocation of two steps (`tape_recorder.py`).
 
-`MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans:
-
-    | batch of the user       batch of the rehearsal      values kept
-    | input_ids   [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
-    | mask        [6, 10]     [8, 10] on meta             rows 0 1 2 3 4 5 0 1
-    | images      [6, 3, 9]   [8, 3, 9] on meta           none
+`MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans. If
+the rehearsal needs more rows than the batch has, kept values repeat the batch's rows: six rows become 0 1 2 3 4 5 0 1.
 
 A model may read masks, positions and lengths to choose a branch or a size. It rarely reads floating-point values. If it
 does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes or from integers of the batch.
-`explaining_values` explains such an error.
 
 A rehearsal raises the errors of the training code with the same messages. It cannot raise errors that depend on values:
 a loss that is not finite or counts nothing, an index outside of a vocabulary."""
@@ -180,7 +169,6 @@ class TapeRecording:
     shared: bool
     """True if the ranks are processes of one host and share its memory."""
     values: tuple[tuple[Tensor, Tensor], ...]
-    """Pairs of a meta tensor of the batch and its values."""
     memo: OperationMemo = field(default_factory=dict)
 
     def tapes(self) -> tuple[Tape, ...]:
@@ -318,9 +306,7 @@ class Rehearsal:
     tapes: tuple[Tape, ...]
     """Tape for each index along pp; ranks of one kind share a tape."""
     device: Device
-    """Kind of device of each rank."""
     _steps: dict[int, tuple[TapeSegment, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """Results of `step`, by its argument."""
 
     @property
     def replicas(self) -> int:

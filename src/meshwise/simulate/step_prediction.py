@@ -66,7 +66,6 @@ class MemoryLevel:
     during: str
     """Activity of the rank under its name in the timeline; between activities, `before 0F1`."""
     device: Mapping[Category, int]
-    """Bytes by category."""
 
     @property
     def bytes(self) -> int:
@@ -80,7 +79,6 @@ class MemoryHistory:
 
     index: int
     seconds: float
-    """Seconds of the step."""
     levels: tuple[MemoryLevel, ...]
     """For equally long parts of the step, the moment with the most memory; `seconds` is the start of the part."""
 
@@ -125,7 +123,6 @@ class Prediction:
     rehearsal: Rehearsal
     cluster: Cluster
     seconds: float
-    """Seconds of a step."""
     host_seconds: float
     """Seconds at the end of the step in which every rank waits for offloaded state."""
     traffic: Mapping[str, float]
@@ -209,11 +206,8 @@ class Prediction:
             if not isinstance(entry, MemoryChange) or (entry.host and apart):
                 continue
             while (start := len(levels) * seconds / columns) <= act.at(moment) and len(levels) < columns:
-                levels.append(
-                    MemoryLevel(
-                        start, f"{act.activity}" if start >= act.start else f"before {act.activity}", dict(current)
-                    )
-                )
+                during = f"{act.activity}" if start >= act.start else f"before {act.activity}"
+                levels.append(MemoryLevel(start, during, dict(current)))
                 most = total
             current[entry.category] += entry.bytes
             total += entry.bytes

@@ -1,8 +1,7 @@
 """Define the tape of a rank: the recorded operations, collective calls and memory changes of its steps, in order.
 
 A tape consists of segments. A segment has the entries of one action of the schedule (`2F0`: stage 2, forward,
-micro-batch 0), or of one phase outside of actions (`exchange`, `update`). Most micro-batches of a step are equal, so a
-tape has only a few of them.
+micro-batch 0), or of one phase outside of actions (`exchange`, `update`). A tape has only a few of equal micro-batches.
 
 `count_operation` returns the entry of one torch operation. Flops follow torch's own formulas (2·m·k·n for a matrix
 product). Bytes are the sizes of all arguments read and tensors written; expanded elements count once. Its callers skip
@@ -95,7 +94,6 @@ class MemoryChange:
 
 
 Entry: TypeAlias = TapeOperation | TapeCall | TapeWait | MemoryChange
-"""Entry of a tape."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +143,7 @@ class Tape:
     off_device: Mapping[str, int]
     """Bytes of the rank's state off the device, by tier: `cpu`, `disk`."""
     microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)
-    """Traffic between tiers during the micro-batches of a step."""
     update_traffic: TierTraffic = field(default_factory=TierTraffic)
-    """Traffic between tiers at the update."""
 
 
 aten = torch.ops.aten

@@ -86,8 +86,7 @@ class ParameterServers:
         self._workers, self._servers = range(plan.dp), range(plan.dp, plan.dp + plan.server)
         self.serving = self._world.group(self._axis).index in self._servers
         self.sums = [0.0, 0.0, 0.0]
-        """Loss, its count, and squared norm of the mean gradient, of this worker's step; of a server, sums over the
-        messages of its step."""
+        """Loss, its count, and squared norm of the mean gradient, of this worker's step; of a server, their sums."""
         self.received = 0
         """Number of messages that `sums` of a server adds up."""
         self._pushed = False

@@ -1,16 +1,6 @@
 """The table of schemes by which replicas agree across steps (`SCHEMES`): local SGD, DiLoCo and gossip are rows.
 
-    | `sync`      | paper (arXiv)           | about             | with       | applied
-    | local       | Stich, 1805.09767       | parameters, state | all        | replace
-    |   after     | post-local, 1808.07217  | parameters, state | all        | replace
-    |   group     | hierarchical, 1808.07217| parameters        | group, all | replace
-    | slowmo      | Wang, 1910.00643        | change            | all        | outer momentum
-    | diloco      | Douillard, 2311.08105   | change            | all        | Nesterov momentum
-    |   fragments | streaming, 2501.18512   | fragment's change | all        | late, blended
-    | easgd       | Zhang, 1412.6651        | difference        | all        | elastic
-    | gossip      | D-PSGD, 1705.09056      | parameters        | neighbours | mixing matrix
-
-A new scheme is a new row. `Replicas` interprets a row, and knows no scheme by name.
+docs/local_steps.md has a table of them, with their papers. A new scheme is a new row, for `Replicas` to interpret.
 
 In gossip, replicas mix their parameters with the neighbours in a graph (docs/local_steps.md), by its weights
 (`mixing_weights`). In round k of the exponential graph, replica r takes half of replica r - 2^k mod n (Assran, arXiv
@@ -137,9 +127,7 @@ class SyncScheme:
         smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0}
         for key, least in smallest.items():
             if type(value := getattr(self, key)) is not int or value < least:
-                raise ValueError(
-                    f"sync: {key}={value!r} is not a whole number of at least {least}; write {key}={least}"
-                )
+                raise ValueError(f"sync: {key}={value!r} is no whole number of at least {least}; write {key}={least}")
         if self.state not in STATE_CHOICES:
             raise ValueError(f"sync: state={self.state!r} is none of {', '.join(STATE_CHOICES)}; write state=keep")
         if not (0 <= self.outer_momentum < 1 and 0 <= self.blend < 1 and self.outer_lr > 0):

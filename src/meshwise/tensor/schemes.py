@@ -46,7 +46,6 @@ class OperandLayoutMove:
 
 
 NO_MOVE = OperandLayoutMove()
-"""Move of an operand without a collective."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 The batch is fixed, grows with the samples read, or follows the noise scale: docs/large_batch.md draws both.
 
 The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches. `batch_factor` is the
-factor of the learning rate for a batch. `scheduler` finds a class of torch that sets the rates instead. `balanced_rows`
-gives slow replicas fewer rows."""
+factor of the learning rate for a batch. `scheduler` finds a class of torch that sets the rates instead."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -144,7 +144,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 UInt64Array = NDArray[np.uint64]
-"""Array of unsigned 64-bit integers."""
 
 
 @dataclass(frozen=True)

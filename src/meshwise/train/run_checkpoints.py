@@ -3,16 +3,10 @@
 docs/checkpoints.md shows the folder. Ranks that torchrun starts again find the folder by the run ID in its file
 `launch`, and resume from its checkpoints. Without a checkpoint, they begin as the first start did.
 
-A resumed run reads the samples and sets the learning rates of a run without interruption (`restore_run`). The trainer
-restores the model, the optimizer and (under the same plan) the random generators. In addition, a run has three counts
-that do not depend on the plan: steps done, samples read, and updates applied (which set the learning rate).
-
-The job must equal the checkpoint's job (`job_changes`). Keys that do not change the results may differ; the difference
-is printed. Any other difference is refused unless `train.accept` names its key. Data are compared by content.
+docs/faults.md says what a resumed run continues (`restore_run`), and which keys of its job may differ (`job_changes`).
 
 `RunCheckpoints` saves in the background while training continues. Rank 0 emits `Saved` when a checkpoint is complete.
-All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the end of the
-run. After a failure the older checkpoints are unchanged, and the run continues."""
+All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the run's end."""
 
 import contextlib
 import hashlib

@@ -250,8 +250,7 @@ class BoundJudge:
         """Return a mask of the elements whose gradient is so small that rounding may decide its sign; None: no element.
 
         `sides`: as in `measure`. `largest`: largest magnitude of all gradients. For such an element, an optimizer that
-        divides by the size of the gradient makes a full update. The caller then no longer compares this element of the
-        parameter, but still its gradient."""
+        divides by the size of the gradient makes a full update. So of this element only the gradient is compared."""
         gradient, *neighbours = sides
         if self.exact:
             rounding, nonzero = gradient.abs() <= self.floor(largest) * FLOAT64_BOUND, gradient != 0
@@ -270,7 +269,6 @@ class BoundJudge:
 
 
 Model = nn.Module | Callable[[], nn.Module]
-"""A module, or a function that makes one."""
 
 
 @dataclass(frozen=True)

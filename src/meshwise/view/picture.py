@@ -58,7 +58,6 @@ COLORS: Mapping[str, tuple[str, str]] = {
 UNSEEN = "gap"
 """Paint of invisible bars, which show their name when pointed at."""
 _LINES = ("faint", "grid", "ink", "limit")
-"""Paints in which lines are drawn."""
 
 
 def style() -> str:
@@ -123,13 +122,11 @@ class PictureText:
     """Middle of the line of text."""
     paint: str = "ink"
     size: float = 12
-    """Font size."""
     anchor: str = "start"
     """Part of the text that is at x: `start`, `middle` or `end`."""
 
 
 Shape: TypeAlias = Bars | PicturePath | PictureText
-"""Part of a picture."""
 
 
 def moved(shape: Shape, *, right: float, down: float) -> Shape:

@@ -47,7 +47,6 @@ PAINTS: Mapping[str, str] = {
     ActionKind.I: "input",
     ActionKind.W: "weights",
 }
-"""Paint of each kind of computation."""
 MEANINGS: Mapping[str, str] = {
     **{paint: SHADES[kind][0] for kind, paint in PAINTS.items()},
     "update": "update",

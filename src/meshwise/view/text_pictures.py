@@ -118,7 +118,6 @@ def rank_table(timeline: Timeline, *, peaks: Sequence[float]) -> str:
 
 
 MOST_RANKS = 32
-"""Most ranks in a table."""
 
 
 def expert_table(plan: Plan, *, experts: int) -> str:

@@ -90,8 +90,7 @@ def reduce_scatter(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: 
 
 def take(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
     """Return a copy of this rank's part along `dim` of an `x` that is equal on all ranks, without communication.
-    `sizes`: as in `reduce_scatter`. Backward: replicate. Raises ValueError when `sizes` does not fit `x` and the group.
-    """
+    `sizes`: as in `reduce_scatter`. Backward: replicate. Raises ValueError if `sizes` does not fit `x` or the ranks."""
     return _start("take", x, _Along.of(x, world, axes, dim=dim, sizes=sizes))
 
 

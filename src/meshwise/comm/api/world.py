@@ -1,21 +1,14 @@
 """The World: collectives between ranks along the named axes of a mesh, with one interface for every transport.
 
-    | processes               `process_world` chooses `LocalWorld` (shared memory), `GlooWorld` or `NcclWorld`
-    | threads of a process    `ThreadWorld`
-    | one rank alone          `TraceWorld`: moves no data, and records the calls of this rank in a world of any size
-
-The public methods are implemented in this file only. A method finds the group of the axes, returns at once for a group
-of one rank, checks sizes and records the call. Then the method calls the subclass's `_move`, or the subclass's method
-of the same name with a leading underscore. So records, counts and hang reports mean the same in every subclass.
+docs/architecture.md has the kinds of worlds ("Worlds"). The public methods are implemented in this file only. A method
+finds the group of the axes, returns at once for a group of one rank, checks sizes and records the call. Then the method
+calls the subclass's `_move`, or the subclass's method of the same name with a leading underscore. So records, counts
+and hang reports mean the same in every subclass.
 
 `EmulatedLink` emulates a slow network between ranks that share a host: each wait ends no earlier than on that network.
-A rank has one link with a bandwidth and a delay. The link carries the transfers of a rank one after another, and the
-rank may compute meanwhile. A call sends the bytes of a ring algorithm (`bus_factor`). A call has the delays of a binary
-tree: log2(n) on n ranks, twice as many for an all-reduce, and one for a message.
-
-A transfer begins when this rank makes the call. If this rank waits for other ranks, for more than 2 ms and more than a
-tenth of the emulated time, the transfer begins after the wait. The data itself moves as always, so a network that is
-slower than the emulated one stays slower."""
+docs/local_steps.md has the time of a call ("Slow links"). A transfer begins when this rank makes the call. If this rank
+waits for other ranks, for more than 2 ms and more than a tenth of the emulated time, the transfer begins after the
+wait. The data itself moves as always, so a network that is slower than the emulated one stays slower."""
 
 import abc
 import copy

@@ -245,26 +245,20 @@ def report_to_stderr(report: str) -> None:
 class Watchdog:
     """Thread that watches over one rank, started by `start`. Every rank of the job has one, over the same store.
 
-    | stall_seconds   how long a rank may wait in one collective while the other ranks live; None for the value of
-    |                 MESHWISE_STALL_SECONDS, or 300 without this environment variable
-    | sink            receiver of the final report, called on the one rank that reports; warnings go to stderr
-    | launcher        process that started this rank: when it ends, this rank ends; None to watch no launcher
+    | sink       receiver of the final report, called on the one rank that reports; warnings go to stderr
+    | launcher   process that started this rank: when it ends, this rank ends; None to watch no launcher
 
-    Raises ValueError unless stall_seconds is positive."""
+    Raises ValueError for a wrong MESHWISE_STALL_SECONDS."""
 
     def __init__(
         self,
         world: World,
         *,
         store: c10d.Store,
-        stall_seconds: float | None = None,
         sink: ReportSink = report_to_stderr,
         launcher: LauncherProcess | None = None,
     ) -> None:
-        stall = stall_seconds_from_environment() if stall_seconds is None else stall_seconds
-        if not stall > 0:
-            raise ValueError(f"stall_seconds is {stall}; it has to be positive")
-        self._pace = _Pace.of(stall, size=world.size)
+        self._pace = _Pace.of(stall_seconds_from_environment(), size=world.size)
         self._store = c10d.PrefixStore("meshwise/watch", store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._world = world

@@ -83,8 +83,7 @@ class RankOutcome:
 
     def save(self, folder: Path, *, rank: int) -> None:
         """Write the outcome of `rank` into `folder`, made by `start_folder`. Raises the exception of pickle. If this
-        outcome is a consequence and another is stored, keep the other: the watchdog may have written a better report.
-        """
+        outcome is a consequence and another is stored, keep the other: the watchdog may have written a better one."""
         if self.is_consequence and self.exists(folder, rank=rank):
             return
         try:
@@ -184,8 +183,7 @@ def rank_main(
     folder: Path, environment: LauncherEnvironment, main: Callable[..., Any], args: tuple[Any, ...], device: str | None
 ) -> None:
     """Call `main(world, *args)` on the world of this rank, save the outcome, and end the process; do not return.
-    folder: folder of the job, in which outcomes are saved. environment: settings of the launcher. device: as in `run`.
-    """
+    folder: folder of the job, for the outcomes. environment: settings of the launcher. device: as in `run`."""
     _die_of(SIGNALS)
     environment.enter()
     _keep_lines_whole()

@@ -1,11 +1,6 @@
 """Choose and make the World of a job whose ranks are processes, by the devices and hosts of the ranks.
 
-    | ranks                             world         transport
-    | on CPUs of one host               LocalWorld    shared memory
-    | on CPUs of several hosts          GlooWorld     messages over gloo; also with comm=gloo, or without shared memory
-    | on one GPU each                   NcclWorld     NCCL
-    | two or more on one GPU            GlooWorld     messages over gloo and pinned copies; NCCL refuses this case
-    | a world of one rank               GlooWorld     none
+docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on a GPU. One rank has a `GlooWorld`.
 
 torch's default process group is not used: a job may call `init_process_group` as well.
 `gloo_calls` returns torch's own gloo collectives, with which benchmarks compare the collectives of this package."""
@@ -127,9 +122,7 @@ def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm
     comms = {text.split()[1]: other for other, text in enumerate(devices)}
     if device.type == "cpu" and len(comms) > 1:
         named = " and ".join(f"{name} on rank {other}" for name, other in sorted(comms.items()))
-        raise ValueError(
-            f"all ranks of a world need the same comm, but comm is {named}; set {COMM_VARIABLE} to one value"
-        )
+        raise ValueError(f"all ranks of a world need one comm, but comm is {named}; set {COMM_VARIABLE} to one value")
     return devices
 
 

@@ -41,9 +41,7 @@ class CutOptions:
 
     def __post_init__(self) -> None:
         if self.how not in ("auto", "blocks"):
-            raise CutError(
-                f"how={self.how!r}: write 'blocks' to cut between blocks, or 'auto' to cut inside blocks too"
-            )
+            raise CutError(f"how={self.how!r}: write 'blocks' to cut between blocks, or 'auto' to cut inside them too")
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,7 @@
 """Describe the calls of a model's pieces: their dependencies, their costs, and the blocks that two stages can share.
 
-`probe.py` runs a model on an example and returns a `ProbeResult` for the cut. Some blocks can be split:
-
-    Block                  a stage can begin at
-    ├── attention_norm
-    ├── attention          attention      received: the block's input, and the norm's output
-    ├── mlp_norm           mlp_norm       received: the block's input, and the attention's output
-    └── mlp                mlp
+`probe.py` runs a model on an example and returns a `ProbeResult` for the cut. Some blocks can be split: a stage can
+begin at a module inside, as in the picture of docs/pipeline.md ("The cut").
 
 The block's own code between the modules, such as residual sums, runs on both stages. So its modules must hold all its
 parameters, and each must run once, in a fixed order. `inner_modules` finds them. A block cannot be split if it
@@ -85,7 +80,6 @@ class ProbeResult:
     calls: tuple[PieceCall, ...]
     """Calls of the pieces, in running order."""
     result: Dependencies
-    """Dependencies of the model's result."""
     everywhere: tuple[str, ...]
     """Names of parameters that the model uses outside of its pieces; every stage needs them."""
     changed: frozenset[str]

@@ -1,13 +1,8 @@
 """Measure a training step: the actions of each rank with their times, and the causes of time without computation.
 
-The time of a step in which a rank does not compute is split by cause:
-
-    | ideal        bubble of the schedule if all stages were equal and only computations took time
-    | imbalance    more bubble because stages differ, if every computation took its stage's mean time
-    | receives     more waits, for messages and for the end of other ranks: transfers, and computations of uneven length
-    | collectives  waits for reductions, and waits inside computations (split layers, gathered units). The part in which
-    |              the rank would have been idle by the schedule counts as ideal or imbalance
-    | other        the remaining time: the interpreter between actions"""
+The time of a step in which a rank does not compute is split by cause. docs/pipeline.md has a table of the causes
+("Where the time went"). A wait inside a computation in which the rank would have been idle by the schedule counts as
+ideal or imbalance."""
 
 import dataclasses
 import json

@@ -12,8 +12,7 @@ norm, head) of other stages have no parameters and do not compute (docs/pipeline
 A stage may begin inside a block (`piece_calls.inner_modules`). On the two stages that share this split block, its
 modules are pieces, and its own forward runs. On any other stage the block is one piece.
 
-The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run. `make_stage`
-makes a stage from a model and its cut."""
+The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run."""
 
 import contextlib
 import math

@@ -85,7 +85,6 @@ class _Flight:
     outputs: list[Tensor] | None = None
     """Outputs that get a gradient from the next stage; None before the forward."""
     gradients: list[Tensor] = field(default_factory=list)
-    """Gradients of `outputs`."""
     weights: WeightBackward | None = None
     """Second part of the backward (W), after I has run; None before."""
 

@@ -18,7 +18,6 @@ from meshwise.pipeline.schedules.schedule_table import (
     Action,
     ActionKind,
     Schedule,
-    ScheduleError,
     add_transfers,
     other_end,
     walk,
@@ -27,32 +26,25 @@ from meshwise.pipeline.schedules.schedule_table import (
 
 @dataclass(frozen=True)
 class ActionCost:
-    """Costs of one micro-batch in one stage; times are in seconds, or all in another unit."""
+    """Times of one micro-batch in one stage, in seconds or all in another unit: of F, I, W and B, and of messages."""
 
     forward: float = 1.0
-    """Time of F."""
     input: float = 1.0
-    """Time of I."""
     weight: float = 1.0
-    """Time of W."""
     backward: float | None = None
     """Time of B; None: `input + weight`."""
     link: float = 0.0
     """Time to send this stage's output to the next stage's rank, and to send its gradient back."""
     gather: float = 0.0
-    """Time to gather the stage's parameters."""
     reduce: float = 0.0
-    """Time to reduce the stage's gradients."""
+    """Time to reduce the stage's gradients; `gather`: time to gather its parameters."""
 
 
 def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> Timeline:
     """Return the timeline of a table. `costs`: one for all stages, or one per stage. Missing transfers are added.
 
-    The event of a send lasts as long as the message is on the link. Raises ScheduleError when the number of costs is
-    not the number of stages, and for a table that deadlocks."""
+    The event of a send lasts as long as the message is on the link. Raises ScheduleError for a deadlock."""
     each = (costs,) * schedule.stages if isinstance(costs, ActionCost) else tuple(costs)
-    if len(each) != schedule.stages:
-        raise ScheduleError(f"{len(each)} costs for {schedule.stages} stages; give one for each, or one for all")
     lowered, events = add_transfers(schedule), []
     now, links, collectives, gathered = (defaultdict[Any, float](float) for _ in range(4))
     arrivals: dict[tuple[int, int], deque[float]] = defaultdict(deque)

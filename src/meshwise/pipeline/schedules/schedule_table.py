@@ -1,17 +1,12 @@
 """Represent a pipeline schedule as a table: for each rank, its actions in order.
 
 A schedule written as control flow can only be run. A table can also be checked before it runs, timed, drawn, compared
-with another table, and read from a file. One interpreter runs all tables:
+with another table, and read from a file. One interpreter runs all tables. A function that builds a schedule returns
+only the computations. Passes turn one table into another: `lower` adds the sends, receives, gathers and reductions that
+a run needs, `send_first` sends gradients earlier. See docs/pipeline.md.
 
-    | 0F0 0F1 0B0 0B1        rank 0 holds stage 0: forward of micro-batches 0 and 1, then their backwards
-    | 1F0 1B0 1F1 1B1        rank 1 holds stage 1
-
-A function that builds a schedule returns only the computations. Passes turn one table into another: `lower` adds the
-sends, receives, gathers and reductions that a run needs, `send_first` sends gradients earlier. See docs/pipeline.md.
-
-A faulty schedule hangs, or trains on wrong gradients. `validate` finds both in the table before a run starts: a table
-has each forward and backward once and in order, and no rank deadlocks. `in_flight` and `peaks` count the micro-batches
-whose activations are kept."""
+A faulty schedule hangs, or trains on wrong gradients. `validate` finds both in the table before a run starts: each
+forward and backward is there once, in order, and no rank deadlocks. `in_flight` and `peaks` count kept activations."""
 
 import re
 from collections import Counter, defaultdict, deque
@@ -46,9 +41,7 @@ class ActionKind(StrEnum):
 
 
 COMPUTE = frozenset({ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W})
-"""Kinds that compute."""
 SENDS = frozenset({ActionKind.SEND_F, ActionKind.SEND_B})
-"""Kinds that send a message to another rank."""
 RECEIVES = frozenset({ActionKind.RECV_F, ActionKind.RECV_B})
 """Kinds that wait for a message from another rank."""
 _PER_STAGE = frozenset({ActionKind.GATHER, ActionKind.FREE, ActionKind.REDUCE})
@@ -209,8 +202,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
     """Add a send after each value that another rank needs, and a receive before the use of the value.
 
     Messages between two ranks are received in the order in which they were sent, because a transport may match them
-    by order alone. So a rank that needs a later message receives the earlier messages first. A table that already has
-    transfers is returned unchanged."""
+    by order alone. So a rank that needs a later message gets the earlier ones first. A table with transfers stays."""
     if any(action.kind in SENDS | RECEIVES for action in schedule.actions()):
         return schedule
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)

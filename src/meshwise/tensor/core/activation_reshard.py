@@ -252,9 +252,7 @@ def change_input(module: nn.Module, *, change: Change) -> None:
             return (change(args[0]), *args[1:]), given
         if isinstance(given.get(_HIDDEN), Tensor):
             return args, {**given, _HIDDEN: change(given[_HIDDEN])}
-        raise ValueError(
-            f"{type(hooked).__name__} was called without hidden states; pass them as first argument or as {_HIDDEN}"
-        )
+        raise ValueError(f"{type(hooked).__name__} was called without hidden states; pass them first or as {_HIDDEN}")
 
     module.register_forward_pre_hook(before, with_kwargs=True)
 

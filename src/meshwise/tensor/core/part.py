@@ -9,27 +9,7 @@ the module, with the layouts that `tensor/schemes.py` has for its role.
 features of attention heads, or of an MLP's hidden layer. The *grain* of a dim is the number of features that must stay
 on one rank, such as the features of a head.
 
-    | role        module                                                        input    output
-    | colwise     a first linear of a pair                                      hidden   inner
-    | rowwise     the last linear of a pair                                     inner    hidden
-    | single      a linear without a partner                                    hidden   hidden
-    | head        the linear that gives logits                                  hidden   logits, split by vocabulary
-    | embedding   the embedding of the vocabulary                               tokens   hidden
-    | positions   an embedding that is added (positions, token types)           indices  hidden
-    | patches     a convolution whose output channels become features           input    hidden
-    | norm        a LayerNorm or RMSNorm over the hidden or inner features      as input
-    | vector      parameters whose last dim is the hidden features, used element by element
-    | inner       parameters or an embedding that have a dim of heads or inner features
-    | each_head   a module that treats every head alike (a norm of queries and keys), and is kept whole
-    | attention   the module around the pair of an attention; it may have attributes that count heads
-    | pair        a TransformerEncoder around its blocks
-    | block       a repeated block: with sequence parallelism the tokens are split from the first to the last block
-    | magnitude   DoRA's factors of the outputs of a colwise or rowwise linear
-    | dropout     the dropout of an adapter, on the input of the linear that it adapts
-    | whole       a module that each rank computes whole, such as a classifier or a pooler
-    | experts     the experts of a mixture, which `expert/` divides over ranks
-
-A part belongs to a module, or to a parameter that a module holds itself."""
+docs/tensor.md has the modules of each role. A part belongs to a module, or to a parameter that a module holds."""
 
 from dataclasses import dataclass
 
@@ -113,8 +93,7 @@ class Part:
     """block, embedding, single, rowwise: True if hidden states outside of the blocks have all features on every rank.
     head: True if it returns whole logits, because another stage of a pipeline gets them."""
     on_other_stage: bool = False
-    """Any role: True if another stage of the pipeline holds the parameters. The module then returns the tensors
-    received from that stage, or NaN."""
+    """Any role: True if another stage holds the parameters. The module then returns that stage's tensors, or NaN."""
     summed_from: int | None = None
     """whole: index of an output feature. Each rank uses this feature and all later ones for its own heads alone, so
     their gradients are summed over the ranks. None: no gradients are summed."""

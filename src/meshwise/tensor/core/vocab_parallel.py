@@ -303,19 +303,16 @@ def _moved(x: SplitLogits, func: Any, args: tuple[Any, ...], given: dict[str, An
     """Return logits whose dims change places or merge, if the classes stay a dim of their own."""
     with without_dispatch_modes():  # in a tensor of two elements per dim, the strides tell the dims apart
         result = func(torch.empty((2,) * x.dim(), device="meta"), *args, **given)
-    dims, classes = (
-        list(zip(result.size(), result.stride(), strict=True)),
-        (2, 2 ** (x.dim() - 1 - x.dim_of_vocabulary)),
-    )
+    dims = list(zip(result.size(), result.stride(), strict=True))
+    classes = (2, 2 ** (x.dim() - 1 - x.dim_of_vocabulary))
     return x.like(func(x.local, *args, **given), dim=dims.index(classes)) if classes in dims else None
 
 
 def _indexed(x: SplitLogits, func: Any, args: tuple[Any, ...], _given: dict[str, Any]) -> SplitLogits | None:
     """Return indexed logits, if the classes are the last dim and the index selects from the dims before it."""
     index = args[0] if isinstance(args[0], tuple) else args
-    if x.dim_of_vocabulary != x.dim() - 1 or not all(
-        isinstance(i, int | slice | Tensor | EllipsisType | None) for i in index
-    ):
+    selects = all(isinstance(i, int | slice | Tensor | EllipsisType | None) for i in index)
+    if x.dim_of_vocabulary != x.dim() - 1 or not selects:
         return None
     takes = [i.dim() if isinstance(i, Tensor) and i.dtype == torch.bool else int(i is not None) for i in index]
     dims = sum(0 if i is Ellipsis else count for i, count in zip(index, takes, strict=True))

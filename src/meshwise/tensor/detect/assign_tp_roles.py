@@ -1,7 +1,7 @@
 """Assign each module of a plain model its role in tensor parallelism: from rules, `_tp_plan` or its structure.
 
 A plain model does not say which linears form a pair, which attributes count heads, and which embedding is the
-vocabulary's. Each module gets its role (`core/part.py` explains them) from the first of these sources that has one:
+vocabulary's. Each module gets its role (docs/tensor.md explains them) from the first of these sources that has one:
 
     | 1. rules        of the user: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     | 2. declared     roles of matrices in `_tp_plan`, an attribute of transformers models
@@ -93,8 +93,7 @@ def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -
 
     The module stays unchanged and may be on the meta device. With adapters of PEFT, rules name the adapted modules.
     Raises ValueError for a rule that matches nothing or contradicts the sizes, and for parameters without a role.
-    Raises PlanError for a compiled model, and for modules that the plan cannot split, with the nearest plans that can.
-    """
+    Raises PlanError for a compiled model, and for modules that the plan cannot split, with the nearest plans."""
     refuse_compiled(module)
     rules = {**prompt_rules(module, plan=plan), **(rules or {})}
     bare = without_adapters(module)

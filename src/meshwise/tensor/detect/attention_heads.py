@@ -91,8 +91,7 @@ def find_heads(
 
     `owners`: the modules that hold the matrices. `around`: the modules that enclose the first of them. `outputs`: the
     output features of each colwise matrix. `features`: the input features of the rowwise matrix. Counts of heads are
-    read from the attributes and configurations of `owners`, then of `around`; the first count that fits the sizes wins.
-    """
+    read from the attributes and configurations of `owners`, then of `around`; the first that fits the sizes wins."""
     for module in (*owners, *around):
         own, read = vars(module), _numbers(module)
         sources = {"": own, **{name: _fields(own.get(name)) for name in CONFIGURATIONS}}

@@ -103,7 +103,6 @@ class BranchFinder:
     """Finder of the branches in the blocks of a model, from sizes and stated roles."""
 
     width: int
-    """Number of features of the hidden states."""
     declared: Mapping[str, str]
     """Roles by module name that the user or the model states. "colwise" and "rowwise" are for matrices; any other role
     keeps a matrix out of branches. Other modules may be "attention" or "whole"."""
@@ -228,8 +227,7 @@ class ColumnRowPairs:
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
         """Return the parts of the branches of the block called `block`, by module name.
 
-        Any attention after the first in a block is taken as cross-attention: its keys come from outside of the blocks.
-        """
+        Any attention after the first in a block counts as cross-attention: its keys come from outside of the blocks."""
         found: dict[str, Part] = {}
         before = 0
         for branch in branches:

@@ -165,8 +165,7 @@ class ModelStructure:
     def _find_vocabulary(self) -> nn.Embedding | None:
         """Return the vocabulary's embedding: an embedding outside of the blocks, as wide as the hidden states; or None.
 
-        Of several, take one that is tied to a linear, else the largest if a linear has as many outputs, else the first.
-        """
+        Of several, take one tied to a linear, else the largest if a linear has as many outputs, else the first."""
         found = [
             module
             for name, module in self.modules.items()
