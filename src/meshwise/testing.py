@@ -132,7 +132,7 @@ class ReferenceRun:
         else:  # torch's FlexAttention has no backward on CPUs, and fails under modes that see each operation
             use_attend(self.model, flex_only=True)
         self._routers.follow(self.model)
-        limit_experts(self.model, capacity=self._options.expert_capacity)
+        limit_experts(self.model, capacity=self._options.expert_capacity, routers=self._routers)
         self._steps = 0
 
     def backward(self, batch: Any) -> tuple[float, float]:

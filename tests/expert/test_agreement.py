@@ -30,6 +30,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "biased": {"routing": "biased"},
     "balance": {"balance": 0.1},
     "balance over the batch": {"balance": 0.3, "balance_over": "batch"},
+    "biased and balanced": {"routing": "biased", "balance": 0.3, "balance_over": "batch"},
     "z-loss": {"z_loss": 0.1},
     "5 experts": {"experts": 5},
 }
@@ -53,7 +54,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def training(kind: str = "top-2", *, cp: int = 1) -> dict[str, Any]:
     whole = cp > 1 and kind in ("balance", "expert-choice")  # these routers compare or average the tokens of a sequence
     rules = {"blocks.*.mlp": "tokens whole"} if whole else None
-    rate = 0.02 if kind == "biased" else 0.0
+    rate = 0.02 if KINDS[kind].get("routing") == "biased" else 0.0
     options = Options(clip_norm=0.5, example=batches()[0], tensor_rules=rules, expert_bias_rate=rate)
     return {"loss": loss, "options": options, "lr": 1e-2, "weight_decay": 0.1}
 

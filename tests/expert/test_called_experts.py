@@ -170,7 +170,12 @@ REFUSED: Mapping[str, tuple[Callable[[], nn.Module], str, str, str]] = {
     "two lists": (Conditional, "blocks.*.moe", "dp=2 ep=2", r"has 2 ModuleLists.*{'blocks.0.moe.routed': 'experts'}"),
     "no list": (Masked, "blocks.*.moe.gate", "dp=2 ep=2", "has 0 ModuleLists.*Name a module with one list"),
     "too few": (Masked, "blocks.*.moe", "dp=6 ep=6", "has only 5 experts. Nearest that works: 'ep=5'"),
-    "no match": (Masked, "blocks.*.mo", "dp=2 ep=2", r"no module .*: {\"blocks.\*.moe\": \"experts\"}"),
+    "no match": (
+        Masked,
+        "blocks.*.mo",
+        "dp=2 ep=2",
+        r"'blocks.\*.mo' matches no module and no parameter; near names: blocks.\*.moe",
+    ),
     "etp": (Masked, "blocks.*.moe", "tp=2 etp=2", "so etp cannot split it"),
     "chain": (Chained, "blocks.*.moe", "dp=2 ep=2", r"expert 1 got rows .* in the second run"),
     "arguments": (TwoInputs, "blocks.*.moe", "dp=2 ep=2", "called with 2 positional arguments"),

@@ -1,6 +1,7 @@
 """Test that a capacity drops the same tokens under every plan, as a plain loop does, and where it is refused."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,9 @@ from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.expert.expert_capacity import limit_experts
+from meshwise.expert.router_updates import RouterUpdates
 from meshwise.plan import Plan, PlanError
-from meshwise.reference import GPT, GPTConfig
+from meshwise.reference import GPT, GPTConfig, MixtureConfig
 from meshwise.testing import agree, run
 from meshwise.verify import verify
 
@@ -111,7 +113,7 @@ def test_the_first_tokens_of_a_sample_are_kept(form: str) -> None:
     samples, tokens, choices, capacity = 4, 5, 2, 0.8
     index = torch.rand(samples * tokens, 3, generator=torch.Generator().manual_seed(3)).topk(choices).indices
     model = nn.ModuleDict({"mlp": Around(form, index)})
-    limit_experts(model, capacity=capacity)
+    limit_experts(model, capacity=capacity, routers=RouterUpdates(rate=0.0, device=torch.device("cpu")))
     kept = model["mlp"](torch.ones(samples, tokens, 1)).view(samples, -1)
     expected = torch.zeros(samples, tokens * choices)
     for sample in range(samples):
@@ -139,7 +141,7 @@ def plain() -> nn.Module:
 
 
 REFUSED: Mapping[str, tuple[Any, str, dict[str, Any], str]] = {
-    "no experts": (plain, "dp=2", training(), r"GPT has 0 mixtures"),
+    "no experts": (plain, "dp=2", training(), r"GPT has no mixture of experts"),
     "called": (lambda: build_called("masked"), "dp=2 ep=2", training_of_called("masked"), "do not show their samples"),
     "split tokens": (
         functools.partial(build, "top-2", tied=False),
@@ -155,3 +157,53 @@ def test_a_capacity_that_cannot_be_counted_is_refused(case: str) -> None:
     model, plan, given, message = REFUSED[case]
     with pytest.raises(PlanError, match=message):
         run(2, lambda world: parallelize(model, plan, world=world, **limited(given, 1.25)))
+
+
+@pytest.mark.parametrize("capacity", [0, -1.0, float("inf")])
+def test_a_capacity_that_is_no_share_is_refused(capacity: float) -> None:
+    given = limited(training(), capacity)
+    with pytest.raises(PlanError, match=r"is no number above 0. Leave it out to drop no token, or give 1\.25"):
+        run(1, lambda world: parallelize(functools.partial(build, "top-2", tied=False), "dp=1", world=world, **given))
+    with pytest.raises(ValueError, match=r"capacity=.* must be above 0, as 1\.25; leave it out for no limit"):
+        MixtureConfig(vocabulary=VOCABULARY, context=4, capacity=capacity)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_dropped_pairs_are_counted_once_under_every_plan(plan: str) -> None:
+    def main(world: World) -> Any:
+        given = limited(training(), 0.5)
+        trainer = parallelize(functools.partial(build, "top-2", tied=False), plan, world=world, **given)
+        found = []
+        for batch in batches():
+            trainer.evaluate([batch])
+            trainer.step(batch)
+            found.append(dict(trainer.expert_drops()))
+        assert all(pairs == [0, 0] for pairs in trainer.expert_drops().values())
+        trainer.close()
+        return found
+
+    alone = run(1, functools.partial(by_hand, capacity=0.5))[0]
+    assert all(dropped for step in alone for dropped, _ in step.values())
+    for found in run(Plan.parse(plan).mesh().size, main):
+        assert found == alone
+
+
+def by_hand(world: World, capacity: float) -> list[dict[str, list[int]]]:
+    """Return the dropped and all pairs of each mixture and step, counted at the outputs of the routers."""
+    given = limited(training(), capacity)
+    trainer = parallelize(functools.partial(build, "top-2", tied=False), "dp=1", world=world, **given)
+    found: list[dict[str, list[int]]] = []
+
+    def count(name: str, _module: nn.Module, _given: Any, out: Any) -> None:
+        most, dropped = math.ceil(out[0][0].numel() / 4 * capacity), 0
+        for sample in out[0]:
+            dropped += sum(max(0, int(taken) - most) for taken in sample.flatten().bincount(minlength=4))
+        found[-1][name] = [dropped, out[0].numel()]
+
+    for name, module in trainer.model.named_modules():
+        if name.endswith("router"):
+            module.register_forward_hook(functools.partial(count, name.replace("router", "experts")))
+    for batch in batches():
+        found.append({})
+        trainer.step(batch)
+    return found

@@ -63,6 +63,23 @@ def test_many_ranks_are_cut_off_and_few_experts_refused() -> None:
     assert main(["draw", "experts", "--plan", "dp=auto"]) == 2
 
 
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["job.toml", "--plan", "dp=2"],
+            "'job.toml': this command reads no job file; give its flags: --plan --experts",
+        ),
+        (["--plan", "dp=2", "--experts", "0"], "--experts is 0, but ep=1 needs 1 or more; give --experts 1"),
+        (["--plan", "dp=4 ep=4", "--experts", "2"], "--experts is 2, but ep=4 needs 4 or more; give --experts 4"),
+        (["--plan", "experts=0"], "unknown plan key 'experts'; the keys are dp tp"),
+    ],
+)
+def test_wrong_words_are_explained(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", "experts", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_loads_of_a_run_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = [
         {"event": "start"},

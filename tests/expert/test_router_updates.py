@@ -73,7 +73,7 @@ def counted(kind: str) -> dict[str, list[Tensor]]:
     return counts
 
 
-@pytest.mark.parametrize("kind", ["biased", "balance over the batch"])
+@pytest.mark.parametrize("kind", ["biased", "biased and balanced"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_buffers_follow_the_load_of_the_whole_batch(kind: str, plan: str, tmp_path: Path) -> None:
     folder = tmp_path if plan == PLANS[1] else None
@@ -86,7 +86,7 @@ def test_buffers_follow_the_load_of_the_whole_batch(kind: str, plan: str, tmp_pa
 
 
 def test_a_step_without_tokens_leaves_the_buffers() -> None:
-    model = build("balance over the batch", tied=False)
+    model = build("biased and balanced", tied=False)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     updates = RouterUpdates(rate=RATE, device=torch.device("cpu"))
     updates.follow(model)
@@ -118,6 +118,8 @@ def test_biases_of_a_model_of_transformers_move_and_a_skipped_step_leaves_them(f
 def test_a_rate_without_a_bias_and_replicas_that_differ_are_refused() -> None:
     with pytest.raises(ValueError, match="no router of GPT has a buffer e_score_correction_bias"):
         run(1, lambda world: parallelize(plain, "dp=1", world=world, loss=loss, options=Options(expert_bias_rate=RATE)))
+    with pytest.raises(ValueError, match=r"no router of MixtureGPT has a buffer .* has it with routing=biased"):
+        run(1, lambda world: trainer_of(world, "dp=1", "top-2"))
     with pytest.raises(ValueError, match=r"expert_bias_rate=-0\.1 would move tokens to the busiest experts"):
         run(1, lambda world: trainer_of(world, "dp=1", "biased", rate=-0.1))
     message = "expert_shares of the router beside blocks.0.mlp.experts .*use sync=step"

@@ -1,5 +1,6 @@
 """Test that `verify` compares mixtures of transformers in float64, and tells a tie of a router from another model."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 import meshwise as mw
 from expert.test_agreement import batches, build, loss
-from meshwise.model.find_mixtures import compute_experts_by_loops, find_mixtures
+from meshwise.model.find_mixtures import compute_experts, find_mixtures
 
 
 def test_experts_of_transformers_are_computed_in_float64_and_their_model_stays_as_it_is() -> None:
@@ -28,9 +29,33 @@ def test_experts_of_transformers_are_computed_in_float64_and_their_model_stays_a
     assert report.ok, report.verdict
     assert any("routers chose by scores that were at least" in note for note in report.notes)
     assert model.config._experts_implementation == before
-    compute_experts_by_loops(model)
+    compute_experts(model, by="eager")
     names = list(find_mixtures(model))
     assert {model.get_submodule(name).config._experts_implementation for name in names} == {"eager"}
+
+
+def test_models_given_as_functions_are_compared_under_pp() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 16, "max_position_embeddings": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+    def mixtral() -> Any:
+        config = transformers.MixtralConfig(**sizes, **heads, intermediate_size=8, num_local_experts=4)
+        return transformers.MixtralForCausalLM(config)
+
+    def qwen() -> Any:
+        config = transformers.Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=8, num_experts=4)
+        config.num_experts_per_tok = 2
+        return transformers.Qwen3MoeForCausalLM(config)
+
+    def forward(module: Any, batch: Any) -> Tensor:
+        logits: Tensor = module(batch[0], use_cache=False).logits
+        return logits
+
+    options = mw.Options(forward=forward)
+    for model in (mixtral, qwen):
+        assert mw.verify(model, loss, batches(), "pp=2 microbatches=2", lr=1e-3, options=options).ok
+    assert mw.verify(partial(build, "top-2", tied=False), loss, batches(), "pp=2 dp=2 ep=2", lr=1e-3).ok
 
 
 class Tied(nn.Module):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import MLP, MLPConfig
 from meshwise.tensor.core.part import Norm, Part
@@ -363,6 +365,18 @@ def test_what_a_derived_class_computes_is_not_replaced() -> None:
 def test_a_rule_that_cannot_be_meant_says_so(rules: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         assign_roles(gpt(), plan=Plan(), rules=rules)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=3", "pp=2", "cp=2"])
+def test_a_rule_that_matches_nothing_is_refused_under_every_plan(plan: str) -> None:
+    given: Any = {"loss": lambda output, _batch: (output.sum(), 1), "lr": 1e-3}
+    near = "matches no module and no parameter; near names: blocks.*.mlp"
+    cases = {("mpl", "experts"): near, ("mpl", "tokens whole"): near, ("mlp", "tokens"): "'tokens' is not a role"}
+    for (name, role), message in cases.items():
+        options = Options(tensor_rules={f"blocks.*.{name}": role}, example=torch.zeros(1, 4, dtype=torch.int64))
+        world = TraceWorld(rank=0, mesh=Plan.parse(plan).mesh())
+        with pytest.raises(ValueError, match=re.escape(message)):
+            parallelize(gpt, plan, world=world, options=options, **given)
 
 
 def test_a_parameter_without_a_part_is_an_error_that_shows_how_to_give_it_one() -> None:

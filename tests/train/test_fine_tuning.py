@@ -23,6 +23,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.train.flags_and_toml import from_toml, to_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
 from meshwise.train.prepare_job import check_plan, prepare
+from meshwise.train.pretrained_model import check_rows_fit
 from meshwise.train.tuning_rows import load_rows
 from run_job import run_job
 
@@ -533,3 +534,19 @@ def test_packed_rows_are_refused_for_a_model_that_attends_across(pretrained: Pat
     prepare(job, ranks=1)
     with pytest.raises(JobError, match="BloomForCausalLM lets packed records attend to each other"):
         prepare(replace(job, data=replace(job.data, pack=True)), ranks=1)
+
+
+def test_packed_rows_of_a_mixture_of_experts_do_not_attend_to_each_other() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    configs = (
+        transformers.MixtralConfig(**sizes, **heads, num_local_experts=4),
+        transformers.Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2),
+    )
+    tokens, places = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 1, 2, 0, 1]])
+    for config in configs:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        check_rows_fit(model, largest=5, context=5, packed=True)
+        packed = model(tokens, position_ids=places, use_cache=False).logits
+        apart = torch.cat([model(each, use_cache=False).logits for each in tokens.split([3, 2], dim=1)], dim=1)
+        torch.testing.assert_close(packed, apart)

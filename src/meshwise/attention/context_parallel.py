@@ -76,15 +76,12 @@ def install_rules(
 ) -> Callable[[], None]:
     """Register the hooks of the rules on the modules that match; return a function that removes them.
 
-    Warns that a pattern changes the model. Raises ValueError for a rule that matches no module."""
+    Warns that a pattern changes the model. `planned_roles` refuses a rule that matches no module."""
     handles = contextlib.ExitStack()
     for pattern, rule in rules.items():
-        found = [one for name, one in module.named_modules() if matches(name, pattern=pattern)]
-        if not found:
-            raise ValueError(f"rule {pattern!r} matches no module; name one as in named_modules()")
         if rule is not None:
             warnings.warn(f"{pattern} attends only to pairs of {rule}: this changes the model", stacklevel=3)
-        for one in found:
+        for one in (one for name, one in module.named_modules() if matches(name, pattern=pattern)):
             enter, leave = _sees_all_tokens(mode) if rule is None else _attends(attention, rule)
             handles.callback(one.register_forward_pre_hook(enter, with_kwargs=True).remove)
             handles.callback(one.register_forward_hook(leave, always_call=True).remove)

@@ -165,7 +165,7 @@ def _draw_load(words: Sequence[str]) -> None:
         events = list(map(json.loads, path.read_text("utf-8").splitlines()))
     except (OSError, ValueError) as error:
         raise JobError(f"{path} cannot be read: {error}; name the folder of a run") from error
-    if not (found := [event for event in events if "mixtures" in event]):
+    if not (found := [event for event in events if event.get("mixtures")]):
         raise JobError(f"{path} has no loads of experts; train a mixture for train.log_every steps or more")
     console = shared_flags.drawing_console()
     console.show(f"steps {found[0]['step']} to {found[-1]['step']}")

@@ -23,6 +23,7 @@ from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.predicted_memory import size_text
 from meshwise.simulate.rehearsal import RehearsalSubject
+from meshwise.tensor.detect.assign_tp_roles import planned_roles
 from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.flags_and_toml import change_file, read_job
 from meshwise.train.job import JobError, StudiedJob, check_least
@@ -114,14 +115,15 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     prepared = prepare(dataclasses.replace(job, plan=dataclasses.replace(job.plan, **kept)), ranks=1)
     subject = prepared.rehearsal_subject()
     first = next(tensors(subject.batch))
-    mixtures = find_mixtures(shapes_of(subject.model, seed=subject.options.seed).module)
+    module = shapes_of(subject.model, seed=subject.options.seed).module
+    planned_roles(module, plan=Plan(), rules=subject.options.tensor_rules)
     space = PlanSpace(
         dataclasses.replace(prepared.job.plan, dp=None),
         ranks=cluster.ranks,
         node=cluster.ranks_per_node,
         batch=job.train.batch,
         pieces=cluster.ranks,
-        experts=min((mixture.experts for mixture in mixtures.values()), default=1),
+        experts=min((mixture.experts for mixture in find_mixtures(module).values()), default=1),
         stages=len(job.model.cut_at) + 1 if job.model.cut_at else None,
         tokens=sequence_length(first) if first.dim() == 3 - (not first.is_floating_point()) else 0,
         fixed=fixed,

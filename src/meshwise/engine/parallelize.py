@@ -73,7 +73,7 @@ from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
-from meshwise.tensor.detect.assign_tp_roles import Rules, assign_roles
+from meshwise.tensor.detect.assign_tp_roles import Rules, planned_roles
 from meshwise.tensor.schemes import mesh_with_kv_replicas, scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
 
@@ -92,9 +92,9 @@ class Options:
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers (buffers `e_score_correction_bias`) towards an even load, as
     in DeepSeek-V3, which took 0.001. 0: they keep their values."""
-    expert_capacity: float = 0.0
+    expert_capacity: float | None = None
     """Most tokens of a sample that an expert takes, as a multiple of the even share; the rest is dropped. **Another
-    number is another model.** 0: no token is dropped. See `meshwise.expert.expert_capacity`."""
+    number is another model.** None: no token is dropped. See `meshwise.expert.expert_capacity`."""
     expert_imbalance: float = 1.0
     """In a rehearsal of a plan with `ep`, tokens of the busiest rank's experts, as a multiple of the even share."""
     noise: bool = False
@@ -417,7 +417,7 @@ def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:
     with _as_plan_error():
         parts = setting.options.parts
         if parts is None:
-            parts = assign_roles(module, plan=plan, rules=setting.options.tensor_rules) if plan.tp > 1 else {}
+            parts = planned_roles(module, plan=plan, rules=setting.options.tensor_rules)
     world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
     refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
     with _as_plan_error():
@@ -451,7 +451,8 @@ def _build_engine(
     plan, world, options, context, module = setting.plan, setting.world, setting.options, setting.context, source.module
     convert(module, precision=setting.storage.precision)
     setting.routers.follow(module)
-    limit_experts(module, capacity=options.expert_capacity, over_tokens=context.over_tokens if context else None)
+    over_tokens = context.over_tokens if context else None
+    limit_experts(module, capacity=options.expert_capacity, over_tokens=over_tokens, routers=setting.routers)
     table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes, bucket=plan.bucket)
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)

@@ -34,7 +34,7 @@ from meshwise.engine.parameter_average import AVERAGE, ParameterAverage
 from meshwise.engine.staged_runner import MicrobatchRunner
 from meshwise.engine.step import StepAfterBackward, TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
-from meshwise.expert.expert_parallel import fullest_mixture, imbalances
+from meshwise.expert.expert_parallel import fullest_mixture, imbalances, take_counts
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.allocator import memory_errors_explained
@@ -300,6 +300,12 @@ class Trainer:
 
         Every rank calls it. The tokens are of all forwards since the last call."""
         return imbalances(self._engine.modules, world=self.world)
+
+    def expert_drops(self) -> Mapping[str, Sequence[int]]:
+        """Return the dropped and all pairs of a token and an expert, by mixture; {} without `expert_capacity`.
+
+        Every rank calls it. The pairs are of all steps since the last call, over all ranks."""
+        return take_counts(self._recipe.routers.drops, world=self.world, copies=self.plan.tensor_axes)
 
     def predict(self, batch: Any, *, split: bool = False) -> Any:
         """Return the output of the model for `batch`, without gradients and in eval mode. Every rank calls it.

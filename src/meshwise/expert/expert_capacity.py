@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.expert.expert_parallel import SplitExperts
+from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.find_mixtures import Mixture, find_mixtures, ruled_mixtures
 from meshwise.plan import Plan, PlanError
 
@@ -29,9 +30,9 @@ OverTokens: TypeAlias = Callable[..., Tensor]
 class ExpertCapacity:
     """Hooks that limit the experts of one mixture, on the module of experts and on the module around it."""
 
-    def __init__(self, capacity: float, *, mixture: Mixture, over_tokens: OverTokens | None) -> None:
-        """`capacity`: most tokens of a sample for one expert, as a multiple of the even share."""
-        self._capacity, self._mixture = capacity, mixture
+    def __init__(self, capacity: float, *, mixture: Mixture, over_tokens: OverTokens | None, count: Any) -> None:
+        """`capacity`: most tokens of a sample for one expert, over the even share; `count`: a `drop_counter`."""
+        self._capacity, self._mixture, self._count = capacity, mixture, count
         self._over_tokens: OverTokens = over_tokens or (lambda x, *, function, **_: function(x))
         self._tokens = 0
 
@@ -59,12 +60,14 @@ class ExpertCapacity:
         if self._mixture.form == "rows":
             chosen = (given[0] != 0).any(-1).view(self._mixture.experts, -1, self._tokens)
             dropped = self._over_tokens(chosen, function=self._dropped_rows, dim=2)
+            self._count(experts, chosen, dropped)
             return (given[0].masked_fill(dropped.reshape(-1, 1), 0), *given[1:]), named
         tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
         index = next(each for each in tensors if not each.is_floating_point())
         weights = next(each for each in tensors[1:] if each.is_floating_point())
         by_sample = index.reshape(-1, self._tokens, index.size(-1))
         dropped = self._over_tokens(by_sample, function=self._dropped_pairs, dim=1).reshape(index.shape)
+        self._count(experts, index < self._mixture.experts, dropped)
         if isinstance(experts, SplitExperts):
             old, new = index, index.masked_fill(dropped, self._mixture.experts)
         else:
@@ -85,27 +88,30 @@ class ExpertCapacity:
         return chosen.cumsum(-1) > (chosen.size(-1) * choices / self._mixture.experts * self._capacity).ceil()
 
 
-def limit_experts(module: nn.Module, *, capacity: float, over_tokens: OverTokens | None = None) -> None:
-    """Limit the experts of a model's mixtures, by hooks. `capacity`: as in `ExpertCapacity`; 0: no limit.
+def limit_experts(
+    module: nn.Module, *, capacity: float | None, routers: RouterUpdates, over_tokens: OverTokens | None = None
+) -> None:
+    """Limit the experts of a model's mixtures, by hooks. `capacity`: as in `ExpertCapacity`; None: no limit.
 
     Call it before the experts are divided. `over_tokens`: None if this rank has all tokens of its samples."""
     for name, mixture in find_mixtures(module).items() if capacity else ():
         block = name.removesuffix(".base_layer").rpartition(".")[0]  # PEFT wraps the experts
         around, experts = module.get_submodule(block), module.get_submodule(name)
-        ExpertCapacity(capacity, mixture=mixture, over_tokens=over_tokens).limit(around, experts=experts)
+        count = routers.drop_counter(name)
+        own = ExpertCapacity(capacity or 0, mixture=mixture, over_tokens=over_tokens, count=count)
+        own.limit(around, experts=experts)
 
 
-def check_capacity(module: nn.Module, *, capacity: float, plan: Plan, rules: Mapping[str, str] | None) -> None:
-    """Raise PlanError for a capacity with which the plan or the model cannot work; 0: no limit."""
-    if not capacity:
+def check_capacity(module: nn.Module, *, capacity: float | None, plan: Plan, rules: Mapping[str, str] | None) -> None:
+    """Raise PlanError for a capacity with which the plan or the model cannot work; None: no limit."""
+    if capacity is None:
         return
+    if not 0 < capacity < math.inf:
+        raise PlanError(f"expert_capacity={capacity} is no number above 0. Leave it out to drop no token, or give 1.25")
     mixtures = {**find_mixtures(module), **ruled_mixtures(module, rules=rules)}
     called = [name for name, mixture in mixtures.items() if mixture.form == "called"]
-    if capacity < 0 or not mixtures:
-        raise PlanError(
-            f"expert_capacity={capacity} needs a number above 0 and a model with experts; {type(module).__name__} has "
-            f"{len(mixtures)} mixtures. Leave it out"
-        )
+    if not mixtures:
+        raise PlanError(f"expert_capacity={capacity}: {type(module).__name__} has no mixture of experts. Leave it out")
     if called:
         raise PlanError(
             f"expert_capacity={capacity}: {called[0]} calls its experts with rows that do not show their samples. "

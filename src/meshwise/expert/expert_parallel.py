@@ -404,14 +404,21 @@ def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, fl
 
     Every rank calls it. The loads are summed over all forwards since the last call, also of spare rows
     (`engine/microbatch_runner.py`). Mixtures that no rank has run are left out."""
-    factors = {}
-    for name, exchange in _exchanges(modules):
-        total = exchange.load.clone()
-        exchange.load.zero_()
-        world.all_reduce(total, axes=world.mesh.others(["pp"])).wait()
-        if mean := float(total.double().mean()):
-            factors[name] = float(total.max()) / mean
-    return {name: factor for stage in world.exchange(factors, axes="pp") for name, factor in stage.items()}
+    loads = take_counts({name: exchange.load for name, exchange in _exchanges(modules)}, world=world)
+    return {name: max(load) / (sum(load) / len(load)) for name, load in loads.items() if sum(load)}
+
+
+def take_counts(counts: Mapping[str, Tensor], *, world: World, copies: Sequence[str] = ()) -> dict[str, list[int]]:
+    """Return the sums of each mixture's counts over the ranks, and set them to 0. Every rank calls it.
+
+    `copies`: axes of the ranks that have counted the same."""
+    found = {}
+    for name, each in counts.items():
+        total = each.clone()
+        each.zero_()
+        world.all_reduce(total, axes=world.mesh.others(("pp", *copies))).wait()
+        found[name] = total.tolist()
+    return {name: each for stage in world.exchange(found, axes="pp") for name, each in stage.items()}
 
 
 def fullest_mixture(modules: Sequence[nn.Module]) -> str:

@@ -28,6 +28,8 @@ class RouterUpdates:
         self._rate, self._device = rate, device
         self._counts: list[tuple[nn.Module, tuple[str, ...], Tensor]] = []
         """Router, names of its buffers, and pairs (experts + 1,) of each expert in this step; last, dropped pairs."""
+        self.drops: dict[str, Tensor] = {}
+        """Dropped pairs and all pairs (2,) of each mixture with a capacity, on this rank, since they were last read."""
         self.counting: Callable[[], bool] = lambda: True
         """Function that returns False while a forward runs whose rows do not count."""
 
@@ -56,7 +58,7 @@ class RouterUpdates:
         if self._rate and not any(BIAS in keys for _, _, keys in self.routers(module)):
             raise ValueError(
                 f"expert_bias_rate={self._rate}: no router of {type(module).__name__} has a buffer {BIAS}. Leave the "
-                "rate out, or register the buffer, of one element for each expert, in the router beside the experts"
+                "rate out, or give the router the buffer (experts,); the reference mixture has it with routing=biased"
             )
 
     def follow(self, module: nn.Module) -> None:
@@ -72,6 +74,16 @@ class RouterUpdates:
                     counts.index_add_(0, index, torch.ones_like(index))
 
             module.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True)
+
+    def drop_counter(self, name: str) -> Callable[[nn.Module, Tensor, Tensor], None]:
+        """Return a function that adds to `drops` of a mixture; it gets its experts, chosen and dropped pairs."""
+        counts = self.drops[name] = torch.zeros(2, dtype=torch.int64, device=self._device)
+
+        def count(experts: nn.Module, chosen: Tensor, dropped: Tensor) -> None:
+            if experts.training and self.counting() and not in_backward():
+                counts.add_(torch.stack([(chosen & dropped).sum(), chosen.sum()]))
+
+        return count
 
     def begin(self) -> None:
         """Forget all counts, because a step begins."""

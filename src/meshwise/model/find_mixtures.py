@@ -88,15 +88,16 @@ def planned_mixtures(module: nn.Module, *, plan: Plan, rules: Mapping[str, str] 
     return found
 
 
-def compute_experts_by_loops(module: nn.Module) -> None:
-    """Make the experts of transformers compute one after the other: their grouped matrix products refuse float64.
+def compute_experts(module: nn.Module, *, by: str) -> None:
+    """Choose how experts of transformers compute. `by`: a value of transformers' `experts_implementation`.
 
-    Each module with experts gets its own copy of its configuration, because several models may share one."""
+    `eager` computes one after the other, because grouped matrix products refuse float64. It reads values, so the meta
+    device needs `grouped_mm`. Each module with experts gets its own copy of its configuration, often shared."""
     for name in find_mixtures(module):
         experts = module.get_submodule(name)
         if "has_gate" in vars(experts):  # transformers sets it if the implementation can be chosen
             config: Any = copy.copy(vars(experts)["config"])
-            config._experts_implementation = "eager"
+            config._experts_implementation = by
             experts.config = config
 
 

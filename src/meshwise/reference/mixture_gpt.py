@@ -32,8 +32,8 @@ class MixtureConfig(GPTConfig):
     """Experts that each token is sent to; under expert-choice on average."""
     routing: Literal["top-k", "noisy", "expert-choice", "biased"] = "top-k"
     """How the router chooses experts."""
-    capacity: float = 0.0
-    """Most tokens of a sequence that one expert takes, as a multiple of the even share; 0: no limit."""
+    capacity: float | None = None
+    """Most tokens of a sequence that one expert takes, as a multiple of the even share; None: no limit."""
     balance: float = 0.0
     """Weight of the balance loss; with it or `z_loss` the model returns (logits, weighted losses of each token)."""
     balance_over: Literal["sequence", "batch"] = "sequence"
@@ -45,6 +45,8 @@ class MixtureConfig(GPTConfig):
         super().__post_init__()
         if not 1 <= self.choices <= self.experts:
             raise ValueError(f"choices={self.choices} must be 1 to experts={self.experts}")
+        if self.capacity is not None and not 0 < self.capacity < math.inf:
+            raise ValueError(f"capacity={self.capacity} must be above 0, as 1.25; leave it out for no limit")
         if self.routing not in ("top-k", "noisy", "expert-choice", "biased"):
             raise ValueError(f"routing={self.routing!r} must be 'top-k', 'noisy', 'expert-choice' or 'biased'")
         if self.balance_over not in ("sequence", "batch"):
@@ -69,7 +71,8 @@ class Router(nn.Module):
         self.config = config
         self.scores = nn.Linear(config.width, config.experts, bias=False)
         self.noise = nn.Linear(config.width, config.experts, bias=False) if config.routing == "noisy" else None
-        self.register_buffer("e_score_correction_bias", torch.zeros(config.experts))
+        if config.routing == "biased":
+            self.register_buffer("e_score_correction_bias", torch.zeros(config.experts))
         if config.balance and config.balance_over == "batch":
             self.register_buffer("expert_shares", torch.full((config.experts,), 1 / config.experts))
 

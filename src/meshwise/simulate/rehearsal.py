@@ -58,7 +58,7 @@ from meshwise.simulate.tape_recorder import (
     StageMessages,
     optimizer_on,
 )
-from meshwise.tensor.detect.assign_tp_roles import assign_roles
+from meshwise.tensor.detect.assign_tp_roles import planned_roles
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 """Kind of device of the ranks that are predicted; the rehearsal itself needs no device."""
@@ -325,7 +325,8 @@ class Rehearsal:
         tape, row = self.tapes[index], self.schedule.rows[index]
         mine, theirs = (self.schedule.stages_of(rank) for rank in (index, tape.index))
         names = dict(zip(theirs, mine, strict=True))
-        found = {_renamed(segment.activity, names): segment for segment in tape.steady}
+        own = lambda each: each._replace(stage=names[each.stage]) if isinstance(each, Action) else each  # noqa: E731
+        found = {own(segment.activity): segment for segment in tape.steady}
         stand_ins = _stand_ins(found)
         during = [
             TapeSegment(action, part.entries)
@@ -335,10 +336,6 @@ class Rehearsal:
         around = [segment for activity, segment in found.items() if not isinstance(activity, Action)]
         before = [segment for segment in around if segment.activity is StepPhase.BEGIN]
         return (*before, *during, *(segment for segment in around if segment.activity is not StepPhase.BEGIN))
-
-
-def _renamed(activity: Activity, stages: Mapping[int, int]) -> Activity:
-    return activity._replace(stage=stages[activity.stage]) if isinstance(activity, Action) else activity
 
 
 def _stand_ins(found: Mapping[Activity, TapeSegment]) -> dict[tuple[int, ActionKind], TapeSegment]:
@@ -435,7 +432,7 @@ def _kinds(
     shares = plan.row_parts * plan.microbatches
     micro = tree.take_rows(options.example, start=0, stop=tree.row_count(options.example) // shares)
     try:
-        parts = assign_roles(source.module, plan=plan, rules=options.tensor_rules) if plan.tp > 1 else {}
+        parts = planned_roles(source.module, plan=plan, rules=options.tensor_rules)
         options = dataclasses.replace(options, parts=parts)
         make = cutter(source.module, plan=plan, schedule=schedule, where=options.cut, parts=parts)
         cut = cut_on(micro, make=make, run=forward)

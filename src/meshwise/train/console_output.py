@@ -8,11 +8,12 @@ user's own code, and the file. Most lines of a traceback are not the user's. `no
 
 import io
 import select
+import statistics
 import sys
 import tempfile
 import traceback
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,10 +202,7 @@ def _text(event: RunEvent, *, of: str) -> str:
         case run_events.Slow() | run_events.Shares():
             return _pace(event)
         case run_events.ExpertLoad():
-            return (
-                f"experts  the busiest one got {event.factor:.2f} times its even share, in {event.name}; "
-                f"{event.mean:.2f} times on average over the mixtures"
-            )
+            return "\n".join(_loads(event))
         case run_events.Measured():
             head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
             return "\n".join([head, *_indented(event.table)])
@@ -226,6 +224,16 @@ def _text(event: RunEvent, *, of: str) -> str:
             head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
             return "\n".join([head, *rows, f"next: {event.following}"])
     raise TypeError(f"{type(event).__name__} has no text")
+
+
+def _loads(event: run_events.ExpertLoad) -> Iterator[str]:
+    if loads := event.mixtures:
+        name, mean = max(loads, key=loads.__getitem__), statistics.mean(loads.values())
+        head = f"experts  the busiest one got {loads[name]:.2f} times its even share, in {name}"
+        yield f"{head}; {mean:.2f} times on average over the mixtures"
+    if event.dropped:
+        dropped, pairs = map(sum, zip(*event.dropped.values(), strict=True))
+        yield f"dropped  {dropped:,} of {pairs:,} choices of experts ({dropped / max(1, pairs):.1%}), by their capacity"
 
 
 def _pace(event: run_events.Slow | run_events.Shares) -> str:

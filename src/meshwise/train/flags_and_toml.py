@@ -108,6 +108,8 @@ def _explain(output: str, *, keys: Collection[str]) -> str:
 def _explain_unknown(word: str, keys: Collection[str]) -> str:
     """Return what to change about a word that is neither a flag nor the value of a flag."""
     if word.endswith(".toml"):
+        if "model.name" not in keys:
+            return f"{word!r}: this command reads no job file; give its flags: {' '.join(f'--{key}' for key in keys)}"
         return f"{word!r} comes after a flag; name one job file, before all flags"
     if not word.startswith("--"):
         example = '--plan "dp=2 zero=1"'

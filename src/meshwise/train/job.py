@@ -283,7 +283,7 @@ class TrainJob:
     """Decay of an average of the parameters (EMA), as 0.999. Validations, and so `keep_best`, use the average."""
     expert_bias_rate: float = 0.0
     """Rate at which each step moves the biases of routers towards an even load of the experts (docs/experts.md)."""
-    expert_capacity: float = 0.0
+    expert_capacity: float | None = None
     """Most tokens of a sample that an expert takes, as a multiple of the even share; it drops the rest, which changes
     the model (docs/experts.md). Default: no token is dropped."""
     nonfinite: str = "raise"

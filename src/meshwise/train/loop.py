@@ -243,8 +243,8 @@ class _Run:
                 self._emit(slow)
             if job.shares == "auto" and pace.times:
                 self._rebalance(step, pace.times)
-            if step % job.log_every == 0 and (loads := trainer.expert_imbalances()):
-                self._emit(run_events.ExpertLoad.of(step, loads=loads))
+            if step % job.log_every == 0 and any(loads := (trainer.expert_imbalances(), trainer.expert_drops())):
+                self._emit(run_events.ExpertLoad(step, *loads))
             timelines.after(step)
             if job.validate_every and step % job.validate_every == 0 and step < job.steps:
                 self._validate(step)

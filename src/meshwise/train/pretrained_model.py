@@ -22,7 +22,7 @@ from meshwise.train.job import HUB, JobError, ModelJob, as_job_error
 
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
 # In the source of a model whose attention separates packed records: it makes the mask from position_ids.
-_APART = re.compile(r"create_causal_mask\([^)]*position_ids=|\"position_ids\": position_ids")
+_APART = re.compile(r"(?:create_causal_mask|mask_function)\([^)]*position_ids=|\"position_ids\": position_ids")
 _EXTRAS: Mapping[str, str] = {
     "transformers": "hf",
     "huggingface_hub": "hf",

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import os
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,23 +155,12 @@ class Shares(RunEvent):
 class ExpertLoad(RunEvent):
     """The loads of the experts since the last such event.
 
-    | step     the last step
-    | name     the mixture whose busiest expert had the largest share
-    | factor   that share over an even share
-    | mean     mean of these factors over all mixtures
-    | mixtures factor of each mixture, by name"""
+    | mixtures  share of each mixture's busiest expert over an even share, by name; {} if no plan divides experts
+    | dropped   pairs of a token and a chosen expert over `expert_capacity`, and all pairs, by name of the mixture"""
 
     step: int
-    name: str
-    factor: float
-    mean: float
     mixtures: Mapping[str, float]
-
-    @classmethod
-    def of(cls, step: int, *, loads: Mapping[str, float]) -> "ExpertLoad":
-        """Return the event of a step, for the factor of each mixture."""
-        busiest = max(loads, key=loads.__getitem__)
-        return cls(step, busiest, loads[busiest], statistics.mean(loads.values()), loads)
+    dropped: Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from meshwise.comm.api.world import World
 from meshwise.data_parallel.batch_norm_statistics import batch_norms
 from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
-from meshwise.model.find_mixtures import compute_experts_by_loops, find_mixtures
+from meshwise.model.find_mixtures import compute_experts, find_mixtures
 from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.torch_private import TorchDispatchMode
@@ -117,7 +117,7 @@ class ChoiceGap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "topk":
+        if getattr(func, "__name__", "") == "topk" and not args[0].is_meta:
             scores, count, dim = args[0].detach(), result[0], (kwargs or {}).get("dim", -1)
             size = count.size(dim)
             if size < scores.size(dim):
@@ -306,7 +306,7 @@ class VerificationInputs:
             if self.evaluating:
                 module.eval()
             if self.dtype == torch.float64:
-                compute_experts_by_loops(module)
+                compute_experts(module, by="eager")
             return module if self.dtype is None else module.to(self.dtype)
 
         return build() if isinstance(self.model, nn.Module) else build

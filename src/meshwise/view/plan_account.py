@@ -40,7 +40,7 @@ class PlanAccount:
     """Unit of its times: `s`, or empty for times without a unit."""
     plan: Plan | None = None
     room: float = 0.0
-    """Bytes that a rank may use: infinite without a limit, 0 if unknown."""
+    """Bytes that tensors of a rank may use: infinite without a limit, 0 if unknown."""
     ranks_per_node: int = 0
     """0 if unknown."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -75,12 +75,13 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
     plan, cluster = prediction.rehearsal.plan, prediction.cluster
     along = len(prediction.rehearsal.tapes)
     memory, each = prediction.memory, plan.mesh().size // along
-    peak, room = fullest(memory).peak, max(0.0, cluster.device.memory - cluster.device.own)
+    peak, device = fullest(memory).peak, cluster.device
+    needed = size_text(peak.bytes + int(device.own))  # as `meshwise plan` counts
     parts = [range(index * each, (index + 1) * each) for index in range(along)]
     facts = {
         "tokens/s": f"{prediction.tokens_per_second:,.0f}",
         "utilisation": f"{100 * prediction.utilisation:.1f} %",
-        "peak memory": f"{size_text(peak.bytes)} of {size_text(room)}" if room < math.inf else size_text(peak.bytes),
+        "peak memory": f"{needed} of {size_text(device.memory)}" if device.memory < math.inf else needed,
         "fits": "yes" if prediction.fits else "no",
         **{f"sent {where}": size_text(size) for where, size in prediction.traffic.items()},
     }
@@ -89,7 +90,7 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
         prediction.timeline,
         rows=tuple(f"ranks {one[0]}–{one[-1]}" if each > 1 else f"rank {one[0]}" for one in parts),
         plan=plan,
-        room=room,
+        room=max(0.0, device.memory - device.own),
         ranks_per_node=cluster.ranks_per_node,
         facts=facts,
         peak={str(category): size for category, size in peak.device.items() if size},

@@ -127,7 +127,7 @@ def expert_table(plan: Plan, *, experts: int) -> str:
     auto, and for fewer experts than `ep`."""
     mesh = plan.mesh()
     if experts < plan.ep:
-        raise ValueError(f"ep={plan.ep} divides at least as many experts, not {experts}; give --experts {plan.ep}")
+        raise ValueError(f"--experts is {experts}, but ep={plan.ep} needs {plan.ep} or more; give --experts {plan.ep}")
     inner = mesh.expand(["etp"])
     tokens = [axis for axis in mesh.expand((*plan.token_axes, *plan.tensor_axes)) if axis not in inner]
     table: list[tuple[str, ...]] = [("rank", "stage", "rows", "tokens", "experts", "inner", "same on ranks")]

@@ -28,6 +28,7 @@ from meshwise.comm.api.streams import streams_of
 from meshwise.memory.allocator import keep_freed_memory
 from meshwise.memory.recompute_modes import saved_bytes_hook
 from meshwise.model.deferred_init import shapes_of
+from meshwise.model.find_mixtures import compute_experts
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.parameter_units import GatheredModule, Patterns, partition
 from meshwise.model.shape_constants import MetaKernels, ShapeConstants
@@ -116,6 +117,7 @@ def _run(
     watched = copy_modules(model, tensors={parameter: parameter for parameter in model.parameters()})
     shadow = shapes_of(model, seed=0).module if bare else watched
     if bare:
+        compute_experts(shadow, by="grouped_mm")
         watched.register_forward_pre_hook(partial(_give_zeros, names=everywhere), with_kwargs=True)
     pieces = {piece.module: watched.get_submodule(piece.module) for piece in found if not piece.spans}
     owned = [name for piece in found if not piece.spans for name in piece.parameters]
@@ -250,8 +252,7 @@ class _RecordedForward:
         except RuntimeError as error:
             raise CutError(
                 f"{key} cannot run without values: {error}\nA model that is given as a function is cut on the meta "
-                f"device. Give the module itself, or let {key} read no values (for a mixture of experts of "
-                "transformers: experts_implementation='batched_mm')"
+                f"device. Give the module itself, or let {key} read no values"
             ) from error
 
     def _recorded(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, PieceCall]:

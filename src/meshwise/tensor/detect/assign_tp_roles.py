@@ -84,7 +84,7 @@ class Rule:
         return cls(role, options)
 
 
-_OF_TOKENS = ("attention pattern=", "tokens ")
+_OF_TOKENS = ("attention pattern=", "tokens whole")
 """First words of the rules that concern tokens and not matrices; see `attention/context_parallel.py`."""
 
 
@@ -103,6 +103,14 @@ def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -
     if found.left:
         raise ValueError(_no_role(module, found, plan=plan, rules=rules))
     return _fitting(found, plan=plan)
+
+
+def planned_roles(module: nn.Module, *, plan: Plan, rules: Rules | None) -> Mapping[str, Part]:
+    """Return the roles as `assign_roles` does; none if the plan has no `tp`. Raises ValueError for wrong rules."""
+    if plan.tp > 1:
+        return assign_roles(module, plan=plan, rules=rules)
+    _matched(without_adapters(module), rules or {})
+    return {}
 
 
 @dataclass(frozen=True)
@@ -167,12 +175,12 @@ def _matched(module: nn.Module, rules: Rules) -> dict[str, Rule]:
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     matched: dict[str, Rule] = {}
     for pattern, text in rules.items():
+        names = [name for name in (*modules, *parameters) if matches(name, pattern=pattern)]
+        if not names:
+            raise PlanError(f"rule {pattern!r} matches no module and no parameter; {_near(pattern, modules[1:])}")
         if text.startswith(_OF_TOKENS):
             continue
         rule = Rule.parse(text, pattern=pattern)
-        names = [name for name in (*modules, *parameters) if matches(name, pattern=pattern)]
-        if not names:
-            raise ValueError(f"rule {pattern!r} matches no module and no parameter; {_near(pattern, modules[1:])}")
         if rule.role != "experts":  # see `ruled_mixtures`
             matched |= dict.fromkeys(names, rule)
     return matched
