@@ -143,3 +143,15 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert result.tokens == 8
     exec(second, found)
     assert isinstance(found["unfrozen"], StepResult)
+
+
+def test_the_job_with_a_mixture_trains_on_two_processes(tmp_path: Path) -> None:
+    sizes = ("--model.arguments", "layers=1", "width=8", "heads=1", "positions=rotary", "experts=4", "routing=biased")
+    small = ("--data.files", __file__, "--data.cache", str(tmp_path / "cache"), "--data.context", "16")
+    steps = ("--train.steps", "2", "--train.log-every", "1", "--train.output", str(tmp_path / "run"))
+    words = (str(EXAMPLES / "mixture.toml"), *sizes, *small, *steps)
+    ran = subprocess.run(
+        [sys.executable, "-m", "meshwise", "train", *words], capture_output=True, text=True, check=True
+    )
+    assert "plan     dp=2 ep=2 zero=1" in ran.stdout
+    assert "experts  the busiest one got" in ran.stdout

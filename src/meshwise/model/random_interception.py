@@ -139,10 +139,13 @@ class RandomInterception(ForwardAndBackwardMode):
                 numbers = self._source.numbers(shape, keep=1.0 - dropping, device=query.device, scores=True)
             if numbers is not None:  # FlexAttention needs torch's function modes
                 return fused_dropout.attention(given, numbers=numbers)
-        exact = query.dtype in (torch.float32, torch.float64) or query.is_cuda
+        exact = query.is_cuda or (query.is_cpu and query.dtype in (torch.float32, torch.float64))
         known = seen is None or seen.dtype in (torch.bool, query.dtype)
-        cast = torch.is_autocast_enabled(query.device.type)
-        if not (exact and known) or cast or not 0 < dropping < 1 or given.get("enable_gqa"):
+        if (
+            not (exact and known and 0 < dropping < 1)
+            or torch.is_autocast_enabled(query.device.type)
+            or given.get("enable_gqa")
+        ):
             return self._unfused(func, args, kwargs, query)
         if seen is not None and seen.dtype == torch.bool:
             seen = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(seen.logical_not(), -math.inf)
