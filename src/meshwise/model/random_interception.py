@@ -141,11 +141,8 @@ class RandomInterception(ForwardAndBackwardMode):
                 return fused_dropout.attention(given, numbers=numbers)
         exact = query.is_cuda or (query.is_cpu and query.dtype in (torch.float32, torch.float64))
         known = seen is None or seen.dtype in (torch.bool, query.dtype)
-        if (
-            not (exact and known and 0 < dropping < 1)
-            or torch.is_autocast_enabled(query.device.type)
-            or given.get("enable_gqa")
-        ):
+        cast = torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu")
+        if not (exact and known) or cast or not 0 < dropping < 1 or given.get("enable_gqa"):
             return self._unfused(func, args, kwargs, query)
         if seen is not None and seen.dtype == torch.bool:
             seen = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(seen.logical_not(), -math.inf)
