@@ -1,6 +1,7 @@
 """Tiny mixtures of experts of transformers with random weights, computed in float64."""
 
 import copy
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,8 +110,17 @@ FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 """Configuration class, model class and settings of each family."""
 
 
+BUILDING = threading.RLock()
+"""Held while a model is built: ranks that are threads share the generator that is seeded for it."""
+
+
 def build(family: str, **more: Any) -> Any:
     """Return a model in float64 whose experts are computed by a loop: their grouped product refuses float64."""
+    with BUILDING:
+        return _built(family, more)
+
+
+def _built(family: str, more: dict[str, Any]) -> Any:
     transformers = __import__("transformers")
     configuration, kind, settings = FAMILIES[family]
     torch.manual_seed(3)

@@ -30,7 +30,8 @@ ADAPTED = {
 
 
 def build(family: str) -> Any:
-    model = peft.get_peft_model(mixtures.build(family), peft.LoraConfig(r=3, **ADAPTED[family])).double()
+    with mixtures.BUILDING:
+        model = peft.get_peft_model(mixtures.build(family), peft.LoraConfig(r=3, **ADAPTED[family])).double()
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
