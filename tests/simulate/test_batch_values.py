@@ -250,6 +250,8 @@ TRANSFORMERS = Grid(
 def test_models_of_transformers_are_rehearsed_as_they_are(family: str, batch: str, plan: str) -> None:
     """They ask whether positions are those of one text, and whether a mask is one of ones."""
     transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+    if family == "Bart" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("before transformers 5.23 BART reads a number that it draws, also where it drops no layers")
     torch.manual_seed(1)
     if family == "Llama":
         shape = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2}

@@ -178,16 +178,15 @@ def use_attend(module: nn.Module, *, flex_only: bool = False) -> Callable[[], No
 
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
-    inner: set[nn.Module] = set()
-    for model in module.modules():
-        if not isinstance(model, PreTrainedModel) or model in inner:
+    models = [one for one in module.modules() if isinstance(one, PreTrainedModel)]
+    inner = {one for model in models for one in model.modules() if one is not model}
+    for model in models:  # inner models too: transformers before 5.20 skips those with a copy of the config (T5)
+        now = model.config._attn_implementation
+        if now == NAME or (flex_only and now != "flex_attention"):
             continue
-        inner.update(model.modules())
-        if flex_only and model.config._attn_implementation != "flex_attention":
-            continue
-        undo.callback(model.set_attn_implementation, model.config._attn_implementation)
+        undo.callback(model.set_attn_implementation, now)
         model.set_attn_implementation(NAME)
-        if model.config._attn_implementation != NAME:
+        if model.config._attn_implementation != NAME and model not in inner:
             raise ValueError(
                 f"{type(model).__name__} of transformers has an attention of its own that cannot be replaced; use cp=1"
             )
