@@ -195,11 +195,11 @@ def test_a_cache_that_differs_in_each_layer_is_told() -> None:
 
 
 def steps_of(
-    world: World, kind: str, plan: str
+    world: World, kind: str, plan: str, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
 ) -> tuple[list[tuple[float, float]], list[Tensor], tuple[int, int, int]]:
     """Losses and norms of three steps, the parameters after them, and numbers of blocks, graphs and graph breaks."""
     build, options, batch = partial(transformer, kind), Options(compiler="eager"), pictures if kind == "vit" else tokens
-    trainer = parallelize(build, plan, world=world, loss=logits_loss, options=options, lr=1e-2)
+    trainer = parallelize(build, plan, world=world, loss=logits_loss, options=options, optimizer=optimizer, lr=1e-2)
     results = [trainer.step(batch(number)) for number in range(3)]
     numbers, counts = [(result.loss, result.grad_norm) for result in results], trainer.compiled
     values = [value.clone() for _, value in trainer.full_parameters()]
@@ -208,8 +208,11 @@ def steps_of(
 
 @pytest.mark.parametrize("kind, plan", [("llama", "tp=2"), ("mixtral", "tp=2"), ("mixtral", "dp=2 ep=2")])
 def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan: str) -> None:
-    """Losses alone: while a thread compiles, `torch.compiler.is_compiling()` holds in all threads."""
-    expected, found = run(2, steps_of, args=(kind, plan)), run(2, steps_of, args=(kind, f"{plan} compile=blocks"))
+    """Compare losses alone, and with SGD: while a thread compiles, `torch.compiler.is_compiling()` holds in all
+    threads, and Adam then computes by other formulas."""
+    sgd = torch.optim.SGD
+    expected = run(2, steps_of, args=(kind, plan, sgd))
+    found = run(2, steps_of, args=(kind, f"{plan} compile=blocks", sgd))
     assert [[loss for loss, _ in each[0]] for each in found] == [[loss for loss, _ in each[0]] for each in expected]
     assert sum(graphs for _, _, (_, graphs, _) in found) > 0
 
