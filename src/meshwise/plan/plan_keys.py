@@ -333,6 +333,6 @@ def check_keys(given: Iterable[str], *, known: Collection[str]) -> None:
     """Raise PlanError for the first unknown key, with the nearest known key."""
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.6)
+            near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.6 if len(key) > 2 else 0.4)
             hint = f"did you mean {near[0]}?" if near else f"the keys are {' '.join(known)}"
             raise PlanError(f"unknown plan key {key!r}; {hint}")
