@@ -264,6 +264,7 @@ def figures(
     for number in range(rounds + profiles):
         for variant in order if number % 2 == 0 else reversed(order):
             with contextlib.suppress(torch.OutOfMemoryError):  # one contestant at a time has its model in memory
+                torch.compiler.reset()  # which keeps 8 versions of a forward, of all contestants
                 step = step_of(variant, name, batch, device)
                 for _ in range(3):
                     step()

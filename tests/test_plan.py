@@ -294,6 +294,11 @@ def test_blocks_are_compiled_by_themselves_where_a_gpu_and_the_plan_allow_it(ask
     assert plan.resolve(2).compile == plan.compile
 
 
+def test_a_world_has_at_least_one_rank() -> None:
+    with pytest.raises(PlanError, match="at least one rank, not 0"):
+        Plan(dp=None).resolve(0)
+
+
 @given(degrees=st.tuples(*[st.integers(1, 4)] * len(AXES)), world=st.integers(1, 64))
 def test_the_nearest_plans_fill_the_world(degrees: tuple[int, ...], world: int) -> None:
     assume(math.prod(degrees) != world)

@@ -75,6 +75,12 @@ def test_a_value_that_is_no_batch_is_refused(batch: Any, message: str) -> None:
         row_count(batch)
 
 
+@pytest.mark.parametrize("start, stop", [(-1, 2), (3, 2), (0, 5)])
+def test_rows_beyond_the_batch_are_refused(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=f"no rows {start} to {stop} in a batch of 4 rows"):
+        take_rows(torch.ones(4), start=start, stop=stop)
+
+
 def test_tensors_are_found_in_any_object_once_and_not_in_modules() -> None:
     class Anything:
         def __init__(self) -> None:

@@ -84,6 +84,12 @@ def test_the_first_parts_are_larger() -> None:
     assert even_split(2, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
 
 
+@pytest.mark.parametrize("size, parts", [(-1, 2), (3, 0)])
+def test_a_split_into_nothing_is_refused(size: int, parts: int) -> None:
+    with pytest.raises(ValueError, match=f"cannot split {size} into {parts} parts"):
+        even_split(size, parts)
+
+
 @pytest.mark.parametrize("start, stop", [(-1, 2), (3, 2), (0, 21)])
 def test_a_slice_beyond_the_tensor_is_refused(start: int, stop: int) -> None:
     with pytest.raises(ValueError, match=re.escape(f"a tensor of shape (4, 5) has no elements {start} to {stop}")):

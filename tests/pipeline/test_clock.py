@@ -5,7 +5,7 @@ import pytest
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
-from meshwise.pipeline.schedules.schedule_table import Schedule, lower, peaks
+from meshwise.pipeline.schedules.schedule_table import Schedule, ScheduleError, lower, peaks
 
 TWO = Schedule.parse("0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1")
 
@@ -42,6 +42,8 @@ def test_stages_have_costs_of_their_own() -> None:
     at = times(clock(TWO, costs=[ActionCost(1, 1, 1), ActionCost(2, 3, 4)]))
     assert at["1F0"] == (1, 3)
     assert at["1B0"] == (3, 10)
+    with pytest.raises(ScheduleError, match="3 costs for 2 stages"):
+        clock(TWO, costs=[ActionCost()] * 3)
 
 
 def test_gathers_and_reductions_overlap_computations() -> None:

@@ -174,7 +174,9 @@ class Mesh:
 def even_split(size: int, parts: int) -> list[tuple[int, int]]:
     """Return (start, stop) of `parts` contiguous parts of `size` elements; the first parts may be larger by one.
 
-    With more parts than elements, the last parts are empty."""
+    With more parts than elements, the last parts are empty. Raises ValueError for a negative size or no parts."""
+    if size < 0 or parts < 1:
+        raise ValueError(f"cannot split {size} into {parts} parts; needs a size of at least 0 and at least one part")
     small, larger = divmod(size, parts)
     starts = [index * small + min(index, larger) for index in range(parts + 1)]
     return list(itertools.pairwise(starts))

@@ -104,5 +104,10 @@ def row_count(tree: Any) -> int:
 
 
 def take_rows(tree: Any, *, start: int, stop: int) -> Any:
-    """Return samples `start` to `stop` (excluded) of a batch, as views; an empty range gives an empty batch."""
+    """Return samples `start` to `stop` (excluded) of a batch, as views; an empty range gives an empty batch.
+
+    Raises ValueError when the batch does not have these samples."""
+    rows = row_count(tree)
+    if not 0 <= start <= stop <= rows:
+        raise ValueError(f"no rows {start} to {stop} in a batch of {rows} rows")
     return map_tensors(lambda tensor: tensor.narrow(0, start, stop - start), tree)

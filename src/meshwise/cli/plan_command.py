@@ -116,7 +116,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     subject = prepared.rehearsal_subject()
     first = next(tensors(subject.batch))
     module = shapes_of(subject.model, seed=subject.options.seed).module
-    planned_roles(module, plan=Plan(), rules=subject.options.tensor_rules)
+    planned_roles(module, plan=Plan(), rules=subject.options.tensor_rules)  # which refuses a rule without a match
     space = PlanSpace(
         dataclasses.replace(prepared.job.plan, dp=None),
         ranks=cluster.ranks,

@@ -250,6 +250,8 @@ class Plan:
         `compiles`: whether `compile=auto` becomes `blocks` where other keys allow it, or `off`; None: it stays `auto`.
 
         Raises PlanError, with the nearest plans that work, when the degrees do not multiply to `world_size`."""
+        if world_size < 1:
+            raise PlanError(f"a world has at least one rank, not {world_size}")
         if compiles is not None and self.compile == "auto":
             works = compiles and not self._unchecked({"compile": "blocks"})._working()[1]
             return dataclasses.replace(self, compile="blocks" if works else "off").resolve(world_size)

@@ -419,7 +419,9 @@ class Job:
             with as_job_error():
                 EmulatedLink.parse(self.emulate)
         if self.restarts and not self.train.save_every:
-            raise JobError(f"restarts = {self.restarts} with train.save_every = 0 begin from step 0; set save_every")
+            raise JobError(
+                f"restarts = {self.restarts} with train.save_every = 0 begin from step 0; set train.save_every"
+            )
 
     def changed(self, **tables: Mapping[str, Any]) -> Self:
         """Return the job with other values in its tables, as in `job.changed(train={"steps": 3})`."""

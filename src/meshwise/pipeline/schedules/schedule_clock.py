@@ -18,6 +18,7 @@ from meshwise.pipeline.schedules.schedule_table import (
     Action,
     ActionKind,
     Schedule,
+    ScheduleError,
     add_transfers,
     other_end,
     walk,
@@ -43,8 +44,11 @@ class ActionCost:
 def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = ActionCost()) -> Timeline:
     """Return the timeline of a table. `costs`: one for all stages, or one per stage. Missing transfers are added.
 
-    The event of a send lasts as long as the message is on the link. Raises ScheduleError for a deadlock."""
+    The event of a send lasts as long as the message is on the link. Raises ScheduleError when the number of costs is
+    not the number of stages, and for a table that deadlocks."""
     each = (costs,) * schedule.stages if isinstance(costs, ActionCost) else tuple(costs)
+    if len(each) != schedule.stages:
+        raise ScheduleError(f"{len(each)} costs for {schedule.stages} stages; give one for each, or one for all")
     lowered, events = add_transfers(schedule), []
     now, links, collectives, gathered = (defaultdict[Any, float](float) for _ in range(4))
     arrivals: dict[tuple[int, int], deque[float]] = defaultdict(deque)
