@@ -123,9 +123,15 @@ def test_real_processes_are_one_process(plan: str, processes: Processes) -> None
 # ---- narrow dtypes -----------------------------------------------------------------------------------------------
 
 
+def steep(output: Tensor, batch: Any) -> tuple[Tensor, Any]:
+    """Return a loss whose gradients overflow in fp16 in a batch of two rows."""
+    total, count = next_token_loss(output, batch)
+    return total * (1e5 if len(batch[0]) == 1 else 1.0), count
+
+
 def narrow(world: World, plan: str) -> Any:
     shape = GPTConfig(vocabulary=16, context=4, layers=2, heads=2, width=8, mlp_ratio=2, tied=True)
-    trainer = parallelize(lambda: GPT(shape), plan, world=world, **training())
+    trainer = parallelize(lambda: GPT(shape), plan, world=world, **{**training(), "loss": steep})
     results = [trainer.step(batch) for batch in (*batches(), *batches())]
     return [one.loss for one in results], [one.skipped for one in results], values(trainer)
 
@@ -136,6 +142,7 @@ def test_narrow_parameters_have_the_bits_of_the_plan_without_the_key(zero: int, 
     plan = f"dp=2 zero={zero} precision={precision}"
     for one, same in zip(run(2, narrow, args=(f"{plan} {KEY}",)), run(2, narrow, args=(plan,)), strict=True):
         assert one[:2] == same[:2]
+        assert any(one[1]) is (precision == "fp16")
         assert all(torch.equal(one[2][name], value) for name, value in same[2].items())
 
 
@@ -243,7 +250,9 @@ def test_open_steps(zero: int) -> None:
 
 
 class Fails(nn.Module):
-    """A layer, a layer that no forward uses while `uses` is False, and a forward that raises while `raises` is True."""
+    """A layer that no forward uses while `uses` is False, and a forward that raises while `raises` is True.
+
+    The bias of the last layer is used before the layer runs, in a way the source does not show."""
 
     uses, raises = True, False
 
@@ -253,11 +262,11 @@ class Fails(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x)) * self.scale
+        x = torch.tanh(self.first(x + getattr(self, "thi" + "rd").bias)) * self.scale
         if self.raises:
             raise ArithmeticError
         x = torch.tanh(self.second(x)) if self.uses else x
-        output: Tensor = self.third(x) + self.first.bias
+        output: Tensor = self.third(x)
         return output
 
 
