@@ -13,7 +13,13 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.testing import run
 
-PLANS = ("dp=2", "dp=2 zero=1", "dp=2 zero=2 microbatches=2", "dp=2 zero=3 microbatches=2")
+PLANS = (
+    "dp=2",
+    "dp=2 zero=1",
+    "dp=2 zero=2 microbatches=2",
+    "dp=2 zero=3 microbatches=2",
+    "dp=2 zero=1 overlap_gather=1",
+)
 over_plans = pytest.mark.parametrize("plan", PLANS)
 
 

@@ -20,6 +20,7 @@ PLANS = (
     "dp=1 recompute=selective precision=bf16",
     "dp=1 zero=3 offload=params:cpu,activations:cpu",
     "dp=2 zero=1 microbatches=2",
+    "dp=2 zero=2 overlap_gather=1",
     "dp=2 zero=3",
     "tp=2 sequence_parallel=1",
     "cp=2",

@@ -10,7 +10,7 @@ import pytest
 
 from accelerator.random_delays import random_delays
 from accelerator.simulated_accelerators import SimulatedAccelerators
-from accelerator.training import check
+from accelerator.training import check, check_losses
 from grid import Cell, Grid
 from meshwise.plan import Plan, PlanError
 
@@ -103,6 +103,16 @@ def test_a_plan_in_a_narrow_dtype_is_that_of_the_cpu(
     plan = plan_of({"split": split, "zero": zero, "offload": offload, "recompute": recompute, "precision": precision})
     for timing in timings(plan, pytestconfig):
         check(plan, on=SimulatedAccelerators(timing=timing))
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("plan", ["dp=2 zero=1", "dp=2 pp=2 microbatches=4 zero=2 offload=optimizer:cpu"])
+def test_parameters_that_arrive_in_the_next_forward(plan: str, timing: Literal["late", "early"]) -> None:
+    check_losses(f"{plan} overlap_gather=1", on=SimulatedAccelerators(timing=timing))
+
+
+def test_experts_of_one_rank_are_there_at_once_and_others_arrive() -> None:
+    check("dp=4 ep=2 zero=2 overlap_gather=1", on=SimulatedAccelerators(timing="late"))
 
 
 # ---- schedules with every split inside a stage -------------------------------------------------------------------

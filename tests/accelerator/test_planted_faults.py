@@ -110,9 +110,15 @@ FAULTS = (
     Fault("data_parallel.bucket:Bucket.settle", "arriving.work.wait()", "dp=2 zero=1", "may not have written yet"),
     Fault("data_parallel.live_unit:LiveUnit.ready", "work.wait()", "dp=2 zero=3", "may not have written yet"),
     Fault(
-        "engine.step:StepAfterBackward.apply",
+        "data_parallel.live_unit:LiveUnit.await_update",
         "work.wait()",
         "dp=2 zero=1",
+        "may not have (written|read) yet",
+    ),
+    Fault(
+        "data_parallel.live_unit:LiveUnit.ready",
+        "work.wait()",
+        "dp=2 zero=1 overlap_gather=1",
         "may not have (written|read) yet",
     ),
     Fault(

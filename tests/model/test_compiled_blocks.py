@@ -37,6 +37,7 @@ pytestmark = [
 PLANS = (
     "dp=2 zero=0 microbatches=2",
     "dp=2 zero=2",
+    "dp=2 zero=2 overlap_gather=1",
     "dp=2 zero=3 recompute=full",
     "pp=2 microbatches=2 recompute=full",
 )

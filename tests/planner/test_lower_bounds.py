@@ -29,6 +29,8 @@ BATCH = 16
 
 PLANS = (
     "dp=8 zero=1 precision=bf16",
+    "dp=8 zero=1 precision=bf16 overlap_gather=1",
+    "pp=2 dp=4 zero=2 microbatches=4 precision=bf16 overlap_gather=1",
     "dp=4 tp=2 sequence_parallel=1 zero=3 precision=bf16 microbatches=2",
     "dp=2 tp=4 tp_mode=2d",
     "dp=2x4 zero=3 precision=bf16",

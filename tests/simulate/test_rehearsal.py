@@ -33,6 +33,8 @@ PLANS = (
     "dp=2",
     "dp=2 zero=1",
     "dp=2 zero=2 microbatches=2",
+    "dp=2 zero=2 microbatches=4 overlap_gather=1",
+    "pp=2 dp=2 zero=1 microbatches=2 overlap_gather=1",
     "dp=2 zero=3 microbatches=4",
     "dp=2x2 zero=3 microbatches=2",
     "dp=2 wire=1bit",

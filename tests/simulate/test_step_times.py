@@ -134,6 +134,28 @@ def test_slower_links_cost_time_where_nothing_is_computed_meanwhile() -> None:
     assert late.seconds == pytest.approx(fast.seconds + late.exposed["tp"], rel=1e-6)
 
 
+@pytest.mark.parametrize("bandwidth", [1e4, 1e6, 1e30])
+def test_a_forward_hides_the_gather_of_parameters_that_it_waits_for(bandwidth: float) -> None:
+    cluster = dataclasses.replace(STEADY, inside=Link(bandwidth=((1.0, bandwidth),)))
+    plans = ("dp=2 zero=1 microbatches=2", "dp=2 zero=1 microbatches=2 overlap_gather=1")
+    early, late = (predict(rehearse(gpt_subject(), plan=plan, ranks=2), cluster=cluster) for plan in plans)
+    assert late.traffic == early.traffic
+    [forward] = (part.flops / 1e9 for part in late.rehearsal.step(0) if str(part.activity) == "0F0")
+    saved = early.seconds - late.seconds
+    if bandwidth == 1e30:
+        assert saved == pytest.approx(0, abs=1e-12)
+    else:  # the forward of all units but the last one, which waits to the end of the gather
+        assert forward / 2 < saved < forward
+
+
+def test_a_pipeline_with_late_parameters_is_timed_as_without() -> None:
+    cluster = dataclasses.replace(STEADY, inside=Link(bandwidth=((1.0, 1e6),)))
+    plan = "dp=2 pp=2 zero=1 microbatches=2 partition=params"
+    plans = (plan, f"{plan} overlap_gather=1")
+    early, late = (predict(rehearse(gpt_subject(stages=2), plan=one, ranks=4), cluster=cluster) for one in plans)
+    assert late.seconds == early.seconds
+
+
 def test_a_loss_looks_up_its_targets() -> None:
     """What it reads of the scores are as many as there are targets, and their gradient is zero elsewhere."""
     scores, targets = torch.empty(8, 1000, device="meta"), torch.empty(8, dtype=torch.long, device="meta")

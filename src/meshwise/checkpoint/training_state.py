@@ -64,7 +64,8 @@ class TrainingState:
         self._hook: RemovableHandle | None = None
 
     def wait_staged(self) -> None:
-        """Wait until the save in progress, if any, has copied its tensors; after that the tensors may change."""
+        """Wait for updated parameters, and until a save in progress has copied its tensors; then they may change."""
+        self._engine.wait_updated()
         if self._saving is not None:
             self._saving.wait_staged()
 
@@ -79,6 +80,7 @@ class TrainingState:
                 saving.wait()
         self._update.check()
         engine = self._engine
+        engine.wait_updated()
         own = {
             "plan": self._plan,
             "ranks": engine.world.size,

@@ -39,6 +39,8 @@ class StorageConfig:
     """Codec of gathered parameters; None: their dtype."""
     prefetch: int = 1
     """Under ZeRO-3, number of units that are gathered ahead of the one that runs."""
+    overlap_gather: bool = False
+    """Under ZeRO-1 and 2, True if updated parameters are awaited in the next forward, not in the step."""
 
 
 class Bucket:
@@ -49,6 +51,7 @@ class Bucket:
     | whole      all elements; the model's parameters are views of it. Empty while a ZeRO-3 unit is not in use
     | shared     True if the ranks of a host hold one `whole` in shared memory: gather and publish then copy nothing
     | is_sharded True if only the shard exists between uses (ZeRO-3)
+    | overlaps   True if the all-gather after an update overlaps with the next forward (`overlap_gather`)
     | second     under `hpz`, this rank's part of the second copy of `whole`, which the ranks along `near` hold
     | second_is_current   True from the gather that fills the second copy until the next update
     | codec      codec of gathered parameters; None: they travel in their dtype
@@ -87,6 +90,7 @@ class Bucket:
         self.counts = not rows[0].counted_elsewhere and all(world.group(axis).index == 0 for axis in copies)
         self.is_offloaded = tiers.is_offloaded("params")
         self.is_sharded = reduction.shards_parameters and (self.group.size > 1 or self.is_offloaded)
+        self.overlaps = storage.overlap_gather and self.trainable and self.group.size > 1
         self.shard = self.place.shard(self.group.index)
         self.owned = self.shard if reduction.shards_updates else (0, self.place.size)
         # Tensors that other ranks read are allocated by the world: published slices, shards, gradients.

@@ -62,10 +62,11 @@ class LiveUnit:
     """Buckets of one unit, and the module's parameters that view them.
 
     While a ZeRO-3 unit is freed, each parameter is a NaN expanded to its shape, so that an unexpected use shows as NaN.
+    Under `overlap_gather` trained parameters are NaN too, from an update until `ready` has waited for them.
 
     | spec         the unit's rows of the parameter table
     | parameters   parameters of the module, per bucket in piece order
-    | whole        True while the parameters have their values; always True without ZeRO-3
+    | whole        True while the parameters have their values; always True without ZeRO-3 and `overlap_gather`
     | stays_gathered   True if the unit is freed only at the end of a pass, not when the next unit runs"""
 
     def __init__(self, spec: ParameterUnit, *, world: World, storage: StorageConfig) -> None:
@@ -92,6 +93,11 @@ class LiveUnit:
         """True if some parameters exist only as shards between uses (ZeRO-3)."""
         return any(bucket.is_sharded for bucket in self.buckets)
 
+    @property
+    def overlaps(self) -> bool:
+        """True if some parameters are awaited in the forward after their update (`overlap_gather`)."""
+        return any(bucket.overlaps for bucket in self.buckets)
+
     def load(self, source: ParameterSource, *, place: Callable[[ParameterRow, Tensor], nn.Parameter]) -> None:
         """Fill the buckets with values from `source` (collectives), and make the module's parameters view them.
 
@@ -100,8 +106,8 @@ class LiveUnit:
             world, pieces = bucket.world, bucket.place.pieces
             holders = world.mesh.others(dict(pieces[0].row.held_at))
             bucket.fill(source.broadcast_full(piece.row.name, world=world, axes=holders) for piece in pieces)
-            values = self._between_uses(bucket)
-            self._unused.append(values)
+            self._unused.append(self._between_uses(bucket))
+            values = bucket.views() if bucket.overlaps else self._unused[-1]
             # `.data` has a separate version counter, which writes to the buffer do not change.
             self.parameters.append([place(piece.row, value.data) for piece, value in zip(pieces, values, strict=True)])
         self.whole = not self.is_sharded
@@ -115,7 +121,7 @@ class LiveUnit:
             if state == [(one.requires_grad, one._version, one.data_ptr()) for one in parameters]:
                 continue
             self._touched = True
-            freed = bucket.is_sharded and not self.whole
+            freed = (bucket.is_sharded or bucket.overlaps) and not self.whole
             memory = bucket.whole.untyped_storage().data_ptr()
             for piece, parameter, (_, version, _) in zip(bucket.place.pieces, parameters, state, strict=True):
                 name, held = piece.row.name, parameter.untyped_storage()
@@ -175,7 +181,7 @@ class LiveUnit:
             return
         self._gathering = [bucket.gather(exact=exact) for bucket in self.buckets if bucket.is_sharded]
 
-    def ready(self) -> None:
+    def ready(self, *_: Any) -> None:
         """Wait until the parameters are gathered, and set them in the module; start the gather if needed."""
         if self.whole:
             return
@@ -188,6 +194,15 @@ class LiveUnit:
         if self._used is None:
             self._used = [bucket.views() for bucket in self.buckets]
         self._show(self._used)
+
+    def await_update(self, works: list[Work]) -> None:
+        """Wait for `works`, which bring updated parameters; under `overlap_gather` leave that to `ready`."""
+        if self.overlaps:
+            self.whole, self._gathering = False, works
+            self._show(self._unused)
+        else:
+            for work in works:
+                work.wait()
 
     def free(self) -> None:
         """Free the gathered parameters; the module's parameters then read as NaN. Does nothing without ZeRO-3."""
@@ -215,8 +230,8 @@ class LiveUnit:
 
     @staticmethod
     def _between_uses(bucket: Bucket) -> list[Tensor]:
-        """Return the module's tensors between uses: NaN for a ZeRO-3 bucket, views of the bucket otherwise."""
-        if not bucket.is_sharded:
+        """Return the module's tensors between uses: NaN with ZeRO-3 or `overlaps`, views of the bucket otherwise."""
+        if not (bucket.is_sharded or bucket.overlaps):
             return bucket.views()
         value = float("nan") if bucket.dtype.is_floating_point or bucket.dtype.is_complex else 0
         with torch.inference_mode(mode=False):  # a meta parameter cannot take an inference tensor as data
@@ -405,13 +420,16 @@ def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 class ParameterGatherer:
-    """Gathers and frees ZeRO-3 units by hooks on their modules. `peak`: most bytes of gathered units at once."""
+    """Gathers and frees ZeRO-3 units by hooks on their modules. `peak`: most bytes of gathered units at once.
+
+    Units with `overlaps` are awaited before the forwards of their modules."""
 
     def __init__(self, module: nn.Module, *, units: Sequence[LiveUnit], prefetch: int) -> None:
         """`prefetch`: how many units are gathered ahead of the one that runs."""
         self._units = [unit for unit in units if unit.is_sharded]
         self._prefetch = prefetch
-        self._owners = {id(p): unit for unit in self._units for group in unit.parameters for p in group}
+        awaited = [unit for unit in units if unit.overlaps]
+        self._owners = {id(p): unit for unit in (*self._units, *awaited) for group in unit.parameters for p in group}
         self._whole: list[LiveUnit] = []
         self._open: list[LiveUnit] = []
         self._backward = False
@@ -424,6 +442,9 @@ class ParameterGatherer:
         for unit in self._units:
             for name in unit.spec.modules:
                 self._watch(modules[name], unit)
+        for unit in awaited:
+            for name in unit.spec.modules:
+                self._handles.append(modules[name].register_forward_pre_hook(unit.ready, prepend=True))
         if self._units:
             self._handles.append(module.register_forward_hook(self._after_model, always_call=True))
 

@@ -143,6 +143,12 @@ class Engine:
         for engine in self._stages.values():
             engine.scale_gradients(factor)
 
+    def wait_updated(self) -> None:
+        """Wait for the updated parameters that under `overlap_gather` may still be under way."""
+        for unit in self.units:
+            if unit.overlaps:
+                unit.ready()
+
     def publish(self) -> None:
         """Round this rank's masters into the parameters; send these to the ranks unless they gather before each use."""
         for bucket in self.buckets:
@@ -211,7 +217,8 @@ class Engine:
         return {"parameters": 0, "gradients": 0, **self.tiers.bytes(held), "gathered_peak": peak}
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
+        """Wait for updated parameters, and remove the hooks from the model."""
+        self.wait_updated()
         for engine in self._stages.values():
             engine.close()
 

@@ -231,7 +231,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
     axes = plan.outer_axes, plan.sync_axes, plan.node_axes
-    storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch)
+    storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch, plan.overlap_gather > 0)
     task = MicrobatchTask(forward, loss or no_loss, call)
     policy.undo.push(casts.hook(module))
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)

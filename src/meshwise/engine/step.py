@@ -90,18 +90,19 @@ class StepAfterBackward:
 
     def apply(self, factor: float) -> None:
         """Multiply the gradients by `factor` and update all buckets; publish each bucket as soon as it is updated."""
+        self._engine.wait_updated()  # units that no forward has used since the last update
         self._engine.scale_gradients(factor)
         # A worker of parameter servers updates no chunk, but it takes part in the collectives of `publish`.
-        works = [bucket.publish() for bucket in self._engine.buckets if not bucket.chunks]
+        works = {bucket: bucket.publish() for bucket in self._engine.buckets if not bucket.chunks}
         last = {bucket.chunks[-1]: bucket for bucket in self._engine.buckets if bucket.chunks}
 
         def done(chunk: UpdateChunk) -> None:
             if chunk in last:
-                works.append(last[chunk].publish())
+                works[last[chunk]] = last[chunk].publish()
 
         self._update.step(done)
-        for work in works:
-            work.wait()
+        for unit in self._engine.units:
+            unit.await_update([works[bucket] for bucket in unit.buckets if bucket in works])
 
 
 class TrainingSteps:

@@ -78,7 +78,7 @@ class Trainer:
         self._engine = engine
         self._runner = runner
         split = any(row.layout.axes or row.held_at for row in engine.table.rows)
-        split = split or any(unit.is_sharded for unit in engine.units)
+        split = split or any(unit.is_sharded or unit.overlaps for unit in engine.units)
         self._copies = PartialCopyGuard(engine.modules if split else (), plan=str(plan))
         self._recipe = recipe
         self._policy = policy
@@ -105,6 +105,7 @@ class Trainer:
     def model(self) -> nn.Module:
         """The user's module; under zero=3 its parameters are gathered only while it runs.
 
+        Under `overlap_gather=1` trained parameters are NaN after a step, until a forward or a call such as `evaluate`.
         With pp, the stage of this rank: a module of the same class. A ModuleList if the rank has several stages."""
         return self._engine.module
 
@@ -473,7 +474,7 @@ class Trainer:
         return dict(kept["user"])
 
     def close(self) -> None:
-        """Remove the hooks from model and optimizer, close the tiers' files; a save under way continues."""
+        """Wait for parameters, remove the hooks, close the tiers' files; a save under way continues."""
         self._stepping.close()
         self._state.close()
         self._engine.close()

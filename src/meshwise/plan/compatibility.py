@@ -65,6 +65,8 @@ COMPATIBILITY = (
     Refusal("zero!=3 hpz>1", "hpz=1", "only zero=3 gathers parameters for each use"),
     Refusal("zero!=3 prefetch!=1", "prefetch=1", "only zero=3 gathers parameters for each use"),
     Refusal("zero=3 pp>1 prefetch!=1", "prefetch=1", "the schedule of a pipeline gathers whole stages"),
+    Refusal("zero=0 overlap_gather>0", "overlap_gather=0", "without zero, every rank updates all its parameters"),
+    Refusal("zero=3 overlap_gather>0", "overlap_gather=0", "zero=3 gathers parameters for each use"),
     Refusal("hpz>1 offload.params!=device", "hpz=1", "the second copy would take the memory that offload saves"),
     Refusal("precision=fp16 wire.codec!=none", "precision=bf16", "a codec's kept error would have an old loss scale"),
     Refusal("cp=1 context!=auto", "context=auto", "only cp splits tokens"),

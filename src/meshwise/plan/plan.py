@@ -91,6 +91,13 @@ class Plan:
     prefetch: int = whole_number(
         1, means="with zero=3, units whose parameters are gathered ahead of the unit that runs; 0: none", least=0
     )
+    overlap_gather: int = whole_number(
+        0,
+        means="with zero=1 and 2, 1: a step returns while updated parameters are gathered, each unit waits for its own "
+        "in its next forward, and the module shows NaN until then",
+        least=0,
+        most=1,
+    )
     bucket: int = Key(
         "bytes up to which neighbouring units are gathered and reduced as one; 0: each unit separately", size=True
     ).field(0)

@@ -106,6 +106,7 @@ class ProfileKey:
             "shards": 0,
             "hpz": 1,
             "prefetch": 1,
+            "overlap_gather": 0,
             "bucket": 0,
             "gather": "exact",
             "pp": pieces,

@@ -268,7 +268,7 @@ class _Shard:
 
     def final_gather_seconds(self, stages: Sequence[_Stage]) -> float:
         """Return the seconds in which updated parameters are gathered at the end of a step (zero 1 and 2), else 0."""
-        if self.plan.zero not in (1, 2) or self.cluster.shared:
+        if self.plan.zero not in (1, 2) or self.cluster.shared or self.plan.overlap_gather:
             return 0.0
         return sum(self._collective("all_gather", stage, 1.0) for stage in stages)
 

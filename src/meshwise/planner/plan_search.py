@@ -52,7 +52,7 @@ UNDIVIDED: Mapping[str, Any] = MappingProxyType(
         "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "zero": 0, "shards": 0, "microbatches": 1,
         "schedule": "1f1b", "virtual_stages": 1, "partition": "params", "recompute": "none", "offload": "none",
         "wire": "auto", "gather": "exact", "hpz": 1, "prefetch": 1, "ep": 1, "etp": 1, "dispatch": "auto", "chunk": 0,
-        "bucket": 0, "dispatch_parts": 1, "replicate": 0,
+        "bucket": 0, "dispatch_parts": 1, "replicate": 0, "overlap_gather": 0,
     }
 )  # fmt: skip
 """Values of keys for the profile of level `COUNTED`, in which the model is cut into stages and no layer is split."""

@@ -22,7 +22,7 @@ import math
 import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Real
@@ -48,7 +48,7 @@ from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Sched
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cost_model import microbatch_traffic, update_traffic
-from meshwise.simulate.step_tape import Category, MemoryChange, Tape, TapeSegment
+from meshwise.simulate.step_tape import Category, MemoryChange, Tape, TapeSegment, TapeWait
 from meshwise.simulate.tape_recorder import (
     KernelChoice,
     OperationMemo,
@@ -213,7 +213,7 @@ class TapeRecording:
                 first = self._run(recorder)
                 saved = 0 if trainer.activations is None else trainer.activations.mover.peak
                 trainer.step(self.subject.batch, only=self.only)
-                steady = self._run(recorder)
+                steady = _with_gathers_first(self._run(recorder), first=first)
         tiers, on_gpu = self.plan.tiers, self.device == "cuda"
         sizes = {**trainer.tiers.disk_bytes, "activations": saved}
         return Tape(
@@ -245,6 +245,21 @@ class TapeRecording:
         return tuple(segment for segment in recorder.segments() if self.plan.pp > 1 or segment.activity not in passed)
 
 
+def _with_gathers_first(steady: tuple[TapeSegment, ...], *, first: Sequence[TapeSegment]) -> tuple[TapeSegment, ...]:
+    """Return a step that begins with the calls for which only the step after them waits (`overlap_gather`).
+
+    The step before has made these calls at its end, as this step makes its own for the next step."""
+    waited = {entry.sequence for part in steady for entry in part.entries if isinstance(entry, TapeWait)}
+    begun = tuple(call for part in first for call in part.calls() if call.record.sequence in waited)
+    if not begun:
+        return steady
+    left = {call for part in steady for call in part.calls() if call.record.sequence not in waited}
+    own = [TapeSegment(part.activity, tuple(one for one in part.entries if one not in left)) for part in steady]
+    before = [entry for part in own for entry in part.entries if part.activity is StepPhase.BEGIN]
+    begin = TapeSegment(StepPhase.BEGIN, (*begun, *before))
+    return (begin, *(part for part in own if part.activity is not StepPhase.BEGIN))
+
+
 def _updated(trainer: Trainer) -> Mapping[str, int]:
     """Return the bytes that a rank updates: of `params`, and of their `gradients` in the dtype of the masters."""
     updated: Counter[str] = Counter()
@@ -261,7 +276,10 @@ def _staged(trainer: Trainer) -> int:
 
 
 def _played(plan: Plan, device: Device) -> Plan:
-    """Return the plan to run. For CUDA, the tier `cpu` becomes `disk`: without a GPU, `cpu` would mean the device."""
+    """Return the plan to run. For CUDA, the tier `cpu` becomes `disk`: without a GPU, `cpu` would mean the device.
+
+    With pp, parameters are awaited in the step, because each action of the schedule is timed alone."""
+    plan = dataclasses.replace(plan, overlap_gather=0) if plan.pp > 1 else plan
     tiers = {what: "disk" if tier == "cpu" else tier for what, tier in dataclasses.asdict(plan.tiers).items()}
     return plan if device == "cpu" else dataclasses.replace(plan, offload=str(Offload(**tiers)))
 
