@@ -131,8 +131,9 @@ class SplitExperts(nn.Module):
 
         def compute(rows: Tensor, local: Tensor) -> Tensor:
             number = vars(self)[self.sharding.mixture.counts[0]]
-            counts = torch.bincount(local, minlength=number)
-            most, order = int(counts.max()), local.argsort(stable=True)
+            counts = local.new_empty(number) if local.is_meta else torch.bincount(local, minlength=number)
+            most = math.ceil(len(rows) / number) if local.is_meta else int(counts.max())
+            order = local.argsort(stable=True)
             place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[local[order]]
             slots = torch.empty_like(local).index_copy(0, order, place) + local * most
             padded = rows.new_zeros(number * most, rows.size(-1)).index_copy(0, slots, rows)
@@ -313,6 +314,8 @@ def expert_parallel(
         exchange = ExpertExchange(
             world, axes=axes, plan=plan, experts=mixture.experts, recall=recall, imbalance=imbalance
         )
+        if mixture.form == "rows":
+            exchange.kept = vars(modules[name.rpartition(".")[0]]).get("top_k", 1) / mixture.experts
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
         if mixture.form == "called":
             each_expert = {key: each for key, each in experts.named_children() if any(True for _ in each.parameters())}
