@@ -10,6 +10,7 @@ import meshwise as mw
 from expert.mixtures_of_transformers import batches, build, forward, loss, settings
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.plan import PlanError
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.testing import run
 
@@ -58,3 +59,10 @@ def test_llama_4_is_rehearsed_under_every_dispatch(plan: str) -> None:
 def test_llama_4_given_as_a_function_is_compared_under_pp() -> None:
     options = mw.Options(forward=forward)
     assert mw.verify(lambda: build("Llama4"), loss, batches()[:1], "pp=2 dp=2 ep=2", lr=1e-3, options=options).ok
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 ep=2"])
+@pytest.mark.parametrize("family", ["Switch", "Nllb"])
+def test_experts_that_are_called_in_a_loop_are_refused_by_a_rehearsal(family: str, plan: str) -> None:
+    with pytest.raises(PlanError, match=r"experts.* calls its experts in a loop over values .* Measure a short run"):
+        rehearse(subject(family), plan=plan, ranks=2)
