@@ -105,11 +105,15 @@ class OutputMeanSquares:
                 self._elements[name] = self._elements.get(name, 0) + tensor.numel()
 
 
+_CHOICES = {"topk": 2, "argmax": 1}
+"""Functions that choose experts by their scores, and the position of `dim` among their arguments."""
+
+
 class ChoiceGap(TorchFunctionMode):
-    """Mode that measures how near to a tie the choices of routers were, in all calls of top-k.
+    """Mode that measures how near to a tie the choices of routers were, in all calls of `topk` and `argmax`.
 
     `smallest`: smallest gap so far between the last chosen score and the next score, relative to the largest magnitude
-    of the scores. None if no top-k has left a score out."""
+    of the scores. None if no call has left a score out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,10 +121,12 @@ class ChoiceGap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "topk" and not args[0].is_meta:
-            scores, count, dim = args[0].detach(), result[0], (kwargs or {}).get("dim", -1)
-            size = count.size(dim)
-            if size < scores.size(dim):
+        name = getattr(func, "__name__", "")
+        if name in _CHOICES and args and not args[0].is_meta and args[0].is_floating_point():
+            scores, place = args[0].detach(), _CHOICES[name]
+            dim = args[place] if len(args) > place else (kwargs or {}).get("dim", -1)
+            size = result[0].size(dim) if name == "topk" else 1
+            if dim is not None and size < scores.size(dim):
                 ordered = scores.sort(dim, descending=True).values
                 gaps = ordered.select(dim, size - 1) - ordered.select(dim, size)
                 largest = scores[scores.isfinite()].abs().max().clamp(min=torch.finfo(scores.dtype).tiny)
