@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
 
-from expert.mixtures_of_transformers import FAMILIES, build, check, settings
+import meshwise as mw
+from expert.mixtures_of_transformers import FAMILIES, batches, build, check, loss, settings
 from grid import Grid
 from meshwise.comm.api.world import World
-from meshwise.engine.parallelize import parallelize
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.find_mixtures import Mixture, find_mixtures, planned_mixtures
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import run
@@ -40,6 +42,48 @@ def test_copies_of_hot_experts_give_the_steps_of_one_process(family: str, plan: 
 @pytest.mark.grid(FAMILY)
 def test_three_steps_are_those_of_one_process(family: str, plan: str) -> None:
     check(build(family), plan)
+
+
+def grouped(family: str, **sizes: int) -> Any:
+    """Return a model in float32 whose experts are computed by grouped products, as transformers has it."""
+    model = build(family, **sizes).float()
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def compared(model: Any, plan: str) -> mw.Report:
+    options = Options(forward=lambda model, batch: model(batch[0], use_cache=False).logits)
+    return mw.verify(model, loss, batches()[:2], plan, dtype=None, lr=1e-3, options=options)
+
+
+@pytest.mark.parametrize(
+    "family, sizes, plan",
+    [
+        ("Qwen3Moe", {"moe_intermediate_size": 8}, "dp=2 ep=2 zero=3"),
+        ("Qwen3Moe", {"moe_intermediate_size": 8}, "dp=2 tp=2 ep=2 etp=2"),
+        ("GptOss", {}, "dp=2 tp=2 ep=4 zero=1"),
+    ],
+)
+def test_divided_experts_are_those_of_one_process_by_grouped_products(
+    family: str, sizes: dict[str, int], plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply, computed = functional.grouped_mm, []
+
+    def counted(rows: Tensor, matrices: Tensor, **given: Any) -> Tensor:
+        computed.append(len(matrices))
+        return multiply(rows, matrices, **given)
+
+    monkeypatch.setattr(functional, "grouped_mm", counted)
+    report = compared(grouped(family, **sizes), plan)
+    assert report.ok, report.verdict
+    assert set(computed) == {4, 4 // Plan.parse(plan).ep}, "of one process, and of a rank"
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
+def test_experts_too_narrow_for_grouped_products_are_computed_one_after_the_other(family: str) -> None:
+    with pytest.warns(UserWarning, match=r"etp=2 leaves \w+ an inner size of 6 in float32.* multiple of 4 \* etp"):
+        report = compared(grouped(family), "dp=2 tp=2 ep=2 etp=2")
+    assert report.ok, report.verdict
 
 
 def test_the_inner_size_that_experts_state_is_that_of_this_rank() -> None:
