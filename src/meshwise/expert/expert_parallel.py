@@ -351,9 +351,9 @@ def _loop_if_narrow(experts: nn.Module, *, size: int, etp: int) -> None:
     if way == "grouped_mm" and size * dtype.itemsize % 16:
         compute_experts(experts, by="eager")
         warnings.warn(
-            f"etp={etp} leaves {type(experts).__name__} an inner size of {size} in {str(dtype)[6:]}, and grouped products"
-            " need rows of a multiple of 16 bytes. So experts are computed one after the other, which is slower. Choose "
-            f"an inner size that is a multiple of {16 // dtype.itemsize} * etp",
+            f"etp={etp} leaves {type(experts).__name__} an inner size of {size} in {str(dtype)[6:]}, and grouped "
+            "products need rows of a multiple of 16 bytes. So the experts are computed in a loop, which is slower. "
+            f"Choose an inner size that is a multiple of {16 // dtype.itemsize} * etp",
             stacklevel=2,
         )
 
