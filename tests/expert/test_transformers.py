@@ -1,5 +1,6 @@
 """Test that mixtures of transformers train as on one process, with their experts divided over ranks."""
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ pytest.importorskip("transformers", reason="needs transformers, which the extra 
 import meshwise as mw
 from expert.mixtures_of_transformers import FAMILIES, batches, build, check, loss, settings
 from grid import Grid
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.find_mixtures import Mixture, find_mixtures, planned_mixtures
 from meshwise.plan import Plan, PlanError
-from meshwise.testing import run
+from meshwise.testing import agree, run
 
-PLANS = ("dp=4 ep=2 zero=3 microbatches=2", "dp=4 ep=4 zero=1", "tp=2", "dp=2 tp=2 ep=4 zero=2", "dp=2 tp=2 ep=2 etp=2")
+PLANS = ("dp=4 ep=2 zero=3 microbatches=2", "dp=4 ep=4 zero=1", "dp=2 tp=2 ep=4 zero=2", "dp=2 tp=2 ep=2 etp=2")
 
 
 FAMILY = Grid(
@@ -31,6 +33,17 @@ FAMILY = Grid(
     ),
     strength=1,
 )
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("plan", ["dp=2 ep=2", "tp=2"])
+def test_every_family_is_one_process_on_two_ranks(family: str, plan: str) -> None:
+    check(build(family), plan)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "DeepseekV3", "GptOss"])
+def test_stages_divide_their_experts(family: str) -> None:
+    check(build(family), "pp=2 dp=2 ep=2 microbatches=2")
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "GptOss", "Llama4"])
@@ -138,3 +151,33 @@ def test_a_folder_of_hugging_face_is_loaded_into_divided_experts(family: str, tm
         trainer.close()
 
     run(2, load)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
+def test_a_folder_of_hugging_face_goes_on_in_a_checkpoint_under_another_division(family: str, tmp_path: Path) -> None:
+    """Weights of a folder, one step, a checkpoint, and one step of more ranks are two steps of one process."""
+    model = build(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    model.save_pretrained(tmp_path / "folder")
+    first, second = batches()[:2]
+
+    def begin(world: World) -> None:
+        trainer = parallelize(build(family), "dp=2 ep=2", world=world, **settings())
+        trainer.load(tmp_path / "folder")
+        trainer.step(first)
+        trainer.save(tmp_path / "checkpoint")
+        trainer.close()
+
+    def go_on(world: World) -> Any:
+        trainer = parallelize(build(family), "dp=4 ep=4 zero=3", world=world, **settings())
+        trainer.load(tmp_path / "checkpoint")
+        steps = outcome(trainer, batches=[second])
+        trainer.close()
+        return steps
+
+    run(2, begin)
+    expected = alone(copy.deepcopy(model), batches=[first, second], **settings())[1:]
+    for found in run(4, go_on):
+        agree(found, expected, bound=1e-9)
