@@ -105,10 +105,6 @@ class OutputMeanSquares:
                 self._elements[name] = self._elements.get(name, 0) + tensor.numel()
 
 
-_CHOICES = {"topk": 2, "argmax": 1}
-"""Functions that choose experts by their scores, and the position of `dim` among their arguments."""
-
-
 class ChoiceGap(TorchFunctionMode):
     """Mode that measures how near to a tie the choices of routers were, in all calls of `topk` and `argmax`.
 
@@ -121,11 +117,11 @@ class ChoiceGap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name in _CHOICES and args and not args[0].is_meta and args[0].is_floating_point():
-            scores, place = args[0].detach(), _CHOICES[name]
+        place = {"topk": 2, "argmax": 1}.get(getattr(func, "__name__", ""))  # position of `dim` among the arguments
+        if place and args and not args[0].is_meta and args[0].is_floating_point():
+            scores = args[0].detach()
             dim = args[place] if len(args) > place else (kwargs or {}).get("dim", -1)
-            size = result[0].size(dim) if name == "topk" else 1
+            size = 1 if isinstance(result, Tensor) else result[0].size(dim)
             if dim is not None and size < scores.size(dim):
                 ordered = scores.sort(dim, descending=True).values
                 gaps = ordered.select(dim, size - 1) - ordered.select(dim, size)
