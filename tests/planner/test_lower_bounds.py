@@ -105,9 +105,13 @@ def test_no_bound_is_above_the_rehearsal(text: str) -> None:
         assert figures.memory <= truth.memory
 
 
-@pytest.mark.parametrize("text", ["dp=8 ep=8 precision=bf16", "dp=4 tp=2 ep=8 etp=1 zero=1"])
-def test_no_bound_of_a_mixture_over_nodes_is_above_the_rehearsal(text: str) -> None:
-    plan, mixture = Plan.parse(text), mixture_subject(rows=BATCH, context=CONFIG.context, width=CONFIG.width)
+@pytest.mark.parametrize(
+    "text, width",
+    [("dp=8 ep=8 precision=bf16", CONFIG.width), ("dp=4 tp=2 ep=8 etp=1 zero=1", CONFIG.width), ("dp=8 ep=8", 32)],
+)
+def test_no_bound_of_a_mixture_over_nodes_is_above_the_rehearsal(text: str, width: int) -> None:
+    """The narrow model takes as long as the host needs to launch its operations."""
+    plan, mixture = Plan.parse(text), mixture_subject(rows=BATCH, context=CONFIG.context, width=width)
     found = ModelPieces.of(mixture, source=shapes_of(mixture.model, seed=0))
     assert found is not None
     key = ProfileKey.of(plan, batch=BATCH, pieces=found.count)
