@@ -3,6 +3,7 @@
 Two steps of AdamW with clipping in float64, with batches of 7 and 2 rows: loss, gradient norm, every gradient
 (router, experts, dense) and every parameter are compared after every step, on every rank."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -95,6 +96,8 @@ RANKS = (
     "dp=2 cp=2 ep=4",
     "cp=2 tp=2 ep=2 etp=2 context=ring",
     "pp=2 cp=2 ep=2 context=striped",
+    "pp=2 tp=2 etp=2",
+    "pp=2 dp=4 ep=4",
 )
 
 
@@ -103,15 +106,52 @@ LAYOUTS = Grid(
         "ranks": RANKS,
         "zero": (0, 1, 2, 3),
         "rest": ("", "microbatches=3", "recompute=full", "recompute=selective microbatches=2"),
+        "tied": (False, True),
     },
     cost=lambda cell: Plan.parse(cell["ranks"]).mesh().size,
-    single=("zero", "rest"),
+    single=("zero", "rest", "tied"),
 )
 
 
 @pytest.mark.grid(LAYOUTS)
-def test_a_plan_is_one_process(ranks: str, zero: int, rest: str) -> None:
-    check(f"{ranks} zero={zero} {rest}", "top-2")
+def test_a_plan_is_one_process(ranks: str, zero: int, rest: str, tied: bool) -> None:
+    check(f"{ranks} zero={zero} {rest}", "top-2", tied=tied)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=2 ep=2 zero=3 offload=params:disk,optimizer:disk", "dp=4 ep=2 zero=1 offload=optimizer:cpu,gradients:disk"],
+)
+def test_divided_experts_in_other_tiers_are_those_of_one_process(plan: str) -> None:
+    check(plan, "top-2")
+
+
+@pytest.mark.parametrize("plan", ["dp=4 ep=4 zero=3", "pp=2 tp=2 ep=2", "dp=2 tp=2 ep=2 etp=2 zero=1"])
+def test_options_of_experts_are_those_of_one_process(plan: str) -> None:
+    """Each block's experts, and both matrices of them, have a rate and a decay of their own."""
+
+    def options_of(name: str, parameter: nn.Parameter) -> dict[str, float]:
+        if ".experts." not in name:
+            return {}
+        return {
+            "lr": 0.02 if name.startswith("blocks.0") else 0.003,
+            "weight_decay": 0.5 if "expansion" in name else 0.0,
+        }
+
+    given = training("top-2")
+    given["options"] = dataclasses.replace(given["options"], parameter_options=options_of)
+
+    def main(world: World) -> Any:
+        trainer = parallelize(lambda: build("top-2", tied=False), plan, world=world, **given)
+        steps = outcome(trainer, batches=batches())
+        trainer.close()
+        return steps
+
+    wanted = alone(lambda: build("top-2", tied=False), batches=batches(), **given)
+    for steps in run(Plan.parse(plan).mesh().size, main):
+        agree(steps, wanted, bound=1e-9)
+    with pytest.raises(AssertionError):
+        agree(wanted, expected("top-2", False), bound=1e-9)
 
 
 KIND = Grid(

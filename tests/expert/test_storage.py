@@ -64,35 +64,78 @@ def test_a_rank_stores_its_part_of_the_experts(plan: str, part: int) -> None:
     assert run(size, experts) == [whole // part] * size
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_tokens_move_as_often_and_as_far_as_the_formula_says(microbatches: int) -> None:
-    layers, features, choices, experts, tokens, ranks = 2, 8, 2, 4, 7 * 4, 2
+def moved(plan: str) -> list[dict[str, tuple[int, int]]]:
+    """Return the calls and bytes of each kind of collective in a step, by rank."""
 
-    def moved(world: World) -> tuple[int, int]:
-        trainer = trainer_of(world, f"dp=2 ep=2 microbatches={microbatches}")
-        with trainer.world.record() as records:
-            trainer.step(batches()[0])
-        trainer.close()
-        return next((calls, size) for name, (calls, size) in count(records).items() if name.startswith("all_to_all"))
-
-    found = run(ranks, moved)
-    # in each layer the counts, and the tokens of all choices there and back, forward and backward
-    assert {calls for calls, _ in found} == {5 * layers * microbatches}
-    counts = 8 * experts * ranks * layers * microbatches
-    assert sum(size for _, size in found) == 4 * layers * tokens * choices * features * 8 + counts
-
-
-def test_an_all_gather_moves_as_much_as_the_formula_says() -> None:
-    layers, features, choices, tokens = 2, 8, 2, 7 * 4
-
-    def moved(world: World) -> dict[str, tuple[int, int]]:
-        trainer = trainer_of(world, "dp=2 ep=2 dispatch=all-gather")
+    def main(world: World) -> dict[str, tuple[int, int]]:
+        trainer = trainer_of(world, plan)
         with trainer.world.record() as records:
             trainer.step(batches()[0])
         trainer.close()
         return dict(count(records))
 
-    for rank in run(2, moved):
+    return run(Plan.parse(plan).mesh().size, main)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_a_rank_keeps_its_part_of_the_experts_under_every_zero(ep: int) -> None:
+    """Under zero=1 its parameters and gradients are those of its experts, under zero=3 a part of all."""
+
+    def kept(world: World, plan: str) -> dict[str, int]:
+        trainer = trainer_of(world, plan)
+        trainer.step(batches()[0])
+        found = dict(trainer.memory())
+        trainer.close()
+        return found
+
+    experts = sum(p.nbytes for name, p in build("top-2", tied=False).named_parameters() if ".experts." in name)
+    whole = run(4, kept, args=("dp=4 zero=1",))[0]
+    for kind in ("parameters", "gradients"):
+        assert {each[kind] for each in run(4, kept, args=(f"dp=4 ep={ep} zero=1",))} == {
+            whole[kind] - experts + experts // ep
+        }
+        assert {each[kind] for each in run(4, kept, args=(f"dp=4 ep={ep} zero=3",))} == {whole[kind] // 4}
+    for zero in (1, 3):  # two moments, and small counts of steps
+        for each in run(4, kept, args=(f"dp=4 ep={ep} zero={zero}",)):
+            assert 0 <= each["optimizer"] - 2 * whole["parameters"] // 4 < 64
+
+
+@pytest.mark.parametrize(
+    "plan, times",
+    [
+        ("dp=2 ep=2", 1),
+        ("dp=2 ep=2 microbatches=2", 1),
+        ("dp=4 ep=4", 1),
+        ("dp=2 tp=2 ep=4", 1),  # the ranks of tp share the tokens out
+        ("dp=2 tp=2 ep=2 etp=2", 2),  # both ranks of etp get them
+    ],
+)
+def test_tokens_move_as_often_and_as_far_as_the_formula_says(plan: str, times: int) -> None:
+    layers, features, choices, experts, tokens = 2, 8, 2, 4, 7 * 4
+    ranks, microbatches = Plan.parse(plan).mesh().size, Plan.parse(plan).microbatches
+    found = [next(each for name, each in rank.items() if name.startswith("all_to_all")) for rank in moved(plan)]
+    # in each layer the counts, and the tokens of all choices there and back, forward and backward
+    assert {calls for calls, _ in found} == {5 * layers * microbatches}
+    counts = 8 * experts * ranks * layers * microbatches
+    assert sum(size for _, size in found) == 4 * layers * times * tokens * choices * features * 8 + counts
+
+
+def test_results_of_divided_matrices_are_summed_as_often_and_as_far_as_the_formula_says() -> None:
+    layers, features, choices, tokens = 2, 8, 2, 7 * 4
+    whole, divided = (
+        [rank["all_reduce[tp]"] for rank in moved(plan)] for plan in ("dp=2 tp=2 ep=4", "dp=2 tp=2 ep=2 etp=2")
+    )
+    # in each layer the results of the experts, and the gradients of their rows, on both ranks of etp
+    assert {more - calls for (calls, _), (more, _) in zip(whole, divided, strict=True)} == {2 * layers}
+    assert sum(size for _, size in divided) - sum(size for _, size in whole) == (
+        2 * layers * 2 * tokens * choices * features * 8
+    )
+
+
+def test_an_all_gather_moves_as_much_as_the_formula_says() -> None:
+    layers, features, choices, tokens = 2, 8, 2, 7 * 4
+
+    for rank in moved("dp=2 ep=2 dispatch=all-gather"):
         assert not any(name.startswith("all_to_all") for name in rank)
         # in each layer tokens and weights are gathered and results reduced; the backward does the opposite
         values = layers * tokens * (2 * features + choices) * 8

@@ -1,5 +1,7 @@
 """Test that `verify` compares mixtures of transformers in float64, and tells a tie of a router from another model."""
 
+import importlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -78,6 +80,54 @@ def test_a_tie_that_rounding_breaks_is_undecided() -> None:
     assert not report.ok
     assert report.undecided
     assert "is undecided" in report.verdict
+
+
+@pytest.mark.parametrize(
+    "choose", [lambda x: x.argmax(-1), lambda x: torch.argmax(x, dim=1), lambda x: x[..., None].topk(1, 1)[1][..., 0]]
+)
+def test_a_tie_of_an_argmax_is_undecided_as_well(choose: Callable[[Tensor], Tensor]) -> None:
+    class Switched(nn.Module):
+        """A router chooses one of two experts; rounding of the scores follows the number of rows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.scale = build("top-1", tied=False), nn.Parameter(torch.ones(2))
+
+        def forward(self, tokens: Tensor) -> Any:
+            scores = torch.tensor([[1.0, 1.0 + 1e-13 * (1 if len(tokens) > 4 else -1)]], dtype=torch.float64)
+            return self.model(tokens) * self.scale[choose(scores)] * (1 + int(choose(scores)))
+
+    report = mw.verify(Switched, loss, batches()[:1], "dp=2", lr=1e-3)
+    assert not report.ok
+    assert report.undecided
+
+
+def test_integers_have_no_ties_that_rounding_breaks() -> None:
+    class Longest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build("top-1", tied=False)
+
+        def forward(self, tokens: Tensor) -> Any:
+            first = (tokens * 0).argmax(-1)  # as for the position of the last token of a text
+            return self.model(tokens) * (1 + len(tokens)) + first.sum()
+
+    assert not mw.verify(Longest, loss, batches()[:1], "dp=2", lr=1e-3).undecided
+
+
+def test_the_capacity_of_nllb_depends_on_the_plan_unless_it_holds_all_tokens() -> None:
+    """Its router counts the tokens of a micro-batch of a rank; Switch Transformers counts those of a sequence."""
+    pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+    mixtures: Any = importlib.import_module("expert.mixtures_of_transformers")
+    options = mw.Options(forward=mixtures.forward)
+
+    def same(family: str, **settings: Any) -> bool:
+        made, given = mixtures.build(family, **settings), mixtures.batches()[:1]
+        return mw.verify(made, mixtures.loss, given, "dp=2", lr=1e-3, options=options).ok
+
+    assert not same("Nllb", expert_capacity=2)
+    assert same("Nllb", expert_capacity=10**9, moe_eval_capacity_token_fraction=0.0)
+    assert same("Switch", expert_capacity=1)
 
 
 def test_another_model_without_a_tie_is_not_the_same() -> None:

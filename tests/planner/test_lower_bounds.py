@@ -21,6 +21,7 @@ from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
+from simulate.subjects import mixture_subject
 
 CONFIG = GPTConfig(vocabulary=512, context=256, layers=2, heads=8, width=1024)
 SHIPPED = parse_cluster("2x4 h100")
@@ -37,6 +38,7 @@ PLANS = (
     "dp=8 wire=int8 precision=bf16",
     "dp=8 zero=3 hpz=4 gather=int8 precision=bf16 microbatches=2",
     "dp=2 cp=4 zero=3 precision=bf16 microbatches=2",
+    "cp=8 context=ulysses zero=3 precision=bf16",
     "cp=2 dp=2 pp=2 zero=1 microbatches=2",
     "pp=2 dp=2x2 zero=2 microbatches=4 precision=bf16",
     "pp=4 dp=2 microbatches=4 precision=bf16 wire=fp32",
@@ -103,6 +105,23 @@ def test_no_bound_is_above_the_rehearsal(text: str) -> None:
     for figures in (least(text, undivided), least(text), least(text, exact=True)):
         assert figures.seconds <= truth.seconds * (1 + 1e-9)
         assert figures.memory <= truth.memory
+
+
+@pytest.mark.parametrize(
+    "text, width",
+    [("dp=8 ep=8 precision=bf16", CONFIG.width), ("dp=4 tp=2 ep=8 etp=1 zero=1", CONFIG.width), ("dp=8 ep=8", 32)],
+)
+def test_no_bound_of_a_mixture_over_nodes_is_above_the_rehearsal(text: str, width: int) -> None:
+    """The narrow model takes as long as the host needs to launch its operations."""
+    plan, mixture = Plan.parse(text), mixture_subject(rows=BATCH, context=CONFIG.context, width=width)
+    found = ModelPieces.of(mixture, source=shapes_of(mixture.model, seed=0))
+    assert found is not None
+    key = ProfileKey.of(plan, batch=BATCH, pieces=found.count)
+    costs = profile_layers(mixture, pieces=found, key=key, cluster=CLUSTER)
+    truth = figures_of(predict(rehearse(mixture, plan=plan, ranks=8, device="cuda"), cluster=CLUSTER))
+    figures = bound(plan, profile=costs, cut=[range(found.count)], cluster=CLUSTER, exact=True)
+    assert 0.9 * truth.seconds < figures.seconds <= truth.seconds * (1 + 1e-9)
+    assert figures.memory <= truth.memory
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v virtual_stages=2", "dualpipev virtual_stages=2"])

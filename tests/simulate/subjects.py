@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
+from meshwise.reference import MixtureConfig, MixtureGPT
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.rehearsal import RehearsalSubject
 
@@ -24,3 +25,12 @@ def gpt_subject(config: GPTConfig = CONFIG, *, rows: int = 16, stages: int = 1, 
     at = tuple(f"blocks.{stage * config.layers // stages}" for stage in range(1, stages))
     chosen = Options(cut=CutOptions(at=at), example=(tokens, tokens), **options)  # type: ignore[arg-type]
     return RehearsalSubject(lambda: GPT(config), loss, (tokens, tokens), options=chosen)
+
+
+def mixture_subject(*, rows: int = 16, **changed: int) -> RehearsalSubject:
+    """A GPT of two blocks with eight experts each."""
+    sizes = {"vocabulary": 64, "context": 16, "layers": 2, "heads": 4, "width": 32, "experts": 8, **changed}
+    config = MixtureConfig(**sizes)  # type: ignore[arg-type]
+    tokens = torch.empty(rows, config.context, dtype=torch.long, device="meta")
+    batch = (tokens, tokens)
+    return RehearsalSubject(lambda: MixtureGPT(config), loss, batch, options=Options(example=batch))

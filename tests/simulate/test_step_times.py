@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomlkit
@@ -27,7 +28,7 @@ from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 from meshwise.simulate.step_tape import TapeCall, count_operation
-from simulate.subjects import CONFIG, gpt_subject
+from simulate.subjects import CONFIG, gpt_subject, mixture_subject
 
 STEADY = Cluster(
     device=Device(
@@ -197,6 +198,51 @@ def test_a_ring_in_one_node_uses_its_link_and_one_through_several_their_adapters
     assert quicker._rate("all_reduce", 8, (0, 4)) == 10
     assert quicker._rate("all_reduce", 8, tuple(range(8))) == 4 * 5  # each adapter carries a quarter, more slowly
     assert bus_factor("all_reduce", ranks=4) == 1.5
+
+
+def test_of_an_all_to_all_every_rank_sends_between_nodes_what_goes_to_other_nodes() -> None:
+    """Each of n ranks sends (n-h)/n of its tensor to other nodes, where h of them share a node, by its own adapter."""
+
+    def seconds(kind: str, *ranks: int, **changed: Any) -> float:
+        cost_model = CostModel(dataclasses.replace(cluster, **changed))
+        return cost_model.collective(TapeCall(CallRecord(0, kind, ("dp",), (), "", 80, ""), ranks))
+
+    cluster = Cluster(
+        ranks_per_node=4,
+        nodes=4,
+        adapters=4,
+        inside=Link(bandwidth=((1.0, 100.0),)),
+        between=Link(bandwidth=((1.0, 10.0),)),
+    )
+    assert seconds("all_to_all", *range(4)) == 80 * 3 / 4 / 100
+    assert seconds("all_to_all", *range(8)) == pytest.approx(80 * 4 / 8 / 10)
+    assert seconds("all_to_all", *range(16)) == pytest.approx(80 * 12 / 16 / 10)
+    assert seconds("all_to_all", 0, 4, 8, 12) == pytest.approx(80 * 3 / 4 / 10)
+    assert seconds("all_to_all", *range(8), adapters=2) == pytest.approx(80 * 4 / 8 / 5)  # two ranks share an adapter
+    slow = Link(bandwidth=((1.0, 2.0),))
+    assert seconds("all_to_all", *range(8), inside=slow) == pytest.approx(80 * 3 / 8 / 2)  # to the ranks of its node
+    assert seconds("all_gather", *range(8)) == pytest.approx(80 * 7 / 8 / 40)  # a ring shares the adapters
+    h100 = CostModel(parse_cluster("2x8 h100"))
+    call = TapeCall(CallRecord(0, "all_to_all", ("dp",), (), "", 256 * 2**20, ""), tuple(range(16)))
+    assert h100.collective(call) > 2**27 / 50e9  # half of it by an adapter of 400 Gbit/s
+
+
+@pytest.mark.parametrize("nodes, between", [(1, 0), (2, 2), (4, 3)])
+def test_bytes_of_an_all_to_all_on_each_link(nodes: int, between: int) -> None:
+    """Of its tokens a rank of four sends a quarter to each rank, forward and backward, there and back."""
+    made = rehearse(mixture_subject(), plan="dp=4 ep=4", ranks=4)
+    calls = [call for part in made.step(0) for call in part.calls() if call.record.kind == "all_to_all"]
+    sent = {
+        text: predict(made, cluster=parse_cluster(text)).traffic for text in ("1x4 h100", f"{nodes}x{4 // nodes} h100")
+    }
+    assert sent["1x4 h100"]["between"] == 0
+    exchanged = sum(call.record.bytes for call in calls)
+    others = sum(sent["1x4 h100"].values()) - exchanged * 3 / 4  # rings
+    leaving = {1: 0.0, 2: 1 / 2, 4: 1.0}[nodes]
+    assert exchanged > 0
+    found = sent[f"{nodes}x{4 // nodes} h100"]
+    assert found["between"] == pytest.approx(exchanged * between / 4 + others * leaving)
+    assert sum(found.values()) == pytest.approx(exchanged * 3 / 4 + others)
 
 
 def test_what_is_sent_between_nodes_is_that_of_the_rank_that_sends_most_there() -> None:

@@ -16,6 +16,7 @@ PEFT's `target_parameters` wraps a module of stacked experts. It has matrices of
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -28,7 +29,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.expert.token_exchange import Compute, ExpertAxes, ExpertExchange, LocalExperts
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
-from meshwise.model.find_mixtures import Mixture
+from meshwise.model.find_mixtures import Mixture, compute_experts
 from meshwise.model.forward import ForwardReplay
 from meshwise.model.module_copy import set_sharded_class
 from meshwise.model.parameter_table import Placement
@@ -131,8 +132,9 @@ class SplitExperts(nn.Module):
 
         def compute(rows: Tensor, local: Tensor) -> Tensor:
             number = vars(self)[self.sharding.mixture.counts[0]]
-            counts = torch.bincount(local, minlength=number)
-            most, order = int(counts.max()), local.argsort(stable=True)
+            counts = local.new_empty(number) if local.is_meta else torch.bincount(local, minlength=number)
+            most = math.ceil(len(rows) / number) if local.is_meta else int(counts.max())
+            order = local.argsort(stable=True)
             place = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[local[order]]
             slots = torch.empty_like(local).index_copy(0, order, place) + local * most
             padded = rows.new_zeros(number * most, rows.size(-1)).index_copy(0, slots, rows)
@@ -313,7 +315,13 @@ def expert_parallel(
         exchange = ExpertExchange(
             world, axes=axes, plan=plan, experts=mixture.experts, recall=recall, imbalance=imbalance
         )
+        if mixture.form == "rows":
+            exchange.kept = vars(modules[name.rpartition(".")[0]]).get("top_k", 1) / mixture.experts
         inner = inner_split(experts, mixture=mixture, name=name) if exchange.inner_ranks > 1 else None
+        if inner is not None:
+            [size] = Layout((axes.inner,)).local_shape((inner.inner,), mesh=world.mesh, rank=world.rank)
+            if world.device.type != "meta":  # a loop over experts reads values
+                _loop_if_narrow(experts, size=size, etp=plan.etp)
         if mixture.form == "called":
             each_expert = {key: each for key, each in experts.named_children() if any(True for _ in each.parameters())}
             calls = ExpertCalls(list(each_expert.values()), exchange=exchange, recall=recall)
@@ -330,12 +338,24 @@ def expert_parallel(
         for key in mixture.counts:
             setattr(experts, key, exchange.shares[exchange.index])
         if inner is not None:
-            layout, rank = Layout((axes.inner,)), world.rank
-            [size] = layout.local_shape((inner.inner,), mesh=world.mesh, rank=rank)
             for key in WIDTHS:
                 if vars(experts).get(key) == inner.inner:
                     setattr(experts, key, size)
     return placed
+
+
+def _loop_if_narrow(experts: nn.Module, *, size: int, etp: int) -> None:
+    """Compute experts of transformers one after the other if grouped products cannot take rows of `size` features."""
+    dtype = next(experts.parameters()).dtype
+    way = getattr(vars(experts).get("config"), "_experts_implementation", "")
+    if way == "grouped_mm" and size * dtype.itemsize % 16:
+        compute_experts(experts, by="eager")
+        warnings.warn(
+            f"etp={etp} leaves {type(experts).__name__} an inner size of {size} in {str(dtype)[6:]}, and grouped "
+            "products need rows of a multiple of 16 bytes. So the experts are computed in a loop, which is slower. "
+            f"Choose an inner size that is a multiple of {16 // dtype.itemsize} * etp",
+            stacklevel=2,
+        )
 
 
 def _stacked_placed(

@@ -121,6 +121,8 @@ class ExpertExchange:
         """Index of this rank along `ep`."""
         self.span = sum(self.shares[:index]), sum(self.shares[: index + 1])
         """Numbers [start, stop) of this rank's experts."""
+        self.kept = 1.0
+        """Share of the pairs that a router without values keeps; below 1 in the form `rows`."""
         self.load = torch.zeros(experts, dtype=torch.int64, device=world.device)
         """Pairs that this rank has sent to each expert, since `imbalances` last read them."""
         self.received = 0
@@ -195,7 +197,9 @@ class ExpertExchange:
         All rows are sent before the first are computed, and results return while the next are computed."""
         routings, choices = [routing for routing, _ in dispatches], x.chosen.size(1)
         self.received = sum(sum(each.received) for each in routings)
-        self.even_share = x.chosen.numel() * len(routings[-1].sent) * self.shares[self.index] / self._experts
+        self.even_share = (
+            self.kept * x.chosen.numel() * len(routings[-1].sent) * self.shares[self.index] / self._experts
+        )
         moved = [self._moved(x.tokens[each.order // choices], each.sent, each.received) for each in routings]
         returned = []
         for (routing, compute), arrived in zip(dispatches, moved, strict=True):
@@ -242,7 +246,7 @@ class ExpertExchange:
             sizes = [stop - start for start, stop in even_split(number, len(self.shares))]
             own, moving = index.new_empty(sizes[self.index]), chosen[pairs:].unsqueeze(-1)
             self._world.all_reduce(index.new_empty(self._experts), axes=self._axes.experts).wait()
-            routing = _unmoved(index, pairs)
+            routing = _unmoved(index, math.ceil(pairs * self.kept))
         else:
             hot = self._recall.once(lambda: self._hottest(chosen))
             copies = hot.new_full((self._experts + 1,), number).index_copy(0, hot, torch.arange(number).to(hot))
@@ -267,7 +271,7 @@ class ExpertExchange:
 
     def _own_pairs(self, index: Tensor, choices: Tensor) -> _Routing:
         """Return the routing to this rank's experts in `choices` of all ranks; `index`: choices of this rank."""
-        own, pairs = self.span[1] - self.span[0], choices.numel()
+        own, pairs = self.span[1] - self.span[0], math.ceil(choices.numel() * self.kept)
         if index.is_meta:
             return _unmoved(index, min(pairs, math.ceil(pairs * own / self._experts * self._imbalance)))
         self.load += torch.bincount(index.reshape(-1), minlength=self._experts)[: self._experts]
@@ -306,7 +310,7 @@ class ExpertExchange:
         """Return a routing without values, as of a router that gives equally many pairs to the experts of each rank.
 
         This rank receives `imbalance` times as many, at most all."""
-        group, pairs = self._world.group(self._axes.experts), index.numel()
+        group, pairs = self._world.group(self._axes.experts), math.ceil(index.numel() * self.kept)
         share = (self.span[1] - self.span[0]) / self._experts if group.size > 1 else 1.0
         mine = min(pairs, math.ceil(pairs * share * self._imbalance))
         sent = [stop - start for start, stop in even_split(pairs - mine, max(1, group.size - 1))][: group.size - 1]

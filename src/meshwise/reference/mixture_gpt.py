@@ -104,10 +104,13 @@ class Router(nn.Module):
 
         The balance loss is experts · Σ share of choices · mean probability of an expert: 1 for an even load. With
         balance_over="batch", a token's loss has its own probability, so the mean of all losses is the balance loss."""
-        config, probabilities = self.config, scores.softmax(-1)
+        config = self.config
+        if not (config.z_loss or config.balance):
+            return scores.new_zeros(scores.shape[:-1])
         losses = config.z_loss * scores.logsumexp(-1).square()
         if not config.balance:
             return losses
+        probabilities = scores.softmax(-1)
         if config.balance_over == "batch":
             balance = (self.expert_shares * probabilities).sum(-1)
         else:

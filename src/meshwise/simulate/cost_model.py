@@ -100,9 +100,14 @@ class CostModel:
         """Return whether these ranks are in more than one node."""
         return self._nodes(ranks) > 1
 
-    def mean_ranks_per_node(self, ranks: tuple[int, ...]) -> float:
-        """Return how many of these ranks share a node, on average, at least 1."""
-        return max(1.0, len(ranks) / self._nodes(ranks))
+    def leaving(self, kind: str, *, ranks: tuple[int, ...]) -> float:
+        """Return the share of the bytes that a rank sends in a collective of kind `kind` that leaves its node; a mean.
+
+        A ring leaves each of its nodes at one rank. In an all-to-all every rank sends to every other one."""
+        nodes, count = self._nodes(ranks), len(ranks)
+        if nodes == 1:
+            return 0.0
+        return (count - count / nodes) / (count - 1) if kind == "all_to_all" else nodes / count
 
     def _nodes(self, ranks: tuple[int, ...]) -> int:
         if ranks not in self._spread:
@@ -115,17 +120,18 @@ class CostModel:
     def _rate(self, kind: str, size: float, ranks: tuple[int, ...]) -> float:
         """Return the bytes per second of one rank in a collective of `size` bytes.
 
-        In a ring over several nodes, each rank of a node uses its own adapter, and the adapters carry equal parts. The
-        other groups along the same axes use the node's other adapters at the same time."""
+        The ranks of a node send to other nodes by its adapters, in equal parts. Groups along the same axes use the
+        node's other adapters at the same time."""
         cluster = self.cluster
-        inside = rate_at(cluster.inside.collectives.get(kind, cluster.inside.bandwidth), size=size)
-        if not self.crosses_nodes(ranks):
-            return inside
+        inside, leaving = cluster.inside, self.leaving(kind, ranks=ranks)
+        own = rate_at(inside.collectives.get(kind, inside.bandwidth), size=size)
+        if not leaving:
+            return own
         curve: Curve = cluster.between.collectives.get(kind, cluster.between.bandwidth)
-        here = self.mean_ranks_per_node(ranks)
         share = min(1.0, cluster.adapters / cluster.ranks_per_node)
-        rate = rate_at(curve, size=size / here) * here * share
-        return min(inside, rate) if here > 1 else rate
+        rate = rate_at(curve, size=size * leaving) * share / leaving
+        staying = 1 - leaving if kind == "all_to_all" else 1.0  # each link of a ring carries as much
+        return min(own / staying, rate) if leaving < 1 else rate
 
 
 class EntryTime(NamedTuple):

@@ -38,6 +38,7 @@ from meshwise.engine.schedule_and_cut import cut_on, cutter, plan_schedule
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.activation_offload import RehearsedMover
 from meshwise.model.deferred_init import ParameterSource, shapes_of
+from meshwise.model.find_mixtures import find_mixtures
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.parameter_table import check_trains
 from meshwise.model.shape_constants import ShapeConstants
@@ -45,7 +46,7 @@ from meshwise.optim.flat_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
-from meshwise.plan import Plan
+from meshwise.plan import Plan, PlanError
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cost_model import microbatch_traffic, update_traffic
 from meshwise.simulate.step_tape import Category, MemoryChange, Tape, TapeSegment, TapeWait
@@ -407,6 +408,11 @@ def rehearse(
     options = dataclasses.replace(subject.options, example=batch.batch)
     source = shapes_of(subject.model, seed=options.seed)
     check_trains(source.module)
+    for name in (name for name, mixture in find_mixtures(source.module).items() if mixture.form == "called"):
+        raise PlanError(
+            f"{name} calls its experts in a loop over values of its router, and a rehearsal has no values. Measure a "
+            "short run instead: meshwise train job.toml --train.steps 5"
+        )
     with explaining_values(), ShapeConstants(batch.values) as constants:
         like, options = _kinds(source, schedule, plan, options, constants)
     counts: list[float] = []

@@ -400,7 +400,8 @@ class _Rank:
     def sent(self) -> dict[str, float]:
         """Return the bytes that this rank sends in a step `inside` a node and `between` nodes.
 
-        A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node."""
+        A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node. In an
+        all-to-all each rank sends to other nodes."""
         found = {"inside": 0.0, "between": 0.0}
         for part, times in (
             *((part, 1) for part in self._around),
@@ -409,8 +410,7 @@ class _Rank:
             for call in part.calls():
                 if call.record.kind != "recv":
                     size = times * call.record.bytes * bus_factor(call.record.kind, ranks=len(call.ranks))
-                    here = self.cost_model.mean_ranks_per_node(call.ranks)
-                    leaving = 1 / here if self.cost_model.crosses_nodes(call.ranks) else 0.0
+                    leaving = self.cost_model.leaving(call.record.kind, ranks=call.ranks)
                     found["between"] += size * leaving
                     found["inside"] += size * (1 - leaving)
         return found

@@ -106,10 +106,10 @@ class OutputMeanSquares:
 
 
 class ChoiceGap(TorchFunctionMode):
-    """Mode that measures how near to a tie the choices of routers were, in all calls of top-k.
+    """Mode that measures how near to a tie the choices of routers were, in all calls of `topk` and `argmax`.
 
     `smallest`: smallest gap so far between the last chosen score and the next score, relative to the largest magnitude
-    of the scores. None if no top-k has left a score out."""
+    of the scores. None if no call has left a score out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,10 +117,12 @@ class ChoiceGap(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "topk" and not args[0].is_meta:
-            scores, count, dim = args[0].detach(), result[0], (kwargs or {}).get("dim", -1)
-            size = count.size(dim)
-            if size < scores.size(dim):
+        place = {"topk": 2, "argmax": 1}.get(getattr(func, "__name__", ""))  # position of `dim` among the arguments
+        if place and args and not args[0].is_meta and args[0].is_floating_point():
+            scores = args[0].detach()
+            dim = args[place] if len(args) > place else (kwargs or {}).get("dim", -1)
+            size = 1 if isinstance(result, Tensor) else result[0].size(dim)
+            if dim is not None and size < scores.size(dim):
                 ordered = scores.sort(dim, descending=True).values
                 gaps = ordered.select(dim, size - 1) - ordered.select(dim, size)
                 largest = scores[scores.isfinite()].abs().max().clamp(min=torch.finfo(scores.dtype).tiny)

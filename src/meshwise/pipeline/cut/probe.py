@@ -127,7 +127,7 @@ def _run(
         own = shadow.get_submodule(name) if bare else None
         module.forward = _RecordedForward(name, module, record, parts.get(name, ()), own)
     try:
-        with torch.random.fork_rng(), torch.enable_grad():
+        with torch.random.fork_rng(), torch.enable_grad(), record.known.forward():
             result = call(watched)
         tail = record.tail.to(result) if record.timed and not bare else 0.0
         changed = _changes(before, _buffers_outside(watched, pieces=pieces))
