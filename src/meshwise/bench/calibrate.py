@@ -101,8 +101,7 @@ class _Stopwatch:
             for _ in range(repeat):
                 run()
             took.append((self._now() - begin) / repeat)
-        median: float = statistics.median(itertools.chain.from_iterable(self.world.exchange(took[1:])))
-        return median
+        return float(statistics.median(itertools.chain.from_iterable(self.world.exchange(took[1:]))))
 
     def without_launch(self, took: float) -> float:
         """Return the seconds of an operation without its launch."""
@@ -239,8 +238,7 @@ def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
         counts.append(sum(isinstance(entry, TapeOperation) for part in parts for entry in part.entries))
         alone = functools.partial(measured, subject=subject, plan=plan, steps=4 * effort.rounds)
         world.barrier()
-        took: float = run_threads(1, alone)[0][0].step
-        times.append(max(world.exchange(took)))
+        times.append(max(world.exchange(run_threads(1, alone)[0][0].step)))
     each = max(0.0, (times[1] - times[0]) / (counts[1] - counts[0]))
     return each, max(0.0, times[0] - each * counts[0])
 
@@ -251,10 +249,9 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
         return Link()
     # Training makes the tensors of these collectives with `World.empty`; it sends ordinary tensors as messages.
     sums = ("all_reduce", "all_gather", "reduce_scatter")
-    kinds = {"shared": sums, "ordinary": (SEND_RECV,)}
     measured_links: dict[tuple[str, int], tuple[float, float]] = {
         (one.kind, one.bytes): (one.median_seconds, one.bus_bandwidth)
-        for on, each in kinds.items()
+        for on, each in {"shared": sums, "ordinary": (SEND_RECV,)}.items()
         for one in measure(SizeSweep(each, (64, *effort.sizes), (world.size,), effort.rounds, on=(on,)), world=world)
         if one.kind in each
     }

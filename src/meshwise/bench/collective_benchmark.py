@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,9 +62,6 @@ class Measurement:
         return self.algorithm_bandwidth * bus_factor(self.kind, ranks=self.ranks)
 
 
-_Sampled: TypeAlias = tuple[str, str, int]
-
-
 @dataclass(frozen=True)
 class SizeSweep:
     """The measurements to make: every collective, at every size, in every group size, on every kind of memory.
@@ -101,8 +97,7 @@ class SizeSweep:
 
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as `4096` or `4K` (4 · 1024). Raises ValueError for zero and for other text."""
-    size = read_size(text)
-    if not size:
+    if not (size := read_size(text)):
         raise ValueError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T: 4K, 64M")
     return size
 
@@ -177,14 +172,14 @@ def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
 
 def _measure_group(world: World, sweep: SizeSweep, gloo: Mapping[str, Call]) -> list[Measurement]:
     n = world.mesh.degree(_AXIS)
-    elements = sorted({max(1, size // (4 * n)) * n for size in sweep.sizes})
+    counts = sorted({max(1, size // (4 * n)) * n for size in sweep.sizes})
     kinds = [kind for kind in sweep.kinds if kind != COPY]
     shared = {**CALLS, "all_gather": _gather_in_place}
     calls = {"ordinary": CALLS, "shared": shared, "joint": {"all_gather": _gather_in_place}, "gloo": gloo}
-    buffers = {on: _buffers(world, on, elements) for on in dict.fromkeys((*sweep.on, "ordinary"))}
+    buffers = {on: _buffers(world, on, counts) for on in dict.fromkeys((*sweep.on, "ordinary"))}
     asked = [(kind, on) for kind in kinds for on in sweep.on if buffers[on] and kind in calls[on]]
     asked.append((COPY, "ordinary"))
-    samples: dict[_Sampled, list[float]] = {(kind, on, count): [] for kind, on in asked for count in elements}
+    samples: dict[tuple[str, str, int], list[float]] = {(kind, on, count): [] for kind, on in asked for count in counts}
     orders = [sorted(samples, key=lambda one: (one[2], sign * VARIANTS.index(one[1]))) for sign in (1, -1)]
     for turn in range(sweep.warmup + sweep.rounds):
         for kind, on, count in orders[turn % 2]:

@@ -288,9 +288,8 @@ def examine_job(*, seconds: float = 10.0) -> DoctorReport:
     machine = machine_facts()
     if (error := launch_error(os.environ)) is not None:
         return DoctorReport(machine, [problem(error[0], remedy=error[1])])
-    size = int(os.environ["WORLD_SIZE"])
-    findings = list(examine_machine(machine, ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    report = DoctorReport(machine, findings)
+    size, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    report = DoctorReport(machine, list(examine_machine(machine, ranks=here)))
     store = _call_roll(report, size, seconds) if size > 1 else None
     if not report.healthy:
         return report

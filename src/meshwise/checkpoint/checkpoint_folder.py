@@ -126,15 +126,13 @@ def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor
     view = into.numpy().data
     position = 0
     while position < len(view):
-        count = os.preadv(descriptor, [view[position:]], start + position)
-        if not count:
+        if not (count := os.preadv(descriptor, [view[position:]], start + position)):
             raise _damage(source, (start, start + len(view)), f"{start + len(view)} bytes", f"{start + position}")
         position += count
     if not source.expected.checksums:
         return
     for low in range(0, len(view), BLOCK):
-        number = (start + low) // BLOCK
-        found, expected = zlib.crc32(view[low : low + BLOCK]), source.expected.checksums[number]
+        found, expected = zlib.crc32(view[low : low + BLOCK]), source.expected.checksums[(start + low) // BLOCK]
         if found != expected:
             at = (start + low, min(start + low + BLOCK, start + len(view)))
             raise _damage(source, at, f"the crc32 {expected:08x} of bytes {at[0]} to {at[1]}", f"{found:08x}")

@@ -282,12 +282,9 @@ def _sizes(index: CheckpointIndex) -> Iterator[Damage]:
     for name, file in index.files.items():
         path = index.folder / name
         try:
-            size = path.stat().st_size
+            found = "" if (size := path.stat().st_size) == file.size else f"{size} bytes"
         except OSError as error:
-            what = error.strerror or str(error)
-        else:
-            if size == file.size:
-                continue
-            what = f"{size} bytes"
-        tensors = tuple(key for key, row in index.tensors.items() if any(part.file == name for part in row.parts))
-        yield Damage(str(path), f"a file of {file.size} bytes", what, tensors)
+            found = error.strerror or str(error)
+        if found:
+            tensors = tuple(key for key, row in index.tensors.items() if any(part.file == name for part in row.parts))
+            yield Damage(str(path), f"a file of {file.size} bytes", found, tensors)

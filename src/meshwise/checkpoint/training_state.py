@@ -1,12 +1,8 @@
 """Save and load the state of a training (`TrainingState`): all that the next step depends on, except the batch.
 
-parameter, optimizer, scalar, number, whole,     first words of tensors' names (data_parallel.stored_slices)
-reduction, buffer
-replica/2/parameter, replica/2/optimizer, …      under a `sync` across steps: the state of replica 2; the names above
-                                                 then hold the mean of all replicas
-rank/3/random                                    random generators of rank 3; loaded under the same plan and ranks only
-extra                                            JSON: the plan, the optimizer's hyperparameters by parameter, and
-                                                 the caller's own values (steps, samples, the job)"""
+docs/checkpoints.md has the names of the tensors ("What is in the folder"). Under a `sync` across steps there are also
+names such as `replica/2/parameter`, of the state of replica 2; the other names then hold the mean of all replicas.
+`extra` is JSON: the plan, the optimizer's hyperparameters by parameter, and values of the caller, such as the job."""
 
 import itertools
 from collections.abc import Mapping, Set

@@ -47,14 +47,9 @@ def trial_job(job: Job, *, batch: int, lr: float, samples: int, folder: str) -> 
     parts = (job.plan.dp or 1) * job.plan.microbatches
     warmup = ScheduleJob(shape="constant", warmup_samples=max(1, samples // 10))
     size = {"batch": batch, "steps": samples // batch, "ramp": None, "auto_batch": None}
-    files = {
-        "output": str(Path(folder) / f"batch-{batch}-lr-{lr:g}"),
-        "save_every": 0,
-        "validate_every": 0,
-        "resume": None,
-    }
-    noise = {"noise": parts > 1 and batch % parts == 0}
-    changed = job.changed(optimizer={"lr": lr}, train={**size, **files, **noise})
+    files = {"output": str(Path(folder) / f"batch-{batch}-lr-{lr:g}"), "save_every": 0, "validate_every": 0}
+    other = {"resume": None, "noise": parts > 1 and batch % parts == 0}
+    changed = job.changed(optimizer={"lr": lr}, train={**size, **files, **other})
     return dataclasses.replace(changed, schedule=warmup, sample=SampleJob(), restarts=0)
 
 

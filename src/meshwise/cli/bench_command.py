@@ -89,24 +89,19 @@ def _collectives(words: Sequence[str]) -> None:
     if prints_for_job():
         if {one.kind for one in measurements} == {benchmark.COPY} != set(flags.collectives):
             raise JobError("no collective was measured: these ranks have no shared memory; use --on ordinary")
-        _print_collectives(flags, measurements)
+        console = console_of_width(_WIDTH)
+        console.show(text_table(benchmark.as_table(measurements)))
+        console.show(
+            "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: at the same time, "
+            "each rank of the group copies a tensor of this size in its own memory."
+        )
+        text = json.dumps(benchmark.rows(measurements), indent=1) + "\n"
+        shared_flags.write_and_say(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
+        shared_flags.write_and_say(flags.png, write=lambda path: benchmark.plot(measurements, path=path))
 
 
 def _time_collectives(world: World, sweep: benchmark.SizeSweep) -> list[benchmark.Measurement]:
     return benchmark.measure(sweep, world=world)
-
-
-def _print_collectives(flags: CollectivesFlags, measurements: Sequence[benchmark.Measurement]) -> None:
-    console = console_of_width(_WIDTH)
-    caption = (
-        "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: at the same time, "
-        "each rank of the group copies a tensor of this size in its own memory."
-    )
-    console.show(text_table(benchmark.as_table(measurements)))
-    console.show(caption)
-    text = json.dumps(benchmark.rows(measurements), indent=1) + "\n"
-    shared_flags.write_and_say(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
-    shared_flags.write_and_say(flags.png, write=lambda path: benchmark.plot(measurements, path=path))
 
 
 @dataclass(frozen=True)
@@ -123,16 +118,15 @@ def _calibrate(words: Sequence[str]) -> None:
     shared_flags.check_outputs([flags.output])
     size, comm = _ranks(flags, least=1), shared_flags.checked_comm(flags.comm)
     shared_flags.say_start(size, words=["bench", "calibrate", *words])
-    effort = CalibrationEffort(rounds=flags.rounds)
-    cluster: Cluster = run(size, _calibrate_rank, args=(effort,), device=device, comm=comm)[0]
+    cluster: Cluster = run(size, _calibrate_rank, args=(flags.rounds,), device=device, comm=comm)[0]
     if prints_for_job():
         text = tomlkit.dumps(dataclasses.asdict(cluster))
         result = f": {cluster.device.name}, {counted(size, of='rank')}"
         shared_flags.write_and_say(flags.output, write=lambda path: path.write_text(text, "utf-8"), more=result)
 
 
-def _calibrate_rank(world: World, effort: CalibrationEffort) -> Cluster:
-    return calibrate(world, effort=effort)
+def _calibrate_rank(world: World, rounds: int) -> Cluster:
+    return calibrate(world, effort=CalibrationEffort(rounds=rounds))
 
 
 def _ranks(flags: BenchFlags, *, least: int) -> int:

@@ -122,8 +122,7 @@ def _show(flags: argparse.Namespace, console: OutputConsole) -> int:
 
 
 def _check(flags: argparse.Namespace, console: OutputConsole) -> int:
-    folders = [path for path, _ in checkpoints(_root(flags.folder))]
-    if not folders:
+    if not (folders := [path for path, _ in checkpoints(_root(flags.folder))]):
         raise JobError(f"no checkpoint in {flags.folder}: name a checkpoint or a run")
     wrong = 0
     for folder in folders:
@@ -181,8 +180,7 @@ def _job(flags: argparse.Namespace) -> Job:
     """Return the job whose model is exported. Raises JobError for a checkpoint without a job."""
     if flags.job is not None:
         return from_toml(flags.job, kind=Job)
-    text = read_index(flags.checkpoint).extra.get("user", {}).get("job")
-    if text is None:
+    if (text := read_index(flags.checkpoint).extra.get("user", {}).get("job")) is None:
         raise JobError(f"{flags.checkpoint} was saved without a job, which builds the model; name one with --job")
     return from_text(text, source=str(flags.checkpoint / INDEX), kind=Job)
 

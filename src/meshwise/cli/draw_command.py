@@ -206,7 +206,7 @@ def _draw_timeline(words: Sequence[str]) -> None:
     longest = max(account.timeline.seconds for account in accounts)
     for account in accounts[:2]:
         console.show(f"{account.title}: {account.timeline.seconds:.4g} s")
-        console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest))
+        console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest, rows=account.names))
         console.print()
     console.show(str(run))
     shared_flags.write_drawings(accounts, files=flags, title=f"a step of {flags.run}")

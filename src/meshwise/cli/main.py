@@ -137,18 +137,13 @@ def _report(message: str, *, status: int, once: bool = False) -> int:
 
 
 def _overview() -> str:
-    rows = [f"  {name:<12}{summary}" for name, (summary, _) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: meshwise COMMAND [JOB.toml] [OPTIONS]",
-            "",
-            "Train one plain PyTorch model on many devices, and prove that the split model is the same model.",
-            "",
-            *rows,
-            "",
-            "  --version  print the version",
-            "  --help     print this; meshwise COMMAND --help prints the options of a command",
-        ]
+    rows = "\n".join(f"  {name:<12}{summary}" for name, (summary, _) in COMMANDS.items())
+    return (
+        "usage: meshwise COMMAND [JOB.toml] [OPTIONS]\n\n"
+        "Train one plain PyTorch model on many devices, and prove that the split model is the same model.\n\n"
+        f"{rows}\n\n"
+        "  --version  print the version\n"
+        "  --help     print this; meshwise COMMAND --help prints the options of a command"
     )
 
 

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     if not job.on:
         raise JobError('--on is missing: name the cluster, as in --on "64x8 h100"')
     cluster = named_cluster(job.on)
-    subject, space = _searched(job, cluster)
+    subject, space, parameters = _searched(job, cluster)
     limit = read_size(job.memory_limit) if job.memory_limit else cluster.device.memory
     if limit is None:
         raise JobError(f"--memory-limit {job.memory_limit} is no number of bytes; write a size such as 70G")
@@ -86,8 +86,6 @@ def main(arguments: Sequence[str]) -> int:
     best = result.best()
     if best and job.write and path is not None:  # before printing: the reader of stdout may end
         change_file(path, changes={("plan",): str(best[0].plan), ("model", "cut_at"): list(best[0].at) or None})
-    module = shapes_of(subject.model, seed=subject.options.seed).module
-    parameters = sum(one.numel() for one in module.parameters())
     heading = _heading(job, cluster, space, limit=limit, parameters=parameters)
     _print_result(result, heading=heading, top=job.top, seconds=time.monotonic() - began)
     if not best:
@@ -102,11 +100,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpace]:
-    """Return the training of the job to rehearse, and the plans to search. Raises JobError for a bad `--fix`."""
+def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpace, int]:
+    """Return the subject to rehearse, the plan space and the number of parameters. Raises JobError for bad `--fix`."""
     fixed = parse_fixed(job.fix)
-    unknown = sorted(set(fixed) - set(SEARCHED))
-    if unknown:
+    if unknown := sorted(set(fixed) - set(SEARCHED)):
         problem = f"--fix: {', '.join(unknown)} is not searched, so give it in the job's plan"
         raise JobError(f"{problem}; searched keys: {' '.join(SEARCHED)}")
     if job.plan.server:
@@ -128,7 +125,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
         tokens=sequence_length(first) if first.dim() == 3 - (not first.is_floating_point()) else 0,
         fixed=fixed,
     )
-    return subject, space
+    return subject, space, sum(one.numel() for one in module.parameters())
 
 
 def _watched(results: Iterator[SearchResult]) -> SearchResult:
@@ -174,11 +171,10 @@ def _print_result(result: SearchResult, *, heading: Iterable[str], top: int, sec
 def _closest(result: SearchResult) -> str:
     """Return the error message of a search that found no plan: a reason, or the smallest plan and its missing bytes."""
     tried = [one for one in result.candidates.values() if not one.refused]
+    reasons = sorted({one.refused for one in result.candidates.values() if one.refused})
     if not tried:
-        reasons = sorted({one.refused for one in result.candidates.values()})
         return f"no plan works for this model: {reasons[0]}"
     if any(map(result.fits, tried)):
-        reasons = sorted({one.refused for one in result.candidates.values() if one.refused})
         return (
             f"none of the {result.rehearsals} plans that were rehearsed works for this model: {reasons[0]}\nOther "
             f"plans were not rehearsed and may work: --rehearsals {2 * result.rehearsals}"

@@ -33,8 +33,7 @@ class VerifyJob(StudiedJob):
     """Element type of the parameters; train.dtype is ignored. In float64 a relative difference of 1e-9 is allowed. In
     other types the allowed difference is measured: the difference that rounding causes."""
     comm: Literal["auto", "local", "gloo", "threads"] = "auto"  # type: ignore[assignment] # one value more than training
-    """How the ranks communicate. `threads`: the ranks are threads of this process, which start faster. The other values
-    are as in training."""
+    """How the ranks communicate, as in training; or `threads`: they are threads of this process, which start faster."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -88,6 +89,15 @@ class ModelPiece:
         return ModelPiece(forward, backward, weight, states, self.update * split, int(self.sends * rows * split))
 
 
+NEUTRAL_KEYS: Mapping[str, Any] = MappingProxyType(
+    {
+        "zero": 0, "shards": 0, "hpz": 1, "prefetch": 1, "overlap_gather": 0, "bucket": 0, "gather": "exact",
+        "wire": "auto", "microbatches": 1, "virtual_stages": 1, "partition": "params",
+    }
+)  # fmt: skip
+"""Keys of a plan that do not change the costs of a piece, with the values that they have in every profile."""
+
+
 @dataclass(frozen=True)
 class ProfileKey:
     """Key of a layer profile: all settings that change the costs of a piece."""
@@ -101,24 +111,11 @@ class ProfileKey:
     def of(cls, plan: Plan, *, batch: int, pieces: int) -> "ProfileKey":
         """Return the profile key of a plan; `batch`: rows of the global batch, `pieces`: pieces of the model."""
         mine = -(-batch // (plan.row_parts * plan.microbatches))
-        alone: dict[str, Any] = {
-            "dp": plan.ep // math.gcd(plan.ep, plan.tp * plan.cp // plan.etp),
-            "shards": 0,
-            "hpz": 1,
-            "prefetch": 1,
-            "overlap_gather": 0,
-            "bucket": 0,
-            "gather": "exact",
-            "pp": pieces,
-            "zero": 0,
-            "microbatches": 1,
-            "virtual_stages": 1,
-            "partition": "params",
-        }
+        dp = plan.ep // math.gcd(plan.ep, plan.tp * plan.cp // plan.etp)
         activations = plan.tiers.activations
         tiers = "none" if activations == "device" else f"activations:{activations}"
         schedule = "zb-h1" if splits_backward(plan) else "naive"
-        own = dataclasses.replace(plan, **alone, schedule=schedule, offload=tiers, wire="auto")
+        own = dataclasses.replace(plan, **NEUTRAL_KEYS, dp=dp, pp=pieces, schedule=schedule, offload=tiers)
         return cls(own, mine * own.row_parts)
 
 
@@ -149,14 +146,12 @@ class ModelPieces:
     @classmethod
     def of(cls, subject: RehearsalSubject, *, source: ParameterSource) -> "ModelPieces | None":
         """Return the pieces of the model of `source`, or None if it has fewer than two or cannot be cut at each."""
-        whole = _cut(subject, source.module)
-        if whole is None:
+        if (whole := _cut(subject, source.module)) is None:
             return None
         names = _names(whole)
         try:
             thin, renamed = thinned(source.module)
-            cut = _cut(subject, thin)
-            if cut is not None:
+            if (cut := _cut(subject, thin)) is not None:
                 like = tuple(_names(cut).index(renamed(name)) for name in names)
                 if list(whole.parameters) == [cut.parameters[index] for index in like]:
                     return cls(source.module, whole, thin, cut, like)
@@ -246,8 +241,7 @@ class LayerProfile:
         if key.plan.recompute != self.key.plan.recompute:
             bare = partial(dataclasses.replace, keeps=0, top=0)
             pieces = [
-                dataclasses.replace(piece, forward=bare(piece.forward), backward=bare(piece.backward))
-                for piece in pieces
+                dataclasses.replace(one, forward=bare(one.forward), backward=bare(one.backward)) for one in pieces
             ]
         return LayerProfile(key, tuple(pieces), self.least)
 
@@ -292,13 +286,8 @@ def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
 
 
 def _forward(step: Sequence[TapeSegment]) -> list[TapeOperation]:
-    return [
-        entry
-        for segment in step
-        if segment.kind is ActionKind.F
-        for entry in segment.entries
-        if isinstance(entry, TapeOperation)
-    ]
+    entries = (entry for segment in step if segment.kind is ActionKind.F for entry in segment.entries)
+    return [entry for entry in entries if isinstance(entry, TapeOperation)]
 
 
 @dataclass(frozen=True)

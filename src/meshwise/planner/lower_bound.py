@@ -144,11 +144,13 @@ def bound(
     held = [[stages[s] for s in own] for own in ranks]
     update = [shard.update(own) + shard.final_gather_seconds(own) for own in held]
     rests = [shard.rests(own) for own in held]
-    schedule = schedule_of(plan) if exact else None
-    if schedule is None:
-        computed = along = _least(plan, ranks, stages, shard)
-    else:
+    if exact:
+        schedule = schedule_of(plan)
         computed, along = _clocked(schedule, stages, shard)
+        peaks = [max(_levels(row, stages, shard), default=0) for row in schedule.rows]
+    else:
+        computed = along = _least(plan, ranks, stages, shard)
+        peaks = [max(stages[s].keeps for s in own) for own in ranks]
     seconds = along + max(update) + cluster.device.step
     busy = plan.microbatches * sum(stage.whole for stage in stages) / plan.pp
     waits = plan.microbatches * sum(stage.waits for stage in stages) / plan.pp
@@ -157,10 +159,6 @@ def bound(
     reduced = along - (computed if plan.pp > 1 else busy)
     if reduced > 0:
         exposed["dp"] = reduced
-    if schedule is None:
-        peaks: list[float] = [max(stages[s].keeps for s in own) for own in ranks]
-    else:
-        peaks = [max(_levels(row, stages, shard), default=0) for row in schedule.rows]
     memory = max(rest + kept for rest, kept in zip(rests, peaks, strict=True)) + cluster.device.own
     return PlanFigures(seconds, int(memory), bubble, exposed)
 

@@ -37,7 +37,7 @@ from meshwise.optim.flat_optimizer import needs_of
 from meshwise.pipeline.cut.stage_balance import PartitionItems, divide
 from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 from meshwise.plan import Plan
-from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
+from meshwise.planner.layer_profile import NEUTRAL_KEYS, LayerProfile, ModelPieces, ProfileKey, profile_layers
 from meshwise.planner.lower_bound import PlanFigures, bound
 from meshwise.planner.plan_space import PlanSpace
 from meshwise.simulate.cluster import Cluster
@@ -48,11 +48,9 @@ from meshwise.tensor.detect.assign_tp_roles import assign_roles
 
 UNDIVIDED: Mapping[str, Any] = MappingProxyType(
     {
-        "cp": 1, "context": "auto", "cp_heads": 1,
-        "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "zero": 0, "shards": 0, "microbatches": 1,
-        "schedule": "1f1b", "virtual_stages": 1, "partition": "params", "recompute": "none", "offload": "none",
-        "wire": "auto", "gather": "exact", "hpz": 1, "prefetch": 1, "ep": 1, "etp": 1, "dispatch": "auto", "chunk": 0,
-        "bucket": 0, "dispatch_parts": 1, "replicate": 0, "overlap_gather": 0,
+        **NEUTRAL_KEYS, "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "cp": 1, "context": "auto",
+        "cp_heads": 1, "ep": 1, "etp": 1, "dispatch": "auto", "chunk": 0, "dispatch_parts": 1, "replicate": 0,
+        "schedule": "1f1b", "recompute": "none", "offload": "none",
     }
 )  # fmt: skip
 """Values of keys for the profile of level `COUNTED`, in which the model is cut into stages and no layer is split."""
@@ -258,8 +256,7 @@ class PlanSearch:
             self._push(candidate)
 
     def _push(self, candidate: Candidate) -> None:
-        order = (candidate.figures.seconds, -candidate.level, next(self._number), candidate)
-        heapq.heappush(self._heap, order)
+        heapq.heappush(self._heap, (candidate.figures.seconds, -candidate.level, next(self._number), candidate))
 
     def _settle(self, candidate: Candidate, *, tiers: bool) -> None:
         """Store a plan's new estimate. Queue the plan, or if it does not fit, variants with less memory."""
@@ -284,10 +281,10 @@ class PlanSearch:
         own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
         if level >= EstimateLevel.PROFILED:
             return own
-        plain = {"recompute": "none", "offload": "none", "schedule": "1f1b"}
         if level is EstimateLevel.COUNTED:
             return self._undivided(own)
-        return ProfileKey(dataclasses.replace(own.plan, **plain), max(self._space.most_rows, own.rows))  # type: ignore[arg-type]
+        plain = dataclasses.replace(own.plan, recompute="none", offload="none", schedule="1f1b")
+        return ProfileKey(plain, max(self._space.most_rows, own.rows))
 
     def _unsplit(self, plan: Plan) -> str:
         """Return the error if the plan's tensor parallelism cannot split the model, or ""."""
@@ -386,8 +383,7 @@ def prediction_of(subject: RehearsalSubject, *, candidate: Candidate, cluster: C
 def figures_of(prediction: Prediction) -> PlanFigures:
     """Return the time and memory of a prediction as figures of its plan."""
     memory = fullest(prediction.memory).peak.bytes + int(prediction.cluster.device.own)
-    idle = prediction.bubble * prediction.seconds
-    return PlanFigures(prediction.seconds, memory, idle, dict(prediction.exposed))
+    return PlanFigures(prediction.seconds, memory, prediction.bubble * prediction.seconds, dict(prediction.exposed))
 
 
 @dataclass
@@ -472,19 +468,11 @@ def best_table(result: SearchResult, *, top: int) -> Table:
     rows: Table = [("", "step", "", "memory", "bubble", "waits", "plan")]
     best = result.best()[:top]
     for number, one in enumerate(best):
-        figures, quickest = one.figures, best[0].figures.seconds
-        waits = sum(figures.exposed.values()) / figures.seconds
-        more = f"+{100 * (figures.seconds / quickest - 1):.1f} %" if number else ""
-        part = f"{100 * figures.bubble / figures.seconds:.1f} %"
-        cells = (
-            f"{figures.seconds:.4g} s",
-            more,
-            size_text(figures.memory),
-            part,
-            f"{100 * waits:.1f} %",
-            str(one.plan),
-        )
-        rows.append((f"{number + 1}{'' if number < result.proven else '?'}", *cells))
+        figures, seconds = one.figures, one.figures.seconds
+        place = f"{number + 1}{'' if number < result.proven else '?'}"
+        more = f"+{100 * (seconds / best[0].figures.seconds - 1):.1f} %" if number else ""
+        idle = (f"{100 * part / seconds:.1f} %" for part in (figures.bubble, sum(figures.exposed.values())))
+        rows.append((place, f"{seconds:.4g} s", more, size_text(figures.memory), *idle, str(one.plan)))
     return rows
 
 

@@ -39,11 +39,7 @@ VIRTUAL_STAGES = (2, 3, 4)
 """Numbers of stages per rank to try, if the schedule allows several."""
 
 LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "zero": (0, 1, 2, 3),
-        "partition": ("time", "memory"),
-        "recompute": ("none", "selective", "full"),
-    }
+    {"zero": (0, 1, 2, 3), "partition": ("time", "memory"), "recompute": ("none", "selective", "full")}
 )
 """Values of keys, from most memory to least. A later value takes at least as much time, except zero=3."""
 

@@ -67,12 +67,11 @@ def text_table(rows: Sequence[tuple[str, ...]], *, wrapped: Collection[str] = ()
     table = Table(box=None, header_style="bold", pad_edge=False)
     for number, title in enumerate(rows[0]):
         is_wrapped = title in wrapped
-        width = None if is_wrapped else max(cell_len(row[number]) for row in rows)
         table.add_column(
             title,
             justify="left" if number == 0 or is_wrapped else "right",
             no_wrap=not is_wrapped,
-            min_width=width,
+            min_width=None if is_wrapped else max(cell_len(row[number]) for row in rows),
             overflow="fold",
         )
     for row in rows[1:]:
@@ -153,8 +152,7 @@ class ProgressLines:
                 return
         if isinstance(event, run_events.Sample | run_events.End):
             self._progress.stop()
-        text = Text(_text(event, of=self._unit), style=_STYLES.get(type(event), ""))
-        self._console.print(text, soft_wrap=True)
+        self._console.print(Text(_text(event, of=self._unit), style=_STYLES.get(type(event), "")), soft_wrap=True)
 
     def close(self) -> None:
         """Stop redrawing the progress line; it stays as it is."""
@@ -293,16 +291,8 @@ def _time(seconds: float) -> str:
 
 
 SELF_EXPLAINING = (
-    DamageError,
-    JobError,
-    LossError,
-    NonFiniteError,
-    PlanError,
-    RankLostError,
-    RanksDisagree,
-    SaveError,
-    ShortageError,
-    TierError,
+    *(DamageError, JobError, LossError, NonFiniteError, PlanError),
+    *(RankLostError, RanksDisagree, SaveError, ShortageError, TierError),
 )
 """Errors whose message says all that the user needs; no traceback is written for them."""
 

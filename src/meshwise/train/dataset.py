@@ -23,7 +23,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,9 +84,8 @@ def open_tokens(path: Path) -> NDArray[np.uint8]:
 
 def digest(tokens: NDArray[np.uint8]) -> str:
     """Return a hash of 256 evenly spaced blocks of 4 KiB, which takes milliseconds for any number of tokens."""
-    starts = np.linspace(0, max(0, len(tokens) - _BLOCK), num=_BLOCKS, dtype=np.int64)
     content = hashlib.sha256()
-    for start in starts:
+    for start in np.linspace(0, max(0, len(tokens) - _BLOCK), num=_BLOCKS, dtype=np.int64):
         content.update(tokens[start : start + _BLOCK].tobytes())
     return content.hexdigest()[:16]
 
@@ -184,10 +183,6 @@ def _mix(x: UInt64Array) -> UInt64Array:
     return x ^ (x >> np.uint64(31))
 
 
-ShareFunction: TypeAlias = Callable[[int], tuple[int, int]]
-"""Function from the size of a global batch to its rows [start, stop) that this rank reads, such as `Trainer.share`."""
-
-
 @dataclass(frozen=True)
 class RunData:
     """The datasets of a run.
@@ -217,7 +212,7 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
     begins at token i·context, counted from `start`, and the target one token later. The data end before `stop`."""
 
     def __init__(self, path: Path, *, start: int, stop: int, context: int) -> None:
-        self._arguments = (path, start, stop, context)
+        self._made = functools.partial(TextDataset, path, start=start, stop=stop, context=context)
         self._tokens = open_tokens(path)[start:stop]
         self._context = context
 
@@ -231,8 +226,7 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle only the arguments, so that a worker process maps the file again; a pickled map would be a copy."""
-        path, start, stop, context = self._arguments
-        return functools.partial(TextDataset, path, start=start, stop=stop, context=context), ()
+        return self._made, ()
 
 
 class DatasetPart(Dataset[Any]):
@@ -276,7 +270,7 @@ def read_batches(
     source: Any,
     *,
     numbers: range,
-    share: ShareFunction,
+    share: Callable[[int], tuple[int, int]],
     order: SampleOrder | None = None,
     workers: int = 0,
     collate: Collate | None = None,
@@ -286,7 +280,7 @@ def read_batches(
 
     | source, order, window   as in `Batches`
     | numbers     global numbers to read; its step is the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples
-    | share       the rows of a global batch that this rank reads
+    | share       from the size of a global batch, its rows [start, stop) that this rank reads, as `Trainer.share` does
     | workers     processes that read ahead; 0: this process reads, as it does for a stream
     | collate     collator of whole global batches: all rows are yielded"""
     size = numbers.step * window

@@ -287,11 +287,9 @@ class TrainJob:
     """Most tokens of a sample that an expert takes, as a multiple of the even share; it drops the rest, which changes
     the model (docs/experts.md). Default: no token is dropped."""
     nonfinite: str = "raise"
-    """What happens if the loss or gradient is not finite. `raise`: the run ends. `skip:N`: the step is skipped, at most
-    N steps in a row."""
+    """If the loss or gradient is not finite: `raise` ends the run; `skip:N` skips up to N steps in a row."""
     sync: Arguments = field(default_factory=dict)
-    """With a `sync` across steps in the plan: changed settings of its scheme, as in `outer_lr=0.5 fragments=4`. See
-    docs/local_steps.md."""
+    """With a `sync` across steps: other settings of its scheme, as `outer_lr=0.5 fragments=4` (docs/local_steps.md)."""
     dtype: str | None = None
     """`float32` or `float64`: the element type of parameters and floating-point data. Default: the types of the model
     and of the data. For half precision see the plan's `precision`."""

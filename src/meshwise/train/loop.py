@@ -315,8 +315,7 @@ class _Run:
     def _next_batch(self) -> Any:
         """Return this rank's rows of the next global batch, and set its size; a new size begins a new reader."""
         job, done = self._job.train, self._progress
-        size = self._sizes.at(done.samples, chosen=done.batch)
-        if size != self._size:
+        if (size := self._sizes.at(done.samples, chosen=done.batch)) != self._size:
             self._size = size
             numbers = range(done.samples, done.samples + (job.steps - done.step) * size, size)
             order = SampleOrder(length(self._data.train), seed=job.seed)
@@ -341,8 +340,7 @@ class _Run:
         groups = mesh.groups(mesh.others(trainer.plan.row_axes))[: trainer.replicas]  # servers have no rows
         seconds = [max(statistics.median(times[rank]) for rank in ranks) for ranks in groups]
         before = [stop - start for start, stop in weighted_split(self._size, weights=self._progress.shares)]
-        rows = balanced_rows(before, seconds=seconds)
-        if rows != before:
+        if (rows := balanced_rows(before, seconds=seconds)) != before:
             trainer.set_shares(rows)
             self._progress.shares = rows
             if self._data.collate is None:  # else each rank reads the whole batch

@@ -207,8 +207,7 @@ def locate(name: str, *, key: str) -> Callable[..., Any]:
         raise JobError(f"{key} = {name!r} cannot be imported: {error}") from error
     if path is not None and Path(module.__file__ or "").resolve() != path.resolve():
         raise JobError(f"{key} = {name!r}: another module has the name {module_name!r}; rename the file")
-    found = getattr(module, what, None)
-    if not callable(found):
+    if not callable(found := getattr(module, what, None)):
         functions = [known for known, value in vars(module).items() if callable(value)]
         raise JobError(f"{key} = {name!r}: no function {what!r} in {where}; {name_hint(what, known=functions)}")
     return found  # type: ignore[no-any-return]

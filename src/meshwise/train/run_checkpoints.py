@@ -195,8 +195,7 @@ class RunProgress:
 def checked_run_start(prepared: PreparedJob, *, attempt: JobAttempt | None) -> RunStart:
     """Return where the run begins. Raises JobError if the checkpoint is of another job, or `train.resume` is wrong."""
     start = find_run_start(prepared.job, attempt=attempt)
-    candidate = start.candidate()
-    if candidate is not None:
+    if (candidate := start.candidate()) is not None:
         saved = read_index(candidate).extra["user"]
         if "job" in saved:
             job_changes(saved, job=prepared.job, content=prepared.data.content)

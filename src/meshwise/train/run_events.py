@@ -335,8 +335,7 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         if path.exists():
-            whole = path.read_bytes().rpartition(b"\n")
-            os.truncate(path, len(whole[0] + whole[1]))
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, event: RunEvent) -> None:

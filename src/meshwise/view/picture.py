@@ -254,14 +254,10 @@ def _shape(shape: Shape) -> str:
     if isinstance(shape, PicturePath):
         points = "L".join(f"{_number(x)} {_number(y)}" for x, y in shape.points)
         return f'<path class="{"area" if shape.filled else "line"} {shape.paint}" d="M{points}{"z" * shape.filled}"/>'
-    names = ""
-    if shape.names:
-        names = f' data-row="{escape(shape.row)}" data-names="{escape("|".join(shape.names))}"'
-    outline = []
-    for x, y, width, height in shape.boxes:
-        wide = _number(width)
-        outline.append(f"M{_number(x)} {_number(y)}h{wide}v{_number(height)}h-{wide}z")
-    return f'<path class="bars{" fine" * shape.fine} {shape.paint}" d="{"".join(outline)}"{names}/>'
+    names = f' data-row="{escape(shape.row)}" data-names="{escape("|".join(shape.names))}"' if shape.names else ""
+    boxes = (map(_number, box) for box in shape.boxes)
+    outline = "".join(f"M{x} {y}h{width}v{height}h-{width}z" for x, y, width, height in boxes)
+    return f'<path class="bars{" fine" * shape.fine} {shape.paint}" d="{outline}"{names}/>'
 
 
 def _number(value: float) -> str:

@@ -20,7 +20,7 @@ from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.pipeline.schedules.schedule_table import RECEIVES, SENDS, Action, ActionKind, counterpart
 from meshwise.plan import Plan
-from meshwise.simulate.predicted_memory import fullest, size_text
+from meshwise.simulate.predicted_memory import Table, fullest, size_text
 from meshwise.simulate.step_prediction import MemoryHistory, Prediction
 from meshwise.simulate.step_tape import Category
 
@@ -104,15 +104,13 @@ def measured_accounts(run: MeasuredStep) -> tuple[PlanAccount, ...]:
     return tuple(PlanAccount(title, timeline) for title, timeline in timelines.items())
 
 
-Row = tuple[str, ...]
-"""Texts of the cells of a table's row."""
 _LAST = ("update", "around", "bubble")
 """Activities that follow the waits in the table."""
 
 
-def comparison_table(accounts: Sequence[PlanAccount]) -> list[Row]:
+def comparison_table(accounts: Sequence[PlanAccount]) -> Table:
     """Return a header of titles, then rows with a column per plan. Keys that are equal in all plans are left out."""
-    rows: list[Row] = [("", *(account.title for account in accounts))]
+    rows: Table = [("", *(account.title for account in accounts))]
     plans = [account.plan.to_toml() if account.plan else {} for account in accounts]
     keys = dict.fromkeys(key for plan in plans for key in plan)
     differing = (key for key in keys if len({plan[key] for plan in plans if plan}) > 1)
@@ -153,15 +151,13 @@ def write_chrome_trace(accounts: Sequence[PlanAccount], *, path: Path) -> None:
     for account in accounts:
         scale = _MICRO if account.unit == "s" else 1e-3 * _MICRO
         drawn = list(_events(account.timeline, first, scale))
-        rows = {(one["pid"], one["tid"]) for one in drawn}
         title = f"{account.title}: " if len(accounts) > 1 else ""
         for rank, stages in enumerate(account.timeline.stages):
             name = f"{title}{account.names[rank]}: stages {' '.join(map(str, stages))}"
             events.append({"ph": "M", "name": "process_name", "pid": first + rank, "args": {"name": name}})
-        events += (
-            {"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": {"name": _NAMES[row % _APART]}}
-            for pid, row in sorted(rows)
-        )
+        for pid, row in sorted({(one["pid"], one["tid"]) for one in drawn}):
+            args = {"name": _NAMES[row % _APART]}
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": row, "args": args})
         events += drawn
         for history in account.histories:
             memory = {"ph": "C", "name": "memory", "pid": first + history.index}

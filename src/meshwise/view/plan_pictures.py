@@ -15,7 +15,7 @@ from itertools import pairwise
 from meshwise.base.mesh import Mesh
 from meshwise.base.text_format import time_text
 from meshwise.base.timeline import EDGE_KINDS, Event, Timeline, TimelineRow
-from meshwise.pipeline.schedules.schedule_table import COMPUTE, ActionKind
+from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.simulate.predicted_memory import size_text
 from meshwise.simulate.step_prediction import MemoryHistory, MemoryLevel
 from meshwise.simulate.step_tape import Category
@@ -41,12 +41,7 @@ from meshwise.view.text_pictures import SHADES, label
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
 """Width of the picture, and its margins on the left (with the names of ranks) and on the right."""
-PAINTS: Mapping[str, str] = {
-    ActionKind.F: "forward",
-    ActionKind.B: "backward",
-    ActionKind.I: "input",
-    ActionKind.W: "weights",
-}
+PAINTS: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input", "W": "weights"}
 MEANINGS: Mapping[str, str] = {
     **{paint: SHADES[kind][0] for kind, paint in PAINTS.items()},
     "update": "update",
@@ -279,8 +274,7 @@ def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
         seconds, unit = account.timeline.seconds, account.unit
         title = f"step {time_text(seconds, unit=unit)}, bubble {100 * account.timeline.spent['bubble'] / seconds:.1f} %"
         drawn = [timeline_picture(account.timeline, title=title, rows=account.names, span=span, unit=unit)]
-        limit = account.room
-        drawn += memory_pictures(account.histories, names=account.names, span=span, most=most, limit=limit)
+        drawn += memory_pictures(account.histories, names=account.names, span=span, most=most, limit=account.room)
         if account.mesh is not None:
             drawn.append(mesh_picture(account.mesh, ranks_per_node=account.ranks_per_node))
         yield drawn

@@ -47,15 +47,14 @@ def draw_in_columns(timeline: Timeline, *, width: int) -> Text:
     return Text("\n").join(lines)
 
 
-def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str] = ()) -> Text:
+def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Sequence[str]) -> Text:
     """Return a drawing to scale with a legend, with one row for each rank. `seconds` fill `width` characters.
 
-    Events shorter than a character are left out. `rows`: names of the ranks, by default their numbers."""
-    heads = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
-    longest = max(map(len, heads))
+    Events shorter than a character are left out. `rows`: names of the ranks."""
+    longest = max(map(len, rows))
     scale = (width - longest - 2) / seconds
     drawn = [_scaled(timeline, rank, scale) for rank in range(timeline.ranks)]
-    lines = [Text(f"{head:<{longest}} │") + row for head, row in zip(heads, drawn, strict=True)]
+    lines = [Text(f"{name:<{longest}} │") + row for name, row in zip(rows, drawn, strict=True)]
     used = {letter for row in drawn for letter in row.plain}
     legend: list[Text] = []
     for letter, (meaning, style) in SHADES.items():
@@ -69,11 +68,8 @@ def draw_to_scale(timeline: Timeline, *, width: int, seconds: float, rows: Seque
 
 def _scaled(timeline: Timeline, rank: int, scale: float) -> Text:
     row = Text()
-    spots = [
-        event
-        for event in timeline.events
-        if event.rank == rank and not event.is_background and event.row is not TimelineRow.WAIT
-    ]
+    own = (event for event in timeline.events if event.rank == rank and not event.is_background)
+    spots = [event for event in own if event.row is not TimelineRow.WAIT]
     for event in sorted(spots, key=lambda event: event.start):
         first, last = (math.floor(moment * scale + 0.5) for moment in (event.start, event.stop))
         row.append("." * (first - len(row)), "dim")

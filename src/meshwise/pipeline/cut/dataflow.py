@@ -151,12 +151,8 @@ class DataflowTracer(LightDispatchMode):
             old[:] = [self._write_back(*three, writer) for three in pairs][: len(now)]
             old += [self._copy(one, writer) for one in now[len(old) :]]
         elif isinstance(old, MutableMapping) and isinstance(now, Mapping):
-            for key in now:
-                old[key] = (
-                    self._write_back(old[key], was[key], now[key], writer)
-                    if key in old
-                    else self._copy(now[key], writer)
-                )
+            for key, new in now.items():
+                old[key] = self._write_back(old[key], was[key], new, writer) if key in old else self._copy(new, writer)
         elif isinstance(old, tuple) and isinstance(now, tuple) and len(old) == len(now):
             for three in zip(old, was, now, strict=True):
                 self._write_back(*three, writer)

@@ -165,17 +165,11 @@ class ModelCut:
         total = sum(self.loads) or 1.0
         rows = [("stage", "runs", "parameters", self.by, "part", "then sends")]
         for stage, (start, stop) in enumerate(pairwise(self.bounds)):
-            first, last = self.keys[start], self.keys[stop - 1]
-            rows.append(
-                (
-                    str(stage),
-                    first if stop - start == 1 else f"{first} … {last} ({stop - start})",
-                    f"{self.parameters[stage]:,}",
-                    _amount(self.loads[stage], self.by),
-                    f"{100 * self.loads[stage] / total:.1f} %",
-                    ", ".join(self.sends[stage]) if stage + 1 < self.stages else "",
-                )
-            )
+            first, last, load = self.keys[start], self.keys[stop - 1], self.loads[stage]
+            runs = first if stop - start == 1 else f"{first} … {last} ({stop - start})"
+            sizes = (f"{self.parameters[stage]:,}", _amount(load, self.by), f"{100 * load / total:.1f} %")
+            sends = ", ".join(self.sends[stage]) if stage + 1 < self.stages else ""
+            rows.append((str(stage), runs, *sizes, sends))
         lines = [align_columns(rows, left=len(rows[0]))]
         lines.append(f"by {self.by}, the largest stage is {self.imbalance:.2f} times the mean")
         lines += [f"{name} is split: a stage begins inside" for name in self.split_blocks]

@@ -4,19 +4,15 @@
 begin at a module inside, as in the picture of docs/pipeline.md ("The cut").
 
 The block's own code between the modules, such as residual sums, runs on both stages. So its modules must hold all its
-parameters, and each must run once, in a fixed order. `inner_modules` finds them. A block cannot be split if it
-
-- holds parameters itself, or reads parameters of its modules without calling the modules;
-- has backward hooks, or modules with backward hooks: a piece may have none;
-- has a list of equal modules, such as experts, from which the data may choose;
-- is called more than once, or again in the backward (torch's checkpoint), where the received values are missing."""
+parameters, and each must run once, in a fixed order. `inner_modules` finds them. docs/pipeline.md lists the blocks that
+cannot be split ("Limits"). Nor can blocks with backward hooks: a stage begins at a piece, and a piece may have none."""
 
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from statistics import median
 from typing import Any
 
@@ -91,12 +87,8 @@ class ProbeResult:
 
     def with_split_blocks(self, keys: Collection[str]) -> "ProbeResult":
         """Return the result with each block in `keys`, if it can be split, replaced by the calls inside it."""
-        calls = (
-            part
-            for called in self.calls
-            for part in (called.parts() if called.key in keys and called.inside else (called,))
-        )
-        return dataclasses.replace(self, calls=tuple(calls))
+        parts = (called.parts() if called.key in keys and called.inside else (called,) for called in self.calls)
+        return dataclasses.replace(self, calls=tuple(chain.from_iterable(parts)))
 
     def begins(self, keys: Collection[str]) -> dict[str, int]:
         """Return each key at which a stage can begin, with its place in the calls of `with_split_blocks(keys)`."""
@@ -111,9 +103,8 @@ class ProbeResult:
 
     def keys_sent(self, position: int) -> tuple[str, ...]:
         """Return the keys of the outputs that must be sent if a stage begins at call number `position`."""
-        return tuple(
-            called.key for called, last in zip(self.calls[:position], self._last, strict=False) if last >= position
-        )
+        before = zip(self.calls[:position], self._last, strict=False)
+        return tuple(called.key for called, last in before if last >= position)
 
     def effect(self, position: int) -> tuple[str, str] | None:
         """Return (key of a call before `position` with a side effect, key of a later user of the effect), or None."""
@@ -195,7 +186,7 @@ def inner_modules(block: nn.Module) -> tuple[str, ...]:
         return ()
     computes = any(id(parameter) not in theirs for parameter in block.parameters()) or read_from_children(block)
     kinds = Counter((name.rpartition(".")[0], type(block.get_submodule(name))) for name in names if "." in name)
-    has_equal = any(count > 1 for count in kinds.values())  # such as experts
+    has_equal = any(count > 1 for count in kinds.values())  # such as experts, from which the data may choose
     return () if computes or len(names) < 2 or has_equal else names
 
 
@@ -205,7 +196,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 
 def is_repeated() -> bool:
-    """Return whether the running code is inside torch's checkpoint, and so will run again in the backward."""
+    """Return whether torch's checkpoint will run this code again in the backward, where received values are missing."""
     if not torch.is_grad_enabled():
         return True
     one = torch.ones((), requires_grad=True)

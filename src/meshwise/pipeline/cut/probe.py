@@ -290,10 +290,8 @@ class _BlockRun:
         found = sorted(called.module for called in self._found)
         if not self._repeated and found == sorted(f"{self._name}.{name}" for name in parts):
             needed, same_shape = self._run_record.tracer.of(output), has_input_shape(output, inputs=inputs)
-            self.calls = (
-                *self._found,
-                PieceCall(self._name, self._name, (), needed, bytes_of(output), CallCost(0.0, 0.0), same_shape),
-            )
+            rest = PieceCall(self._name, self._name, (), needed, bytes_of(output), CallCost(0.0, 0.0), same_shape)
+            self.calls = (*self._found, rest)
         return output
 
     def _part(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -355,7 +353,6 @@ def profile_module(
     args, kwargs = inputs
     kept: dict[int, int] = {}
     keep = saved_bytes_hook(kept, parameters=parameters)
-
     with cost_meter((parameters, inputs), timed=timed) as read:
         begin = read()
         with saved_tensors_hooks(keep, unchanged):

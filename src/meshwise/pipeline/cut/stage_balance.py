@@ -72,10 +72,10 @@ def divide(items: PartitionItems, *, slack: float = 0.0, front: float = 0.0) -> 
 
     Raises CutError, with the number of stages that fit, when there are fewer solid items than stages."""
     stages, count = len(items.loads), len(items.solid)
-    if stages > sum(items.solid):
+    if stages > (fit := sum(items.solid)):
         raise CutError(
-            f"{stages} stages do not fit: the model has {sum(items.solid)} pieces that can stand alone, so at most "
-            f"pp·virtual_stages={sum(items.solid)}"
+            f"{stages} stages do not fit: the model has {fit} pieces that can stand alone, so at most "
+            f"pp·virtual_stages={fit}"
         )
     everything = [[math.inf] * (count + 1) for _ in range(stages + 1)]
     everything[0][0] = 0.0

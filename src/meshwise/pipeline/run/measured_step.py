@@ -1,8 +1,7 @@
 """Measure a training step: the actions of each rank with their times, and the causes of time without computation.
 
-The time of a step in which a rank does not compute is split by cause. docs/pipeline.md has a table of the causes
-("Where the time went"). A wait inside a computation in which the rank would have been idle by the schedule counts as
-ideal or imbalance."""
+The time in which a rank does not compute is split by cause. docs/pipeline.md has a table of the causes ("Where the time
+went"). A wait inside a computation counts as ideal or imbalance if the rank would have been idle by the schedule."""
 
 import dataclasses
 import json
@@ -140,18 +139,10 @@ class MeasuredStep:
 
     def __str__(self) -> str:
         run = self.run
-        head = ("rank", "stages", "computes", "lost", *(field.name for field in dataclasses.fields(LostTime)))
-        rows = [head]
+        rows = [("rank", "stages", "computes", "lost", *(field.name for field in dataclasses.fields(LostTime)))]
         for rank, lost in enumerate(self.lost):
-            parts = (lost.seconds, *dataclasses.astuple(lost))
-            rows.append(
-                (
-                    str(rank),
-                    " ".join(map(str, run.stages[rank])),
-                    f"{run.busy[rank]:.4g} s",
-                    *(f"{100 * part / run.seconds:.1f} %" for part in parts),
-                )
-            )
+            parts = (f"{100 * part / run.seconds:.1f} %" for part in (lost.seconds, *dataclasses.astuple(lost)))
+            rows.append((str(rank), " ".join(map(str, run.stages[rank])), f"{run.busy[rank]:.4g} s", *parts))
         lines = [align_columns(rows, left=0)]
         mean, ideal = (100 * statistics.fmean(line.bubbles) for line in (run, self.ideal))
         lines += [
@@ -184,10 +175,8 @@ def measured_steps(watch: ActivityStopwatch, *, world: World, schedule: Schedule
     every = world.exchange(watch.read(offset=clock_offset(world)))
     pipelines = world.mesh.groups(["pp"])
     steps = zip(*(_steps(rank, spans) for rank, spans in enumerate(every)), strict=True)
-    return [
-        MeasuredStep(schedule, Timeline(_from_zero([event for own in ranks for event in own]), pipelines))
-        for ranks in steps
-    ]
+    timelines = (Timeline(_from_zero([event for own in ranks for event in own]), pipelines) for ranks in steps)
+    return [MeasuredStep(schedule, timeline) for timeline in timelines]
 
 
 def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
@@ -196,12 +185,11 @@ def _steps(rank: int, spans: Sequence[TimedSpan]) -> Iterator[list[Event]]:
     step: list[Event] = []
     for span in (span for span in spans if not (span.waits or span.in_background)):
         if span.what is StepPhase.BEGIN or step:
-            made = (
+            step.append(
                 event_of(span.what, rank=rank, start=span.start, stop=span.stop)
                 if isinstance(span.what, Action)
                 else Event(rank, TimelineRow.COLLECTIVE, str(span.what), span.start, span.stop)
             )
-            step.append(made)
         if span.what is StepPhase.UPDATE and step:
             own = (other for other in others if step[0].start <= other.start and other.stop <= span.stop)
             streams = [(TimelineRow.WAIT if other.waits else TimelineRow.TIERS, other) for other in own]

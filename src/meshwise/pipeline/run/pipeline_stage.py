@@ -212,18 +212,12 @@ class PieceForward:
         return made
 
 
-class SplitBlockForward:
-    """Replacement for the forward of a split block: its modules are pieces, and the rest of its code a last piece."""
-
-    def __init__(self, module: nn.Module, *, state: StageForwardState) -> None:
-        self._module, self._state = module, state
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace the `forward` of the module."""
-        output = type(self._module).forward(self._module, *args, **kwargs)
-        key, _ = self._state.advance(self._module)
-        self._state.keep(key, value=output)
-        return output
+def _split_block_forward(module: nn.Module, state: StageForwardState, *args: Any, **kwargs: Any) -> Any:
+    """Run a split block: its modules are pieces, and the rest of its code is a last piece."""
+    output = type(module).forward(module, *args, **kwargs)
+    key, _ = state.advance(module)
+    state.keep(key, value=output)
+    return output
 
 
 def nan_like(tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
@@ -336,7 +330,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
     _release(module, "_parameters", kept, like=like)
     for name, piece in pieces.items():
         if name in contents.split_blocks:
-            piece.forward = SplitBlockForward(piece, state=state)
+            piece.forward = partial(_split_block_forward, piece, state)
             continue
         if name not in contents.modules[contents.start : contents.stop]:
             _release(piece, "_buffers", kept, like=like.get_submodule(name), prefix=name)

@@ -197,12 +197,11 @@ class _ScheduleRun:
             del self._flights[place]
 
     def _forward(self, place: Place) -> None:
-        index, flight, stage = place[1], self._flights[place], self._stages[place[0]]
+        index, flight = place[1], self._flights[place]
+        stage, job = self._stages[place[0]], self._jobs[index]
         last = stage.index + 1 == stage.count
-        note_shapes = not last and (stage.index, self._jobs[index].shapes) not in self._agreed
-        result = stage.run(
-            self._jobs[index].call, received=flight.received, shapes=flight.shapes, note_shapes=note_shapes
-        )
+        note_shapes = not last and (stage.index, job.shapes) not in self._agreed
+        result = stage.run(job.call, received=flight.received, shapes=flight.shapes, note_shapes=note_shapes)
         flight.received = {}
         if last:
             training = torch.is_grad_enabled()
@@ -216,7 +215,7 @@ class _ScheduleRun:
         flight.outputs = [tensor for spec, tensor in zip(specs, parts, strict=True) if spec.requires_grad]
         detached = [tensor.detach() for tensor in parts]
         if self._ranks[stage.index + 1] == self._rank:
-            self._agreed.setdefault((stage.index, self._jobs[index].shapes), (skeleton, stage.state.shapes))
+            self._agreed.setdefault((stage.index, job.shapes), (skeleton, stage.state.shapes))
             self._deliver((stage.index + 1, index), skeleton, detached)
         else:
             self._leaving[ActionKind.SEND_F, place] = self._header(stage, index, skeleton), detached
@@ -321,8 +320,7 @@ class _ScheduleRun:
         if self._posted is not None or not self._coming:
             return
         action = self._coming[0]
-        expected = self._expected(action)
-        if expected is not None:
+        if (expected := self._expected(action)) is not None:
             self._coming.popleft()
             made = [torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device) for spec in expected]
             source = self._other_end(action)

@@ -105,8 +105,7 @@ def backward_input(
         torch.autograd.backward(outputs, gradients)
         return later
     if not spine:
-        reached = [parameter for parameter, node in trained.items() if node in graph.nodes]
-        if reached:
+        if reached := [parameter for parameter, node in trained.items() if node in graph.nodes]:
             later.later(partial(torch.autograd.backward, edges, gradients, inputs=reached))
         return later
     places = {parameter: graph.entrances(node, spine=spine) for parameter, node in trained.items()}
@@ -172,11 +171,7 @@ def _forget(node: Node) -> None:
     for saved in _saved(node):
         if isinstance(saved.data, Tensor) and saved.data.dim():
             with contextlib.suppress(RuntimeError):  # a tier or the model has put hooks on the saved tensor
-                saved.register_hooks(_nothing, _nothing)
-
-
-def _nothing(_saved: object) -> None:
-    """Return None: the replacement for a saved tensor that is not needed."""
+                saved.register_hooks(lambda _: None, lambda _: None)
 
 
 def _saved(node: Node) -> Iterator[Any]:

@@ -46,12 +46,8 @@ def interleaved(pp: int, *, microbatches: int, virtual_stages: int) -> Schedule:
     """Return interleaved 1F1B: stage s is on rank s mod p. Groups of p micro-batches pass through all ranks v times.
 
     `microbatches` has to be a multiple of `pp` (Narayanan et al., 2021)."""
-    order = [
-        (lap, start + index)
-        for start in range(0, microbatches, pp)
-        for lap in range(virtual_stages)
-        for index in range(pp)
-    ]
+    starts = range(0, microbatches, pp)
+    order = [(lap, start + index) for start in starts for lap in range(virtual_stages) for index in range(pp)]
     ahead = [2 * (pp - rank - 1) + (virtual_stages - 1) * pp for rank in range(pp)]
     return _alternating(pp, order, laps=virtual_stages, ahead=ahead)
 

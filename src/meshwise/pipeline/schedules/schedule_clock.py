@@ -53,7 +53,7 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
     now, links, collectives, gathered = (defaultdict[Any, float](float) for _ in range(4))
     arrivals: dict[tuple[int, int], deque[float]] = defaultdict(deque)
     for rank, action in walk(lowered):
-        kind, before, other = action.kind, now[rank], 0.0
+        kind, before = action.kind, now[rank]
         end = (rank, other_end(action, schedule=lowered)) if kind in SENDS | RECEIVES else (rank, rank)
         if kind in SENDS:
             other = links[end]  # the message before has left

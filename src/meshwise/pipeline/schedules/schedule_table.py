@@ -63,8 +63,7 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> "Action":
         """Return the action that prints as `text`. Raises ScheduleError for any other text."""
-        found = _ACTION.fullmatch(text)
-        if found is None:
+        if (found := _ACTION.fullmatch(text)) is None:
             raise ScheduleError(f"{text!r} is not an action; write stage, kind and micro-batch as in 2F0 or 2SEND_F0")
         stage, kind, microbatch = found.groups()
         if (ActionKind(kind) in _PER_STAGE) == bool(microbatch):
@@ -85,8 +84,7 @@ class Schedule:
         ranks: dict[int, int] = {}
         for rank, row in enumerate(self.rows):
             for action in row:
-                owner = ranks.setdefault(action.stage, rank)
-                if owner != rank:
+                if (owner := ranks.setdefault(action.stage, rank)) != rank:
                     raise ScheduleError(f"stage {action.stage} is on rank {owner}, but rank {rank} does {action}")
         if missing := sorted(set(range(max(ranks, default=0) + 1)) - ranks.keys()):
             raise ScheduleError(f"no rank does anything for stage {', '.join(map(str, missing))}")
@@ -207,7 +205,7 @@ def add_transfers(schedule: Schedule) -> Schedule:
         return schedule
     channels: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
     for rank, row in enumerate(schedule.rows):
-        for message in (send_after(action, schedule=schedule) for action in row):
+        for message in (_message(action, schedule, after=True) for action in row):
             if message is not None:
                 channels[rank, other_end(message, schedule=schedule)].append(counterpart(message))
     waiting = {message for channel in channels.values() for message in channel}
@@ -215,33 +213,23 @@ def add_transfers(schedule: Schedule) -> Schedule:
     for rank, row in enumerate(schedule.rows):
         lowered: list[Action] = []
         for action in row:
-            receive = receive_before(action, schedule=schedule)
-            if receive is not None:
+            if (receive := _message(action, schedule, after=False)) is not None:
                 channel = channels[other_end(receive, schedule=schedule), rank]
                 while receive in waiting:
                     lowered.append(channel.popleft())
                     waiting.remove(lowered[-1])
             lowered.append(action)
-            send = send_after(action, schedule=schedule)
+            send = _message(action, schedule, after=True)
             lowered += [send] if send is not None else []
         rows.append(tuple(lowered))
     return Schedule(tuple(rows))
 
 
-def send_after(action: Action, *, schedule: Schedule) -> Action | None:
-    """Return the send that follows a computation; None if the next stage is on the same rank or does not exist."""
-    return _message(action, 1, schedule)
-
-
-def receive_before(action: Action, *, schedule: Schedule) -> Action | None:
-    """Return the receive that a computation waits for; None if its input comes from the same rank or the batch."""
-    return _message(action, 0, schedule)
-
-
-def _message(action: Action, place: int, schedule: Schedule) -> Action | None:
+def _message(action: Action, schedule: Schedule, *, after: bool) -> Action | None:
+    """Return the send after a computation, or the receive before it; None if no other rank is at the other end."""
     if action.kind not in _MESSAGES:
         return None
-    message = action._replace(kind=_MESSAGES[action.kind][place])
+    message = action._replace(kind=_MESSAGES[action.kind][after])
     other, ranks = counterpart(message).stage, schedule.rank_of
     return message if 0 <= other < len(ranks) and ranks[other] != ranks[action.stage] else None
 
@@ -338,8 +326,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 yield rank, action
                 place[rank] += 1
                 moved = True
-    waits = {rank: row[place[rank]] for rank, row in enumerate(schedule.rows) if place[rank] < len(row)}
-    if waits:
+    if waits := {rank: row[place[rank]] for rank, row in enumerate(schedule.rows) if place[rank] < len(row)}:
         places = ", ".join(f"rank {rank} in {action}" for rank, action in waits.items())
         raise ScheduleError(f"the schedule deadlocks: {places} wait for messages that are never sent")
     assert not any(channels.values()), "messages are sent that no rank receives"
@@ -369,10 +356,7 @@ def _check_counts(schedule: Schedule) -> None:
         raise ScheduleError(f"rank {schedule.rank_of[twice[0].stage]} does {twice[0]} twice")
     for stage, rank in enumerate(schedule.rank_of):
         for index in range(schedule.microbatches):
-            f, b, i, w = (
-                Action(stage, kind, index) in counts
-                for kind in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
-            )
+            f, b, i, w = (Action(stage, kind, index) in counts for kind in map(ActionKind, "FBIW"))
             if not f:
                 raise ScheduleError(f"rank {rank} has no {stage}F{index}")
             if b + (i and w) != 1 or (b and (i or w)):
@@ -390,7 +374,7 @@ def _before(schedule: Schedule, action: Action) -> Iterator[tuple[Action, ...]]:
         yield (Action(stage, ActionKind.F, index),)
     if kind is ActionKind.W:
         yield (Action(stage, ActionKind.I, index),)
-    if receive_before(action, schedule=schedule) is not None:
+    if _message(action, schedule, after=False) is not None:
         return  # from another rank: `walk` waits for the message
     if kind is ActionKind.F and stage > 0:
         yield (Action(stage - 1, ActionKind.F, index),)
