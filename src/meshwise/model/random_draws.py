@@ -436,7 +436,7 @@ class RandomDraws:
             repeated = self._stack[1].name if len(self._stack) > 1 else ""
             raise ValueError(_ambiguous(repeated, len(self._visits.get(repeated, ()))))
         frame.draws += 1
-        return frame.name, frame.visit.path, frame.draws
+        return frame.name.replace("_orig_mod.", ""), frame.visit.path, frame.draws
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
         """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped.
