@@ -26,7 +26,14 @@ STAGED = {
     "zb-v": "pp=2 schedule=zb-v virtual_stages=2",
     "dualpipev": "pp=2 schedule=dualpipev virtual_stages=2",
 }
-TIERS = ("none", "params:cpu,optimizer:cpu", "optimizer:disk", "activations:cpu", "activations:disk")
+TIERS = (
+    "none",
+    "params:cpu,optimizer:cpu",
+    "params:disk",
+    "optimizer:disk",
+    "activations:cpu",
+    "activations:disk",
+)
 
 
 def plan_of(cell: Cell) -> str:

@@ -117,18 +117,21 @@ def test_a_buffer_of_a_read_that_nobody_waits_for_is_given_back_after_the_read(t
         stored = tiers.empty("params", numel=1 << 12, dtype=torch.float32).fill_(1.0)
         assert tiers.file is not None
         go, read, pool = threading.Event(), tiers.file.read, tiers.file._pool
+        transfers: list[SwapTransfer] = []
 
         def late(offset: int, into: Tensor) -> None:
             go.wait()
             read(offset, into=into).wait()
 
         def slow(offset: int, *, into: Tensor) -> SwapTransfer:
-            return SwapTransfer([pool.submit(late, offset, into)])
+            transfers.append(SwapTransfer([pool.submit(late, offset, into)]))
+            return transfers[-1]
 
         tiers.file.read = slow  # type: ignore[method-assign]
         tiers.bring(stored).release()
         assert not any(tiers._gathered._free.values()), "its read is under way"
         go.set()
+        transfers[0].wait()
         tiers.close()
         assert [len(free) for free in tiers._gathered._free.values()] == [1]
 
