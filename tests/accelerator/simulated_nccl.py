@@ -39,6 +39,7 @@ class SimulatedNccl:
 
         def make(purpose: str, ranks: tuple[int, ...], rank: int) -> Any:
             whole = self._made.setdefault((purpose, ranks), _Communicator(ranks, self._queues))
+            whole.join(rank, device=streams.device)
             whole.meet(rank, what=f"the creation of a communicator of ranks {ranks} at {_place()}")
             return _ProcessGroup(whole, streams, stream=streams.create(urgent=purpose == POINT_TO_POINT))
 
@@ -49,10 +50,9 @@ class _Communicator:
     """Calls of the members of one communicator, matched by their number."""
 
     def __init__(self, ranks: tuple[int, ...], queues: WorkQueues) -> None:
-        if len(set(ranks)) < len(ranks):
-            raise RuntimeError(f"ncclInvalidUsage: Duplicate GPU detected: ranks {ranks}")
         self.ranks = ranks
         self.queues = queues
+        self._devices: dict[int, torch.device] = {}
         self._calls: dict[tuple[str, int], tuple[JointWork, dict[int, tuple[Tensors, Tensors]]]] = {}
         self._counts: dict[tuple[str, int], int] = {}
 
@@ -64,6 +64,12 @@ class _Communicator:
         if found[0].missing == [rank]:
             del self._calls[line, number]
         return found
+
+    def join(self, rank: int, *, device: torch.device) -> None:
+        """Note the device of a member. Raises RuntimeError if another member has this device."""
+        self._devices[rank] = device
+        if others := [other for other, own in self._devices.items() if own == device and other != rank]:
+            raise RuntimeError(f"ncclInvalidUsage: Duplicate GPU detected: ranks {others[0]} and {rank} on {device}")
 
     def meet(self, rank: int, *, what: str) -> None:
         """Block until all members have called this method."""
