@@ -2,7 +2,7 @@
 
     | stream       each communicator of a rank has one stream of the device's pool, and calls run there in their order
     | matching     the n-th call of a rank belongs to the n-th call of each other rank: there are no tags
-    | messages     a send runs when its receive does
+    | messages     a send runs when its receive does; the first one of a communicator connects, and blocks the host
     | creation     blocks until all members have come, and so does the release
     | refusals     int16 and complex numbers, tensors of the host, two ranks on one device
 
@@ -96,6 +96,7 @@ class _ProcessGroup:
 
     def __init__(self, whole: _Communicator, streams: SimulatedStreams, *, stream: Any) -> None:
         self._whole, self._streams, self._stream = whole, streams, stream
+        self._connected = False
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> _Posted:
         """Start a broadcast."""
@@ -159,6 +160,9 @@ class _ProcessGroup:
         streams.races.use(stream.name, uses=uses, text=text)
         work = QueuedWork(lambda: None, after=stream.queued, text=text, joint=joint)
         stream.append(work)
+        if kind == "message" and not self._connected:
+            self._connected = True
+            self._whole.queues.block(joint, rank=rank)
         return _Posted(streams, work, tensors, stream.name)
 
 
