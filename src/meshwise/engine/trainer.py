@@ -514,8 +514,8 @@ def measure(trainer: Trainer) -> Iterator[StepMeasurement]:
 def profile(trainer: Trainer, *, into: Path) -> Iterator[None]:
     """Write a Chrome trace of torch's profiler for the steps inside the block, to `into/rank-N.json` on each rank.
 
-    Operations and kernels lie below ranges for the actions of the schedule (`0F3`), the forwards of units (`unit
-    blocks.0`), and the starts of collectives and the waits for them (`start all_gather dp`, `wait all_gather dp`).
+    Operations and kernels lie below ranges for the actions of the schedule (`0F3`) and the forwards of units (`unit
+    blocks.0`). Ranges of collectives show their start (`start all_gather dp`) and waits for them (`wait …`).
     Profile one step after some others: the first steps allocate memory. In a process that Nsight Systems has started
     (`nsys profile …`), the ranges are NVTX ranges of its report, and no file is written."""
     with trainer.world.flight_recorder.profiled(), _unit_ranges(trainer):
