@@ -71,6 +71,7 @@ def losses(world: World, plan: str, compiled: str, backend: str = "eager", dropo
         ("pp=2 microbatches=2", "block", 0.0),
         ("dp=1 recompute=full", "mlp", 0.0),
         ("dp=1 random=global", "mlp", 0.1),
+        ("dp=1 random=local", "mlp", 0.1),
     ],
 )
 def test_compiled_parts_change_no_loss(plan: str, compiled: str, dropout: float) -> None:
