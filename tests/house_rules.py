@@ -232,7 +232,19 @@ def only_plans_name_the_replica_axis(source: Source) -> Iterator[str]:
 
 # ---- waits for the device ---------------------------------------------------------------------------------------
 
-IN_A_STEP = ("data_parallel", "tensor", "expert", "pipeline", "attention", "optim", "memory", "precision", "engine")
+IN_A_STEP = (
+    "data_parallel",
+    "tensor",
+    "expert",
+    "pipeline",
+    "attention",
+    "optim",
+    "memory",
+    "precision",
+    "engine",
+    "sync",
+    "model",
+)
 WAITING_METHODS = frozenset({"item", "tolist", "nonzero", "masked_select", "cpu", "numpy"})
 REDUCTIONS = frozenset({"any", "all", "sum", "max", "min", "mean"})
 MAY_WAIT: Mapping[str, str] = {
@@ -252,7 +264,10 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.attention.token_attention": "whether a batch is packed; a mask on the CPU",
     "meshwise.attention.token_interception._row_of_all": "whether a row and a column are positions of tokens",
     "meshwise.attention.mask_pattern": "which tiles of documents and padding are empty",
-    # On the CPU; on CUDA the same check is one of the device (torch._assert_async).
+    "meshwise.sync.parameter_servers": "what a server receives depends on the numbers of a message; rows that are sent",
+    # On the CPU; for the last one CUDA has a check on the device (torch._assert_async).
+    "meshwise.model.random_draws.RandomDraws.reseed": "positions of tokens, which are made on the CPU",
+    "meshwise.model.shape_constants": "values of masks in a run on meta tensors, on the CPU",
     "meshwise.tensor.core.vocab_parallel.require_valid": "classes and tokens are checked",
 }
 """Files and functions that may let the host wait for the device, and for what; a step reads its totals in `World`."""

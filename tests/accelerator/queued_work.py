@@ -97,6 +97,10 @@ class WorkQueues:
         self._waiting: dict[int, JointWork] = {}
         self._finished: set[int] = set()
 
+    def is_thread_of(self, rank: int) -> bool:
+        """Return whether the thread that calls is that of a rank, and not one that the rank has started."""
+        return threading.current_thread() is self._rendezvous.threads[rank]
+
     def post(self, work: QueuedWork, *, rank: int) -> None:
         """Add a work of a rank that is queued in its stream. Raises Deadlock if it can never run."""
         with self._lock:
@@ -137,7 +141,7 @@ class WorkQueues:
         with self._lock:
             if not joint.missing:
                 return
-            if threading.current_thread() is self._rendezvous.threads[rank]:
+            if self.is_thread_of(rank):
                 self._waiting[rank] = joint
                 self._look_for_deadlock()
         self._rendezvous.turn.give()

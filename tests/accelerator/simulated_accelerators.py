@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from accelerator import simulated_disk as simulated_disk  # noqa: PLC0414 - it changes the swap file
 from accelerator.queued_work import WorkQueues
 from accelerator.simulated_device import on_device
 from accelerator.simulated_nccl import SimulatedNccl

@@ -190,7 +190,8 @@ class _Operations(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, uses: Sequence[tuple[Tensor, bool]], *, number: int) -> Any:
         """Run an operation now, after what the current stream waits for."""
         stream, text = self._streams.current(), f"{func} at {place_of_call()}"
-        self._streams.races.use(stream.name, uses=uses, text=text)
+        reads = () if func in _EMPTY else uses  # a shape is no value
+        self._streams.races.use(stream.name, uses=reads, text=text)
         result: list[Any] = []
         stream.put(lambda: result.append(func(*args, **kwargs)), text=text, defers=False)
         if func in _READS_VALUE:
@@ -309,7 +310,7 @@ def _is_dropped(alias: Tensor, memory: Memory | None) -> bool:
     return int(torch._C._storage_Use_Count(alias.untyped_storage()._cdata)) <= 2
 
 
-def _of_this_thread() -> SimulatedStreams | None:
+def of_this_thread() -> SimulatedStreams | None:
     """Return the streams of this thread's simulated device, or None."""
     modes = _get_current_dispatch_mode_stack()
     return next((mode.streams for mode in modes if isinstance(mode, _Operations)), None)
@@ -317,6 +318,6 @@ def _of_this_thread() -> SimulatedStreams | None:
 
 # A thread on a simulated device gets the streams of that device where another thread gets those of a GPU.
 _OF_A_GPU, _GPU_IN_USE = device_streams.CudaStreams, device_streams.cuda_in_use
-vars(device_streams)["CudaStreams"] = lambda device: _of_this_thread() or _OF_A_GPU(device)
+vars(device_streams)["CudaStreams"] = lambda device: of_this_thread() or _OF_A_GPU(device)
 for _module in (device_streams, recompute):
-    vars(_module)["cuda_in_use"] = lambda: _of_this_thread() is not None or _GPU_IN_USE()
+    vars(_module)["cuda_in_use"] = lambda: of_this_thread() is not None or _GPU_IN_USE()

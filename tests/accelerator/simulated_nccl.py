@@ -2,7 +2,7 @@
 
     | stream       each communicator of a rank has one stream of the device's pool, and calls run there in their order
     | matching     the n-th call of a rank belongs to the n-th call of each other rank: there are no tags
-    | messages     a send runs when its receive does
+    | messages     a send runs when its receive does; the first one of a communicator connects, and blocks the host
     | creation     blocks until all members have come, and so does the release
     | refusals     int16 and complex numbers, tensors of the host, two ranks on one device
 
@@ -39,6 +39,7 @@ class SimulatedNccl:
 
         def make(purpose: str, ranks: tuple[int, ...], rank: int) -> Any:
             whole = self._made.setdefault((purpose, ranks), _Communicator(ranks, self._queues))
+            whole.join(rank, device=streams.device)
             whole.meet(rank, what=f"the creation of a communicator of ranks {ranks} at {_place()}")
             return _ProcessGroup(whole, streams, stream=streams.create(urgent=purpose == POINT_TO_POINT))
 
@@ -49,10 +50,9 @@ class _Communicator:
     """Calls of the members of one communicator, matched by their number."""
 
     def __init__(self, ranks: tuple[int, ...], queues: WorkQueues) -> None:
-        if len(set(ranks)) < len(ranks):
-            raise RuntimeError(f"ncclInvalidUsage: Duplicate GPU detected: ranks {ranks}")
         self.ranks = ranks
         self.queues = queues
+        self._devices: dict[int, torch.device] = {}
         self._calls: dict[tuple[str, int], tuple[JointWork, dict[int, tuple[Tensors, Tensors]]]] = {}
         self._counts: dict[tuple[str, int], int] = {}
 
@@ -64,6 +64,12 @@ class _Communicator:
         if found[0].missing == [rank]:
             del self._calls[line, number]
         return found
+
+    def join(self, rank: int, *, device: torch.device) -> None:
+        """Note the device of a member. Raises RuntimeError if another member has this device."""
+        self._devices[rank] = device
+        if others := [other for other, own in self._devices.items() if own == device and other != rank]:
+            raise RuntimeError(f"ncclInvalidUsage: Duplicate GPU detected: ranks {others[0]} and {rank} on {device}")
 
     def meet(self, rank: int, *, what: str) -> None:
         """Block until all members have called this method."""
@@ -90,6 +96,7 @@ class _ProcessGroup:
 
     def __init__(self, whole: _Communicator, streams: SimulatedStreams, *, stream: Any) -> None:
         self._whole, self._streams, self._stream = whole, streams, stream
+        self._connected = False
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> _Posted:
         """Start a broadcast."""
@@ -153,6 +160,9 @@ class _ProcessGroup:
         streams.races.use(stream.name, uses=uses, text=text)
         work = QueuedWork(lambda: None, after=stream.queued, text=text, joint=joint)
         stream.append(work)
+        if kind == "message" and not self._connected:
+            self._connected = True
+            self._whole.queues.block(joint, rank=rank)
         return _Posted(streams, work, tensors, stream.name)
 
 

@@ -155,6 +155,8 @@ class SimulatedStreams(Streams):
         self._default = SimulatedStream(self, number=0, name="the default stream")
         self._thread = threading.local()
         self._generator = torch.Generator().manual_seed(rank)
+        self.waits: list[str] = []
+        """Place of each call for which the thread of the rank has waited for the device."""
 
     def create(self, *, urgent: bool = False) -> SimulatedStream:
         """Return the next stream of a pool."""
@@ -258,6 +260,8 @@ class SimulatedStreams(Streams):
 
     def host_waits(self, works: Sequence[QueuedWork], *, clock: Clock) -> None:
         """Block the host until works of the device are done."""
+        if self.queues.is_thread_of(self.rank):
+            self.waits.append(place_of_call())
         self.queues.force(works, rank=self.rank)
         self.races.host_waits(clock)
 

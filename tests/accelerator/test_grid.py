@@ -26,7 +26,14 @@ STAGED = {
     "zb-v": "pp=2 schedule=zb-v virtual_stages=2",
     "dualpipev": "pp=2 schedule=dualpipev virtual_stages=2",
 }
-TIERS = ("none", "params:cpu,optimizer:cpu", "optimizer:disk", "activations:cpu", "activations:disk")
+TIERS = (
+    "none",
+    "params:cpu,optimizer:cpu",
+    "params:disk",
+    "optimizer:disk",
+    "activations:cpu",
+    "activations:disk",
+)
 
 
 def plan_of(cell: Cell) -> str:
@@ -52,11 +59,26 @@ def is_cheap(cell: Cell) -> bool:
     return cell["split"] == "dp" or (cell["split"] in ("tp", "cp", "1f1b", "zb-v") and alone)
 
 
+IN_STAGES = (
+    ("naive", 1, "none"),
+    ("looped", 2, "none"),
+    ("zb-h1", 3, "none"),
+    ("zb-h2", 0, "full"),
+    ("dualpipev", 0, "none"),
+)
+"""Schedules, zero and recompute of further cells of `make test`, so that each schedule and zero with one is there."""
+
+
+_ORDER = ("split", "zero", "recompute", "offload", "precision")
+
+
 class CheapValues(Grid):
-    """Grid of which `make test` runs cells that have every value of its cheap cells."""
+    """Grid of which `make test` runs cells that have every value of its cheap cells, and the cells of `IN_STAGES`."""
 
     def part(self) -> list[Cell]:
-        return Grid(self.axes, exists=lambda cell: self.exists(cell) and is_cheap(cell), strength=1).part()
+        cheap = Grid(self.axes, exists=lambda cell: self.exists(cell) and is_cheap(cell), strength=1).part()
+        more = [(*staged, "none", "fp32") for staged in IN_STAGES]
+        return cheap + [cell for cell in self.whole() if cell not in cheap and tuple(map(cell.get, _ORDER)) in more]
 
 
 GRID = CheapValues(
@@ -144,11 +166,12 @@ def split_exists(cell: Cell) -> bool:
 
 
 class CheapSplits(Grid):
-    """Grid of which `make test` runs two cells without stages."""
+    """Grid of which `make test` runs two cells without stages, and three with a split inside of stages."""
 
     def part(self) -> list[Cell]:
-        cheap = ("cp=4 context=usp cp_heads=2", "dp=2 ep=2")
-        return [cell for cell in self.whole() if cell["inner"] in cheap and not cell["schedule"] and not cell["zero"]]
+        cheap = {"": ("cp=4 context=usp cp_heads=2", "dp=2 ep=2"), "gpipe": ("tp=2",), "1f1b": ("dp=2 ep=2",)}
+        cheap["interleaved"] = ("cp=2 context=ring",)
+        return [cell for cell in self.whole() if cell["inner"] in cheap.get(cell["schedule"], ()) and not cell["zero"]]
 
 
 SPLITS = CheapSplits({"schedule": ("", *STAGED), "inner": INNER, "zero": (0, 1, 2, 3)}, exists=split_exists)
@@ -161,6 +184,14 @@ def test_stages_that_are_split_are_one_process(
     plan = split_plan({"schedule": schedule, "inner": inner, "zero": zero})
     for timing in timings(plan, pytestconfig):
         check(plan, on=SimulatedAccelerators(timing=timing))
+
+
+def test_the_part_has_each_schedule_and_each_split_and_zero_inside_of_stages() -> None:
+    staged = [cell for cell in GRID.part() if cell["split"] in STAGED]
+    split = [cell for cell in SPLITS.part() if cell["schedule"]]
+    assert {cell["split"] for cell in staged} | {cell["schedule"] for cell in split} == STAGED.keys()
+    assert {cell["zero"] for cell in staged} == {0, 1, 2, 3}
+    assert {name for cell in split for name in ("tp", "cp", "ep") if f"{name}=2" in cell["inner"]} == {"tp", "cp", "ep"}
 
 
 # ---- chances -----------------------------------------------------------------------------------------------------

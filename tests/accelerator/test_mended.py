@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional
 
@@ -85,6 +86,59 @@ def test_communicators_are_released_in_one_order() -> None:
         world.close()
 
     run(2, sound, on=SimulatedAccelerators())
+    released: list[tuple[int, ...]] = []
+
+    def backend(_purpose: str, ranks: tuple[int, ...], _rank: int) -> Any:
+        return SimpleNamespace(shutdown=lambda: released.append(ranks))
+
+    for order in ([(0, 1), (0, 2), (0, 3)], [(0, 3), (0, 1), (0, 2)]):
+        made = nccl_world.Communicators(backend)
+        for ranks in order:
+            made.of(ranks, rank=0)
+        made.close()
+    assert released[:3] == released[3:]
+
+
+def test_both_directions_are_connected_before_the_first_step() -> None:
+    """NCCL connects two ranks at their first message, which blocks the host: two ranks that both send would wait."""
+
+    def main(world: World) -> None:
+        world.prepare(lines=[(0, 1), (1, 0)])
+        (sent, back), other = (torch.ones(3, device=world.device) for _ in range(2)), 1 - world.rank
+        works = [world.send(sent, axis="rank", to=other), world.recv(back, axis="rank", source=other)]
+        for work in works:
+            work.wait()
+
+    run(2, main, on=SimulatedAccelerators())
+
+
+def test_messages_have_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, bool] = {}
+
+    class Kind:
+        class Options:
+            is_high_priority_stream = False
+
+        def __init__(self, _store: Any, _index: int, _size: int, options: Any) -> None:
+            self.options = options
+
+    class Group:
+        BackendType = c10d.ProcessGroup.BackendType
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def _set_default_backend(self, _kind: Any) -> None: ...
+
+        def _register_backend(self, _device: Any, _kind: Any, backend: Kind) -> None:
+            self.urgent = backend.options.is_high_priority_stream
+
+    monkeypatch.setattr(nccl_world, "_preferred_class", lambda: Kind)
+    monkeypatch.setitem(vars(c10d), "ProcessGroup", Group)
+    make = nccl_world.nccl(HashStore())
+    for purpose in ("", nccl_world.POINT_TO_POINT):
+        made: Any = make(purpose, (0, 1), 0)
+        asked[purpose] = made.urgent
+    assert asked == {"": False, nccl_world.POINT_TO_POINT: True}
 
 
 def test_a_call_that_the_device_does_not_pass_is_known() -> None:
@@ -117,18 +171,21 @@ def test_a_buffer_of_a_read_that_nobody_waits_for_is_given_back_after_the_read(t
         stored = tiers.empty("params", numel=1 << 12, dtype=torch.float32).fill_(1.0)
         assert tiers.file is not None
         go, read, pool = threading.Event(), tiers.file.read, tiers.file._pool
+        transfers: list[SwapTransfer] = []
 
         def late(offset: int, into: Tensor) -> None:
             go.wait()
             read(offset, into=into).wait()
 
         def slow(offset: int, *, into: Tensor) -> SwapTransfer:
-            return SwapTransfer([pool.submit(late, offset, into)])
+            transfers.append(SwapTransfer([pool.submit(late, offset, into)]))
+            return transfers[-1]
 
         tiers.file.read = slow  # type: ignore[method-assign]
         tiers.bring(stored).release()
         assert not any(tiers._gathered._free.values()), "its read is under way"
         go.set()
+        transfers[0].wait()
         tiers.close()
         assert [len(free) for free in tiers._gathered._free.values()] == [1]
 

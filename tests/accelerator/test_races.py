@@ -12,6 +12,8 @@ from torch import Tensor
 
 from accelerator.queued_work import Deadlock
 from accelerator.simulated_accelerators import SimulatedAccelerators
+from accelerator.simulated_nccl import SimulatedNccl
+from accelerator.simulated_streams import SimulatedStreams
 from accelerator.stream_races import StreamRace
 from meshwise.comm.api.world import World
 from meshwise.testing import run
@@ -254,6 +256,18 @@ def test_nccl_refuses_what_it_cannot_send() -> None:
 
     with pytest.raises(RuntimeError, match=r"NCCL cannot send torch\.int16"):
         run(2, main, on=SimulatedAccelerators(), args=(torch.int16,))
+
+
+def test_two_ranks_on_one_device_are_refused() -> None:
+    made: dict[str, SimulatedNccl] = {}
+
+    def main(world: World) -> None:
+        first: SimulatedStreams = world.streams.host.devices[0]  # type: ignore[attr-defined]
+        nccl = made.setdefault("", SimulatedNccl(first.queues))
+        nccl.backend(first)("", (0, 1), world.rank)
+
+    with pytest.raises(RuntimeError, match=r"Duplicate GPU detected: ranks \d and \d on cuda:0"):
+        run(2, main, on=SimulatedAccelerators())
 
 
 def test_a_tensor_of_the_host_is_refused() -> None:

@@ -33,6 +33,26 @@ def mixture() -> nn.Module:
     ).double()
 
 
+class DetachingGPT(GPT):
+    """A GPT whose backward ends after its last block in every second forward, so that it needs no further units."""
+
+    forwards = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, T, vocabulary) of integer tokens (B, T)."""
+        self.forwards += 1
+        x = self.embed(tokens)
+        for block in self.blocks:
+            last = block is self.blocks[-1]
+            x = block(x.detach() if last and self.forwards % 2 == 0 else x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def detaching() -> nn.Module:
+    return DetachingGPT(GPTConfig(vocabulary=16, context=4, layers=3, heads=2, width=8, mlp_ratio=2)).double()
+
+
 def model_of(plan: Plan) -> Callable[[], nn.Module]:
     """Return the model that a plan trains: a mixture if it has `ep`."""
     return gpt if plan.ep == 1 else mixture
@@ -67,10 +87,10 @@ def expected(model: Callable[[], nn.Module]) -> Any:
     )
 
 
-def losses(world: World, plan: Plan, **more: Any) -> list[float]:
+def losses(world: World, plan: Plan, model: Callable[[], nn.Module] | None = None, **more: Any) -> list[float]:
     """Train three steps with no call in between, which could wait for what a step has left under way."""
-    made = options(plan, **more)
-    trainer = parallelize(gpt, plan, loss=next_token_loss, world=world, options=made, lr=1e-2, weight_decay=0.1)
+    made, build = options(plan, **more), model or model_of(plan)
+    trainer = parallelize(build, plan, loss=next_token_loss, world=world, options=made, lr=1e-2, weight_decay=0.1)
     found = [trainer.step(batch).loss for batch in (*batches(), batches()[0])]
     trainer.close()
     world.close()
@@ -95,15 +115,15 @@ def check(text: str, *, on: Any) -> None:
 
 
 @functools.cache
-def expected_losses() -> list[float]:
+def expected_losses(model: Callable[[], nn.Module]) -> list[float]:
     three = (*batches(), batches()[0])
     clip = Options(clip_norm=0.5)
-    steps = alone(gpt, loss=next_token_loss, batches=three, options=clip, lr=1e-2, weight_decay=0.1)
+    steps = alone(model, loss=next_token_loss, batches=three, options=clip, lr=1e-2, weight_decay=0.1)
     return [step["loss"] for step in steps]
 
 
-def check_losses(text: str, *, on: Any) -> None:
+def check_losses(text: str, *, on: Any, model: Callable[[], nn.Module] | None = None) -> None:
     """Check that three steps under a plan have the losses of one process, on every rank."""
     plan = parsed(text)
-    for found in run(plan.mesh().size, losses, on=on, args=(plan,)):
-        agree(found, expected_losses(), bound=BOUND)
+    for found in run(plan.mesh().size, losses, on=on, args=(plan, model)):
+        agree(found, expected_losses(model or model_of(plan)), bound=BOUND)

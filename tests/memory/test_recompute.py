@@ -1,8 +1,10 @@
 """Recomputation gives the same bits under every plan, and takes the memory of the formula."""
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from memory.offloaded_model import the_same
 from memory.recomputed_model import LAYERS, Attention, Model, batches, in_modes, loss, on, under
@@ -379,3 +382,29 @@ def test_a_tensor_passed_twice_stays_one_tensor_when_a_block_is_repeated(mode: s
     batches = [torch.randn(4, 3, 8)]
     report = verify(Asks, lambda y, x: (y.square().sum(), len(x)), batches, f"dp=1 recompute={mode}")
     assert report.ok, str(report)
+
+
+class Selective(nn.Module):
+    """Block of a user that keeps its products by torch's own selective checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        y: Tensor = checkpoint(lambda x: self.down(self.up(x).tanh()), x, use_reentrant=False, context_fn=kept)
+        return x + y
+
+
+def test_selective_checkpointing_of_the_user_inside_a_recomputed_block_gives_no_warning() -> None:
+    found = []
+    for plan in ("dp=1", "dp=1 recompute=full"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Selective(), Selective())
+        trainer = parallelize(model, plan, loss=lambda y, _: (y.square().sum(), len(y)), lr=0.1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found.append([trainer.step(torch.ones(2, 4)).loss for _ in range(2)])
+        assert [str(each.message) for each in told] == []
+    assert found[0] == found[1]

@@ -38,6 +38,7 @@ PLANS = (
     "dp=2 zero=0 microbatches=2",
     "dp=2 zero=2",
     "dp=2 zero=2 overlap_gather=1",
+    "dp=2 zero=1 precision=bf16",
     "dp=2 zero=3 recompute=full",
     "pp=2 microbatches=2 recompute=full",
 )
@@ -143,6 +144,7 @@ def uneven() -> list[tuple[Tensor, Tensor]]:
         "dp=3 zero=3 microbatches=2",
         "pp=2 microbatches=3 schedule=zb-h1",
         "pp=2 dp=2 zero=2 microbatches=2",
+        "tp=2 sequence_parallel=1",
     ],
 )
 def test_compiled_plans_agree_with_one_process(plan: str) -> None:
@@ -221,6 +223,7 @@ def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan
 @pytest.mark.parametrize(
     "kind, plan",
     [
+        ("llama", "dp=1"),
         ("qwen2", "dp=1 microbatches=2"),
         ("qwen3", "dp=1"),
         ("gpt2", "dp=1"),

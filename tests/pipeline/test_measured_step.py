@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from accelerator.simulated_accelerators import SimulatedAccelerators
 from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.cli.main import main as command
 from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
@@ -191,9 +192,10 @@ def test_only_steps_inside_of_measure_are_recorded() -> None:
         assert spans[0].start <= spans[2].start <= spans[2].stop <= spans[0].stop
 
 
-def test_a_profiled_step_has_ranges_of_its_actions_and_waits(tmp_path: Path) -> None:
+def test_a_profiled_step_has_ranges_of_its_actions_units_and_collectives(tmp_path: Path) -> None:
     def main(world: World) -> None:
-        trainer = parallelize(nn.Linear(2, 2), "dp=2 zero=1", world=world, loss=lambda y, _: (y.sum(), 4), lr=0.1)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        trainer = parallelize(model, "dp=2 zero=1", world=world, loss=lambda y, _: (y.sum(), 4), lr=0.1)
         trainer.step(torch.ones(4, 2))
         with profile(trainer, into=tmp_path / str(world.rank)) if world.rank == 0 else contextlib.nullcontext():
             trainer.step(torch.ones(4, 2))
@@ -202,6 +204,31 @@ def test_a_profiled_step_has_ranges_of_its_actions_and_waits(tmp_path: Path) -> 
     trace = json.loads((tmp_path / "0" / "rank-0.json").read_text())
     names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
     assert {"0F0", "0B0", "exchange", "update", "wait all_reduce dp", "wait all_gather dp"} <= names
+    assert {"start reduce_scatter dp", "start all_gather dp"} <= names, "a collective runs from its start on"
+    assert {"unit 0", "unit 1"} <= names
+
+
+def test_under_nsight_systems_a_profile_has_nvtx_ranges_and_writes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    class Ranges(contextlib.nullcontext[None]):
+        def __enter__(self) -> None:
+            begun.append("emit_nvtx")
+
+    def main(world: World) -> list[str]:
+        trainer = parallelize(nn.Linear(2, 2), "dp=1", world=world, loss=lambda y, _: (y.sum(), 4), lr=0.1)
+        with profile(trainer, into=tmp_path / "traces"):
+            recorder = world.flight_recorder
+            assert recorder._range is not None
+            trainer.step(torch.ones(4, 2))
+        return begun
+
+    monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", Ranges)
+    assert run(1, main, on=SimulatedAccelerators()) == [["emit_nvtx"]]
+    assert not (tmp_path / "traces").exists()
 
 
 @pytest.mark.gpu

@@ -13,11 +13,13 @@ import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.checkpoint.checkpoint_folder import on_all_ranks
@@ -513,10 +515,11 @@ def measure(trainer: Trainer) -> Iterator[StepMeasurement]:
 def profile(trainer: Trainer, *, into: Path) -> Iterator[None]:
     """Write a Chrome trace of torch's profiler for the steps inside the block, to `into/rank-N.json` on each rank.
 
-    Operations and kernels lie below ranges for the actions of the schedule (`0F3`) and the waits in collectives
-    (`wait all_gather dp`). Profile one step after some others: the first steps allocate memory. In a process that
-    Nsight Systems has started (`nsys profile …`), the ranges are NVTX ranges of its report, and no file is written."""
-    with trainer.world.flight_recorder.profiled():
+    Operations and kernels lie below ranges for the actions of the schedule (`0F3`) and the forwards of units (`unit
+    blocks.0`). Ranges of collectives show their start (`start all_gather dp`) and waits for them (`wait …`).
+    Profile one step after some others: the first steps allocate memory. In a process that Nsight Systems has started
+    (`nsys profile …`), the ranges are NVTX ranges of its report, and no file is written."""
+    with trainer.world.flight_recorder.profiled(), _unit_ranges(trainer):
         if trainer.world.device.type == "cuda" and "NSYS_PROFILING_SESSION_ID" in os.environ:
             with torch.autograd.profiler.emit_nvtx():
                 yield
@@ -526,3 +529,22 @@ def profile(trainer: Trainer, *, into: Path) -> Iterator[None]:
             yield
             trainer.world.streams.synchronize()
     trace.export_chrome_trace(str(into / f"rank-{trainer.world.rank}.json"))
+
+
+@contextlib.contextmanager
+def _unit_ranges(trainer: Trainer) -> Iterator[None]:
+    """Show the forwards of the modules of units inside the block to torch's profiler, as ranges."""
+    running: list[Any] = []
+    names = {name for unit in trainer.units for name in unit.spec.modules}
+
+    def begin(name: str, *_: Any) -> None:
+        running.append(record_function(f"unit {name or 'the model'}").__enter__())
+
+    def end(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    with contextlib.ExitStack() as undo:
+        for name, module in (each for stage in trainer.modules for each in stage.named_modules() if each[0] in names):
+            undo.callback(module.register_forward_pre_hook(partial(begin, name)).remove)
+            undo.callback(module.register_forward_hook(end, always_call=True).remove)
+        yield

@@ -45,7 +45,7 @@ class ParameterSource:
                 )
             self._tensors[name] = tensor.detach()
             if record and tensor.is_meta:
-                record.name_draws([tensor], name=name)
+                record.name_draws([tensor], name=name.replace("_orig_mod.", ""))
 
     def full(self, name: str) -> Tensor:
         """Return the full tensor of a parameter or buffer, by any of its names.

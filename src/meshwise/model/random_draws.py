@@ -222,7 +222,7 @@ class RandomDraws:
         draws from torch's generators."""
         self.local = local
         self._seeds_forwards = local and alone and not (before or after or tokens)
-        self._names = [name for name, _ in module.named_modules()] if self._seeds_forwards else []
+        self._names = list(dict.fromkeys(_plain(name) for name, _ in module.named_modules() if self._seeds_forwards))
         self._tokens = tokens
         self.unknown: set[str] = set()
         """Texts "operation in module" of the operations that drew from torch's own generator."""
@@ -436,7 +436,7 @@ class RandomDraws:
             repeated = self._stack[1].name if len(self._stack) > 1 else ""
             raise ValueError(_ambiguous(repeated, len(self._visits.get(repeated, ()))))
         frame.draws += 1
-        return frame.name, frame.visit.path, frame.draws
+        return _plain(frame.name), frame.visit.path, frame.draws
 
     def part(self, shape: Sequence[int], *, scores: bool) -> tuple[IndexBlock, bool]:
         """Return the slice of the full draw for a tensor of `shape`, and whether its first two dims are swapped.
@@ -567,6 +567,11 @@ def _samples_first(module: nn.Module) -> bool | None:
         return False  # between its layers samples lie along dim 1, whatever `batch_first` is
     flags = [getattr(part, "batch_first", None) for part in (module, *module.children())]
     return None if not any(isinstance(flag, bool) for flag in flags) else False not in flags
+
+
+def _plain(name: str) -> str:
+    """Return the name that a module has without torch.compile."""
+    return f"{name}.".replace("_orig_mod.", "")[:-1]
 
 
 def _hash(*parts: object) -> int:

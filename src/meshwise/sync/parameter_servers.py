@@ -271,7 +271,7 @@ def _row_codes(bucket: Bucket) -> Tensor:
         piece = bucket.place.pieces[index]
         rows = bucket.reduced_gradient[piece.start : piece.stop].view(piece.shape[0], -1)
         used = (rows != 0).any(1).nonzero().flatten()
-        codes += [torch.tensor([-1 - index], device=used.device), piece.start + used * rows.shape[1]]
+        codes += [used.new_full((1,), -1 - index), piece.start + used * rows.shape[1]]
     return torch.cat(codes) if codes else torch.empty(0, dtype=torch.int64, device=bucket.device)
 
 

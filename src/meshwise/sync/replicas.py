@@ -122,7 +122,7 @@ class Replicas:
             sent.append(self._send(value * weight, target=_master(bucket)))
         if self.scheme.state == "mean":
             sent += [self._send(value * weight, target=value) for value in self._common_state(fragment)]
-        total = torch.tensor([weight], dtype=torch.float64, device=self._world.device)
+        total = torch.full((1,), weight, dtype=torch.float64, device=self._world.device)
         self._in_flight[fragment] = [*sent, self._send(total, target=total)]
 
     def _send(self, value: Tensor, *, target: Tensor) -> _SentTensor:
@@ -289,7 +289,7 @@ class Replicas:
                 _SentTensor(_master(bucket), bucket.reduction_state["outer_change"].clone(), Work())
                 for bucket in self._fragments[int(fragment)]
             ]
-            total = torch.tensor([weight], dtype=torch.float64, device=self._world.device)
+            total = torch.full((1,), weight, dtype=torch.float64, device=self._world.device)
             self._in_flight[int(fragment)] = [*sent, _SentTensor(total, total, Work())]
 
 

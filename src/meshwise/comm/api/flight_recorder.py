@@ -263,6 +263,9 @@ class FlightRecorder:
             self.digests[ranks] = zlib.crc32(record.signature.encode(), self.digests.get(ranks, 0))
         for recording in self._recordings:
             recording.append(record)
+        if self._range is not None:
+            with record_function(f"start {record.kind} {'·'.join(record.axes)}"):
+                pass  # a mark: ranges of a thread are nested, and a collective overlaps with others
 
     def waiting(self, record: CallRecord) -> "_Waiting":
         """Return a context manager that marks this rank as waiting for `record`; such blocks may be nested. Raises
@@ -312,7 +315,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def profiled(self) -> Iterator[None]:
-        """Show the rank's activities and waits inside the block to torch's profiler, as ranges. Inside
+        """Show the rank's activities, calls and waits inside the block to torch's profiler, as ranges. Inside
         `torch.autograd.profiler.emit_nvtx()` they are NVTX ranges, for Nsight Systems."""
         self._range = contextlib.ExitStack()
         try:

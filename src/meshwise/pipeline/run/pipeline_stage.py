@@ -222,7 +222,7 @@ def _split_block_forward(module: nn.Module, state: StageForwardState, *args: Any
 
 def nan_like(tensor: Tensor, *, device: torch.device, fresh: bool) -> Tensor:
     """Return NaN (integers: 0) in the shape and dtype of a tensor. If `fresh`, in its own memory, to be written to."""
-    if _nan(tensor.dtype, device)._version:  # a model has written to it
+    if not torch.compiler.is_compiling() and _nan(tensor.dtype, device)._version:  # a model has written to it
         _nan.cache_clear()
     if device.type == "meta" and not fresh:  # contiguous like the piece's own output, so that no operation copies it
         with without_dispatch_modes():

@@ -38,7 +38,7 @@ def without_adapters(module: nn.Module) -> nn.Module:
     Modules around adapted layers are shallow copies; parameters and other modules are shared."""
     if is_adapted(module):
         return without_adapters(module.get_submodule("base_layer"))
-    children = {name: child and without_adapters(child) for name, child in module._modules.items()}
+    children = {name: child if child is None else without_adapters(child) for name, child in module._modules.items()}
     if all(child is module._modules[name] for name, child in children.items()):
         return module
     bare = copy.copy(module)

@@ -25,7 +25,7 @@ from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.model.find_mixtures import find_mixtures, ruled_mixtures
-from meshwise.model.parameter_units import matches
+from meshwise.model.parameter_units import matches, partition
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.adapter_parts import prompt_rules, with_adapters, without_adapters
@@ -94,7 +94,7 @@ def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -
     The module stays unchanged and may be on the meta device. With adapters of PEFT, rules name the adapted modules.
     Raises ValueError for a rule that matches nothing or contradicts the sizes, and for parameters without a role.
     Raises PlanError for a compiled model, and for modules that the plan cannot split, with the nearest plans."""
-    refuse_compiled(module)
+    refuse_compiled(module, plan=plan)
     rules = {**prompt_rules(module, plan=plan), **(rules or {})}
     bare = without_adapters(module)
     if bare is not module:
@@ -106,9 +106,11 @@ def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -
 
 
 def planned_roles(module: nn.Module, *, plan: Plan, rules: Rules | None) -> Mapping[str, Part]:
-    """Return the roles as `assign_roles` does; none if the plan has no `tp`. Raises ValueError for wrong rules."""
+    """Return the roles as `assign_roles` does; none if the plan has no `tp`. Raises ValueError for wrong rules, and
+    PlanError for modules that were compiled and that the plan changes."""
     if plan.tp > 1:
         return assign_roles(module, plan=plan, rules=rules)
+    refuse_compiled(module, plan=plan)
     _matched(without_adapters(module), rules or {})
     return {}
 
@@ -336,13 +338,23 @@ def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan)
         )
 
 
-def refuse_compiled(module: nn.Module) -> None:
-    """Raise PlanError for a model with compiled modules, whose graphs would not contain the collectives."""
+def refuse_compiled(module: nn.Module, *, plan: Plan) -> None:
+    """Raise PlanError for a module that the user has compiled, if a graph of it would miss a part of the plan's work.
+
+    Under zero=3 a module may be compiled inside a unit: torch.compile cannot trace the hooks that gather a unit."""
     for name, inner in module.named_modules():
-        if "_orig_mod" in inner._modules or vars(inner).get("_compiled_call_impl") is not None:
+        if "_orig_mod" not in inner._modules and vars(inner).get("_compiled_call_impl") is None:
+            continue
+        why = "tp changes what its modules compute" if plan.tp > 1 else ""
+        gathered = [piece.module for unit in partition(module) for piece in unit] if plan.zero == 3 else []
+        if plan.cp > 1:
+            why = "cp changes its attention"
+        elif any(f"{held}.".startswith(f"{name}." if name else "") for held in gathered):
+            why = why or "zero=3 gathers its parameters"
+        if why:
             raise PlanError(
-                f"{name or 'the model'} is compiled, and tp changes what its modules compute; leave torch.compile out, "
-                "and let the plan compile: compile=blocks"
+                f"{name or 'the model'} is compiled, and {why}; leave torch.compile out, and "
+                f"{'take cp=1 with' if plan.cp > 1 else 'let the plan compile:'} compile=blocks"
             )
 
 
