@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwise.plan.compatibility import COMPATIBILITY
+from meshwise.plan.compatibility import ALONE, COMPATIBILITY
 from meshwise.plan.plan import Plan
 from meshwise.plan.plan_keys import keys_of
 
@@ -14,7 +14,7 @@ def plans_page() -> str:
         f"| `{name}` | `{getattr(defaults, name)}` | {key.range()} | {key.meaning} |"
         for name, key in keys_of(Plan).items()
     ]
-    rows = [f"| `{row.when}` | {row.reason} | `{row.instead}` |" for row in COMPATIBILITY]
+    rows = [f"| `{row.when}` | {row.reason} | `{row.instead}` |" for row in (*COMPATIBILITY, *ALONE)]
     return "\n".join([_PAGE_HEAD, *keys, _PAGE_MIDDLE, *rows, ""])
 
 

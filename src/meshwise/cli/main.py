@@ -22,6 +22,7 @@ from meshwise.cli import (
     draw_command,
     launch_command,
     lesson_command,
+    meet_command,
     plan_command,
     simulate_command,
     train_command,
@@ -51,6 +52,7 @@ COMMANDS: Mapping[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "bench": ("measure collectives, and this machine for simulations", bench_command.main),
     "draw": ("draw schedules, cuts, meshes, and a measured step of a run", draw_command.main),
     "launch": ("print the file with which a cluster starts a job", launch_command.main),
+    "meet": ("hold the store at which jobs meet that train together", meet_command.main),
     "lesson": ("list the lessons of the course, and run them", lesson_command.main),
     "doctor": ("examine this machine, and whether ranks can communicate", doctor_command.main),
 }

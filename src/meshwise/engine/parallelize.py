@@ -6,7 +6,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -261,9 +260,8 @@ def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterU
         )
     if plan.server:
         return None
-    replicas = math.prod(map(plan.mesh().degree, plan.sync_axes))
     with _as_plan_error():
-        return sync_scheme(plan.sync, every=plan.every, replicas=replicas, settings=options.sync)
+        return sync_scheme(plan, settings=options.sync)
 
 
 def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel | None) -> None:

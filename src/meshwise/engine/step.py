@@ -164,6 +164,8 @@ class TrainingSteps:
         return StepResult(loss / max(count, 1), norm, int(count), time.perf_counter() - began)
 
     def _step(self, batch: Any, *, local: bool, total: int | None, only: Collection[int] | None) -> StepResult:
+        if self._replicas is not None:
+            self._replicas.join()
         micro_batches = self.sharder.split(batch, local=local, total=total, count=self._plan.microbatches)
         rows = tree.row_count(batch) * (self.sharder.ranks if local else 1) if total is None else total
         if self._plan.apart_axes and rows < self.sharder.ranks:

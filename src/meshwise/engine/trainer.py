@@ -228,6 +228,17 @@ class Trainer:
         with self._memory_errors_explained():
             return self._stepping.step(batch, local=local, total=total, only=only)
 
+    def join(self) -> int:
+        """Join other jobs (`Options.sync` with `join`), unless this job has; return the steps by which that moved it.
+
+        Every rank calls it; `step` does too. Joining waits for a round of the other jobs, and copies the state of one
+        of them, which may be some steps ahead, or behind (a negative result). The result counts from the last call."""
+        if self._replicas is None:
+            return 0
+        self._replicas.join()
+        moved, self._replicas.moved = self._replicas.moved, 0
+        return moved
+
     def _memory_errors_explained(self) -> contextlib.AbstractContextManager[None]:
         modules = self._engine.modules
         return memory_errors_explained(self.plan, memory=self.memory, hint=lambda: fullest_mixture(modules))
@@ -478,6 +489,8 @@ class Trainer:
     def close(self) -> None:
         """Wait for parameters, remove the hooks, close the tiers' files; a save under way continues."""
         self._stepping.close()
+        if self._replicas is not None and self._replicas.jobs is not None:
+            self._replicas.jobs.close()
         self._state.close()
         self._engine.close()
         self._runner.close()

@@ -90,7 +90,6 @@ COMPATIBILITY = (
     Refusal("sync!=step precision=fp16", "precision=bf16", "each replica would have its own loss scale"),
     Refusal("sync!=step wire!=auto", "wire=auto", "parameters are exchanged in the dtype of the masters"),
     Refusal("sync!=step offload.optimizer!=device", "offload=none", "replicas agree about state on the device"),
-    Refusal("dp=1 sync!=step", "sync=step", "only replicas agree across steps"),
     Refusal("server=0 staleness!=0", "staleness=0", "only servers apply gradients late"),
     Refusal("staleness=0 correction!=none", "correction=none", "only late gradients are corrected"),
     Refusal("server>0 zero>0", "zero=0", "the servers hold the optimizer, and workers the whole parameters"),
@@ -101,6 +100,9 @@ COMPATIBILITY = (
     Refusal("server>0 offload.optimizer!=device", "offload=none", "servers keep their state on the device"),
 )
 """All combinations that are refused. A new feature removes its rows; a feature with a limit adds a row."""
+
+ALONE = (Refusal("dp=1 sync!=step", "sync=step", "only replicas agree across steps, of this job or of jobs that join"),)
+"""Combinations that are refused unless the job joins others (`train.sync.join`)."""
 
 MOMENTUM_EXCHANGE = (
     Refusal("zero>=2", "zero=1", "it needs the whole gradients of a rank"),

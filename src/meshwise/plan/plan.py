@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from meshwise.base.mesh import Mesh
-from meshwise.plan.compatibility import COMPATIBILITY, Refusal
+from meshwise.plan.compatibility import ALONE, COMPATIBILITY, Refusal
 from meshwise.plan.degrees import AXES, GRIDS, NODES, OUTER_REPLICAS, REPLICAS, expert_mesh, factorisations, shard_mesh
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
@@ -421,7 +421,7 @@ class Plan:
             changes["hpz"] = math.gcd(self.hpz, changes["shards"] or changes["dp"])
             if any(changes[axis] > 1 and degrees[axis] == 1 for axis in AXES if axis != "dp"):
                 continue
-            plan, _ = self._unchecked(changes)._working()
+            plan, _ = self._unchecked(changes)._working(ALONE)
             with contextlib.suppress(PlanError):
                 plan.check()
                 plans.append(plan)

@@ -13,10 +13,15 @@ w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no
 v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.
 
 A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
-its optimizer. Between two agreements no message goes from replica to replica."""
+its optimizer. Between two agreements no message goes from replica to replica.
+
+With the setting `join`, the first replica sums what it has over the jobs that have joined, and gives the others the
+sums (`JoinedJobs`). A job that joins copies parameters, outer state and optimizer state of another job."""
 
 import contextlib
 import dataclasses
+import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +30,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from meshwise.comm.api.world import Work
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
+from meshwise.comm.network.joined_jobs import JoinedJobs
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice
@@ -47,6 +54,7 @@ class Replicas:
     """The replicas of a plan whose parameters differ between agreements. Every rank has one of these objects.
 
     | steps    steps of this training; counts skipped steps too
+    | moved    steps by which `steps` has changed when this job joined others, until a reader sets it to 0
     | index    number of this rank's replica, and `size` the number of replicas"""
 
     def __init__(
@@ -71,6 +79,10 @@ class Replicas:
         self._fragments: list[list[Bucket]] = [[] for _ in range(scheme.fragments)]
         for bucket in engine.buckets:
             self._fragments[unit_of[bucket.place.pieces[0].row.name] % scheme.fragments].append(bucket)
+        alone = scheme.join in ("", "alone") or isinstance(self._world, TraceWorld)
+        self.jobs = None if alone else self._joined()
+        """The other jobs; None without the setting `join`, and in a rehearsal."""
+        self.moved = 0
         self._in_flight: dict[int, list[_SentTensor]] = {}
         """By fragment: a tensor for each bucket, the optimizer state if `state=mean`, and the sum of the weights."""
         self._restart()
@@ -107,6 +119,10 @@ class Replicas:
             return
         for fragment in begun:
             self._begin(fragment)
+        if self.jobs is not None:
+            if begun:
+                self._meet(self.jobs)
+            return
         for fragment in applied:
             self._apply(fragment)
 
@@ -201,6 +217,73 @@ class Replicas:
         for bucket in buckets:
             bucket.round_off()
 
+    # ---- other jobs ---------------------------------------------------------------------------------------------
+
+    def _joined(self) -> JoinedJobs:
+        """Return the connection of this job to the others."""
+        world, facts = self._world, {key: str(value) for key, value in dataclasses.asdict(self.scheme).items()}
+        address, patience, least = facts.pop("join"), float(facts.pop("patience")), int(facts.pop("least"))
+        others = world.mesh.others(self._axes)
+        facts["the split"] = " ".join(f"{axis}={world.mesh.degree(axis)}" for axis in others)
+        rows = [(row.name, tuple(row.shape), str(row.dtype)) for row in self._engine.table.rows]
+        layout = repr((rows, [(bucket.place.size, _master(bucket).dtype) for bucket in self._buckets]))
+        facts["the parameters"] = f"{len(rows)} of digest {zlib.crc32(layout.encode()):08x}"
+        lane = world.group(others).index if self.index == 0 else None
+        return JoinedJobs(address, world=world, lane=lane, patience=patience, least=least, facts=facts)
+
+    def join(self) -> None:
+        """Join the other jobs, unless this job has (a collective). Wait for the end of a round of the other jobs."""
+        while self.jobs is not None and self.jobs.rounds < 0:
+            self._wait()
+            self._meet(self.jobs)
+
+    def _meet(self, jobs: JoinedJobs) -> None:
+        """Sum what is in flight over the jobs and apply it, or copy the state of a job that has."""
+        totals = [one.total for sent in self._in_flight.values() for one in self._arrived(sent)]
+        weight = sum(float(sent[-1].total) for sent in self._in_flight.values())
+        found, own = jobs.meet(totals, steps=self.steps, weight=weight)
+        if own in found.summing:
+            for total in totals:
+                self._world.broadcast(total, axes=self._axes).wait()
+            for fragment in tuple(self._in_flight):
+                self._apply(fragment)
+        self._in_flight.clear()
+        values = list(self._values()) if found.joining and own == found.summing[0] else []
+        values = jobs.copied(values, found=found, own=own)
+        if own in found.joining and jobs.rounds >= 0:
+            numbers = iter(range(self._world.exchange(len(values), axes=self._axes)[0]))
+            self._take(self._world.exchange(values[n] if values else None, axes=self._axes)[0] for n in numbers)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield parameters and outer state of this rank."""
+        yield from (bucket.whole for unit in self._engine.units for bucket in unit.buckets if not bucket.trainable)
+        for bucket in self._buckets:
+            yield from (_master(bucket), *(bucket.reduction_state[name] for name in self.scheme.state_names))
+
+    def _values(self) -> Iterator[Any]:
+        """Yield the state of this rank as picklable values on the CPU: steps, `_tensors`, and the optimizer's state."""
+        yield self.steps
+        yield from (tensor.detach().to("cpu", copy=True) for tensor in self._tensors())
+        for parameter in self._all_slices():
+            state = self._optimizer.state.get(parameter, {}).items()
+            yield {key: (it.device.type, it.cpu()) if isinstance(it, Tensor) else it for key, it in state}
+
+    def _take(self, values: Iterator[Any]) -> None:
+        """Replace the state of this rank by the `_values` of another job."""
+        steps = next(values)
+        self.moved, self.steps, self._counts = self.moved + steps - self.steps, steps, [0.0] * self.scheme.fragments
+        for target, value in zip(self._tensors(), values, strict=False):
+            target.copy_(value)
+        for parameter, state in zip(self._all_slices(), values, strict=True):
+            for key, it in state.items():
+                if isinstance(it, tuple):
+                    state[key] = it[1].to("cpu" if it[0] == "cpu" else parameter.device)
+            self._optimizer.state[parameter] = state
+        self._show(self._buckets)
+
+    def _all_slices(self) -> Iterator[nn.Parameter]:
+        return itertools.chain.from_iterable(map(self._slices, range(self.scheme.fragments)))
+
     # ---- the mean -----------------------------------------------------------------------------------------------
 
     def mean(self, value: Tensor) -> Tensor:
@@ -276,6 +359,8 @@ class Replicas:
         for sent in self._in_flight.values():
             self._arrived(sent)
         self._in_flight.clear()
+        if self.jobs is not None:
+            self.jobs.rounds = -1
         fits = saved is not None and saved["state"] == list(self.scheme.state_names)
         if saved is None or not fits or len(saved["counts"][0]) != self.scheme.fragments:
             self._restart()

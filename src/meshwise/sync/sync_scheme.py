@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from meshwise.plan import Plan
+from meshwise.plan.compatibility import ALONE
+
 _EDGES = re.compile(r"\d+-\d+(,\d+-\d+)*")
 
 
@@ -122,9 +125,16 @@ class SyncScheme:
     """Share of a replica's own parameters that it keeps when the agreed parameters are applied: 0 to below 1."""
     elastic: bool = False
     """True: replicas move towards the previous agreed parameters, and `blend` is 1 - outer_lr / replicas (EASGD)."""
+    join: str = ""
+    """HOST:PORT of `meshwise meet`, where jobs meet whose replicas agree with those of this job. `alone`: no other job,
+    as `dp=1` must say. Empty: the replicas are the ones of the plan."""
+    patience: float = 60.0
+    """Seconds without a sign of life after which a job that joins others drops one of them."""
+    least: int = 1
+    """Jobs that must come to `join` before a training begins."""
 
     def __post_init__(self) -> None:
-        smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0}
+        smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0, "least": 1}
         for key, least in smallest.items():
             if type(value := getattr(self, key)) is not int or value < least:
                 raise ValueError(f"sync: {key}={value!r} is no whole number of at least {least}; write {key}={least}")
@@ -139,6 +149,13 @@ class SyncScheme:
             raise ValueError(
                 f"sync: fragments={self.fragments} and delay={self.delay} do not fit a round of every={self.every} "
                 f"steps; write fragments=1 delay=0, or every={max(self.fragments, self.delay + 1)} in the plan"
+            )
+        if self.join and (not re.fullmatch(r"alone|\S+:\d+", self.join) or not self.patience > 0):
+            raise ValueError(f"sync: join={self.join!r} patience={self.patience}; write join=HOST:29400 patience=60")
+        if self.join and (self.graph != "all" or self.group or self.delay or self.elastic):
+            raise ValueError(
+                f"sync: join={self.join} needs the mean of all replicas, at once; write sync=local, slowmo or diloco "
+                "in the plan, and delay=0 group=0"
             )
         if self.graph != "all" and (self.has_anchor or self.fragments > 1 or self.group):
             raise ValueError(
@@ -191,17 +208,19 @@ SCHEMES: Mapping[str, SyncScheme] = MappingProxyType(
 """The row of each value of the plan's key `sync`, except `step`."""
 
 
-def sync_scheme(name: str, *, every: int, replicas: int, settings: Mapping[str, Any]) -> SyncScheme:
-    """Return the row `name` of the table for a number of replicas, with some of its fields changed by `settings`.
+def sync_scheme(plan: Plan, *, settings: Mapping[str, Any]) -> SyncScheme:
+    """Return the row of the table that a plan names, with some of its fields changed by `settings`.
 
-    Raises ValueError for an unknown setting, and for settings that do not fit each other or the replicas."""
+    Raises ValueError for an unknown setting, and for settings that do not fit each other or the plan's replicas."""
     known = [item.name for item in dataclasses.fields(SyncScheme) if item.name != "every"]
     for key in settings:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
             raise ValueError(f"sync has no setting {key!r}; {hint}")
-    scheme = dataclasses.replace(SCHEMES[name], every=every, **settings)
+    scheme = dataclasses.replace(SCHEMES[plan.sync], every=plan.every, **settings)
+    plan.check(() if scheme.join else ALONE)
+    replicas = math.prod(map(plan.mesh().degree, plan.sync_axes))
     if scheme.elastic and ("blend" in settings or scheme.outer_lr > replicas):
         raise ValueError(f"sync: the blend of easgd is 1 - outer_lr / {replicas}; leave blend out, set outer_lr=0.9")
     if scheme.elastic:

@@ -210,7 +210,7 @@ class _Run:
         timelines = StepTimelines(trainer, steps=measured, path=self._folder / TIMELINE, emit=self._emit)
         began = last = time.monotonic()
         budgeted, by = False, ""
-        for step in range(before + 1, job.steps + 1):
+        while (step := self._next_step()) <= job.steps:
             batch = self._next_batch()
             lr = self._set_rate()
             timelines.before(step)
@@ -259,6 +259,15 @@ class _Run:
         for slow in pace.slow(after=1) if not trainer.plan.asynchronous else ():
             self._emit(slow)
         return by
+
+    def _next_step(self) -> int:
+        """Return the number of the next step; if the run has joined others, of their next step and samples."""
+        done = self._progress
+        if moved := self._trainer.join():
+            done.samples += moved * self._sizes.at(done.samples, chosen=done.batch)
+            done.step, done.updates = done.step + moved, done.updates + moved
+            self._size = 0  # a new reader begins there
+        return done.step + 1
 
     def _step(self, step: int, batch: Any) -> StepResult:
         traced = profile(self._trainer, into=self._folder / PROFILE) if step == self._job.train.profile else None

@@ -55,6 +55,9 @@ def verify(
     Raises PlanError when the plan does not fit the world. Raises ValueError without a batch, for a loss that does not
     return (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
     plan = Plan.of(plan)
+    options = training.get("options")
+    if options is not None and options.sync.get("join"):  # here is only one job
+        training["options"] = dataclasses.replace(options, sync={**options.sync, "join": "alone"})
     if needs_of(training.get("optimizer")) == "replicas":
         training["codec"] = "none"
     subject = VerificationInputs(model, loss, list(batches), dtype, training, plan)

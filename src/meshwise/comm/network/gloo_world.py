@@ -72,18 +72,18 @@ def _tag(label: str, tensor: Tensor) -> int:
     return zlib.crc32(f"{label} {tensor.numel()} {tensor.dtype}".encode()) & _TAG_BITS
 
 
-def _gloo(store: c10d.Store, rank: int, size: int) -> c10d.ProcessGroup:
+def _gloo(store: c10d.Store, rank: int, size: int, *, towards: str | None, limit: timedelta) -> c10d.ProcessGroup:
     """Return a gloo process group that is separate from torch's default group, which stays free for the user."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
-        backend = c10d.ProcessGroupGloo(store, rank, size, _FOREVER)
+        backend = c10d.ProcessGroupGloo(store, rank, size, limit)
     else:
         # gloo's default is the address of the host's own name, which may be wrong or missing.
-        together = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-        address = LOOPBACK if together else address_towards(os.environ["MASTER_ADDR"])
+        together = towards is None and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+        address = LOOPBACK if together else address_towards(towards or os.environ["MASTER_ADDR"])
         options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address)]
         options._threads = 1
-        options._timeout = _FOREVER
+        options._timeout = limit
         backend = c10d.ProcessGroupGloo(store, rank, size, options)
     group = c10d.ProcessGroup(store, rank, size)
     group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
@@ -135,10 +135,13 @@ class WorkerThread:
 
 class GlooTransport:
     """Connections, threads and unfinished collectives of one rank, shared by all views of its world. Every rank of the
-    job makes one, over the same store."""
+    job makes one, over the same store. `towards`: host on whose interface the ranks connect; None for MASTER_ADDR.
+    `limit`: longest wait for a connection or a message."""
 
-    def __init__(self, store: c10d.Store, *, rank: int, size: int) -> None:
-        self.group: c10d.ProcessGroup | None = _gloo(store, rank, size)
+    def __init__(
+        self, store: c10d.Store, *, rank: int, size: int, towards: str | None = None, limit: timedelta = _FOREVER
+    ) -> None:
+        self.group: c10d.ProcessGroup | None = _gloo(store, rank, size, towards=towards, limit=limit)
         self.unfinished: set[Work] = set()
         self._workers: dict[str, WorkerThread] = {}
 
