@@ -46,6 +46,11 @@ PLANS = (
     "pp=2 dp=2 zero=3 microbatches=4 schedule=zb-h1 partition=params",
     "pp=2 microbatches=4 schedule=interleaved virtual_stages=2 partition=params",
     "dp=2 recompute=full",
+    "dp=2 sync=slowmo",
+    "dp=2 sync=diloco every=2",
+    "dp=2 sync=easgd every=2",
+    "dp=2 sync=gossip every=2",
+    "dp=2 sync=diloco every=4",
 )
 
 
@@ -67,6 +72,13 @@ def _called(world: World, plan: str, stages: int) -> list[tuple[str, tuple[str, 
         trainer.step(subject.batch)
     # A receive is posted ahead of its own action, during any other; what is received is what another rank sends.
     return [(record.kind, record.axes, record.bytes) for record in records if record.kind != "recv"]
+
+
+def test_an_agreement_about_optimizer_state_is_rehearsed() -> None:
+    rehearsal = rehearse(gpt_subject(_small(1), stages=1), plan="dp=2 sync=local", ranks=2)
+    sizes = [size for kind, _, size in _calls(rehearsal, 0) if kind == "all_reduce"]
+    parameters = sum(p.numel() for p in gpt_subject(_small(1), stages=1).model().parameters())
+    assert sum(sizes) == 8 + 3 * 4 * parameters  # weights; parameters and two moments
 
 
 def test_a_model_is_looked_at_once_to_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dp=3 sync=gossip", {"graph": "0-1"}, "or they never agree. Write graph=0-1,1-2$"),
     ("dp=3 sync=gossip", {"graph": "0-1,1-2,2-3"}, "must connect the replicas 0 to 2, and name no others"),
     ("dp=2", {"graph": "ring"}, "write sync=local in the plan"),
+    ("dp=2 sync=local every=4", {"delay": 1}, "state back by as many steps under state=mean; write state=keep"),
+    ("dp=2 sync=diloco every=4", {"outer_lr": "0.5"}, "outer_lr='0.5' is no finite number; write outer_lr=1.0"),
+    ("dp=2 sync=diloco every=4", {"outer_lr": float("inf")}, "outer_lr=inf is no finite number"),
+    ("dp=2 sync=diloco every=4", {"outer_momentum": None}, "outer_momentum=None is no finite number"),
+    ("dp=2 sync=diloco every=4", {"nesterov": "no"}, "nesterov='no' is no true or false; write nesterov=False"),
+    ("dp=2 sync=gossip", {"graph": 3}, "graph=3 is no text; write graph=all"),
+    ("dp=2 sync=local", [1], "sync=[1] is no table of settings; write sync={'outer_lr': 0.5}"),  # type: ignore[list-item]
 ]  # fmt: skip
 
 

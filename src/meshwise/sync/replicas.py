@@ -93,8 +93,10 @@ class Replicas:
         self._mixed = 0
         self._counts = [0.0] * self.scheme.fragments
         self._in_flight.clear()
-        if self.scheme.has_anchor:
-            for bucket in self._buckets:
+        for bucket in self._buckets:
+            for name in self.scheme.state_names:
+                bucket.reduction_state[name].zero_()
+            if self.scheme.has_anchor:
                 bucket.reduction_state["agreed"].copy_(_master(bucket))
 
     @property
@@ -124,7 +126,8 @@ class Replicas:
                 self._meet(self.jobs)
             return
         for fragment in applied:
-            self._apply(fragment)
+            if fragment in self._in_flight:  # not so if the round was resumed with a longer delay
+                self._apply(fragment)
 
     def _begin(self, fragment: int) -> None:
         """Start to send a fragment, weighted by the counts of the round."""
@@ -161,7 +164,7 @@ class Replicas:
     def _apply(self, fragment: int) -> None:
         """Wait for the mean of a fragment, and apply it."""
         *sent, weight = self._arrived(self._in_flight.pop(fragment))
-        total, buckets = float(weight.total), self._fragments[fragment]
+        total, buckets = 1.0 if weight.total.is_meta else float(weight.total), self._fragments[fragment]
         for bucket, one in zip(buckets, sent, strict=False):
             mean = one.total / total
             if self.scheme.has_anchor:
@@ -326,12 +329,13 @@ class Replicas:
                 yield each
 
     def slices_to_load(self, needed: Iterable[StoredSlice], *, saved: Mapping[str, Any]) -> Iterator[StoredSlice]:
-        """Yield the slices to load: this replica's own if as many replicas were saved, else the mean of the replicas.
+        """Yield the slices to load: this replica's own if its saved round goes on, else the mean of the replicas.
 
         saved: the `extra` values of the checkpoint, with the result of `state`."""
-        same = saved.get("sync", {}).get("replicas") == self.size
+        before = saved.get("sync")
+        goes_on = before is not None and before["replicas"] == self.size and self._goes_on(before)
         for each in needed:
-            own = same and each.slot.partition("/")[0] in ("parameter", "optimizer", "scalar", "number")
+            own = goes_on and each.slot.partition("/")[0] in ("parameter", "optimizer", "scalar", "number")
             yield dataclasses.replace(each, slot=self._own_slot(each.slot)) if own else each
 
     def _own_slot(self, slot: str) -> str:
@@ -349,20 +353,27 @@ class Replicas:
         counts = self._world.exchange(self._counts, axes=self._axes)
         flying = {str(fragment): float(sent[-1].total) for fragment, sent in self._in_flight.items()}
         kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps}
-        return {**kept, "mixed": self._mixed, "counts": counts, "in_flight": flying}
+        units = {"scaled_by_lr": self.scheme.scaled_by_lr, "timing": [self.scheme.every, self.scheme.delay]}
+        return {**kept, **units, "mixed": self._mixed, "counts": counts, "in_flight": flying}
+
+    def _goes_on(self, saved: Mapping[str, Any]) -> bool:
+        """Return whether this scheme can continue the round of a result of `state`."""
+        scheme, timing = self.scheme, [self.scheme.every, self.scheme.delay]
+        same = saved["state"] == list(scheme.state_names) and len(saved["counts"][0]) == scheme.fragments
+        same = same and saved.get("scaled_by_lr", scheme.scaled_by_lr) == scheme.scaled_by_lr
+        return same and (not saved["in_flight"] or saved.get("timing", timing) == timing)
 
     def load_state(self, saved: Mapping[str, Any] | None) -> None:
         """Continue a round from the result of `state` when the tensors are loaded. None: begin a first round.
 
-        With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. A round
-        of a scheme with other outer state begins anew."""
+        With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. Under a
+        scheme with other outer state, or other steps of an exchange in flight, all begin a new round with the mean."""
         for sent in self._in_flight.values():
             self._arrived(sent)
         self._in_flight.clear()
         if self.jobs is not None:
             self.jobs.rounds = -1
-        fits = saved is not None and saved["state"] == list(self.scheme.state_names)
-        if saved is None or not fits or len(saved["counts"][0]) != self.scheme.fragments:
+        if saved is None or not self._goes_on(saved):
             self._restart()
             return
         self.steps, self._mixed = int(saved["steps"]), int(saved["mixed"])

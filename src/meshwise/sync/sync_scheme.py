@@ -88,6 +88,7 @@ def _edges(graph: str, size: int) -> list[tuple[int, int]]:
     return [(int(one), int(other)) for one, other in first_to_last]
 
 
+_KINDS = {bool: "true or false", int: "whole number", float: "finite number", str: "text"}
 STATE_CHOICES = ("keep", "mean", "reset")
 """Values of `SyncScheme.state`."""
 
@@ -134,6 +135,13 @@ class SyncScheme:
     """Jobs that must come to `join` before a training begins."""
 
     def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            value, like = getattr(self, item.name), type(item.default)
+            fits = isinstance(value, (int, float) if like is float else like) and isinstance(value, bool) == (
+                like is bool
+            )
+            if not fits or (like is float and not math.isfinite(value)):
+                raise ValueError(f"sync: {item.name}={value!r} is no {_KINDS[like]}; write {item.name}={item.default}")
         smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0, "least": 1}
         for key, least in smallest.items():
             if type(value := getattr(self, key)) is not int or value < least:
@@ -156,6 +164,11 @@ class SyncScheme:
             raise ValueError(
                 f"sync: join={self.join} needs the mean of all replicas, at once; write sync=local, slowmo or diloco "
                 "in the plan, and delay=0 group=0"
+            )
+        if self.state == "mean" and self.delay:
+            raise ValueError(
+                f"sync: delay={self.delay} would set the optimizer's state back by as many steps under state=mean; "
+                "write state=keep"
             )
         if self.graph != "all" and (self.has_anchor or self.fragments > 1 or self.group):
             raise ValueError(
@@ -212,6 +225,8 @@ def sync_scheme(plan: Plan, *, settings: Mapping[str, Any]) -> SyncScheme:
     """Return the row of the table that a plan names, with some of its fields changed by `settings`.
 
     Raises ValueError for an unknown setting, and for settings that do not fit each other or the plan's replicas."""
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"sync={settings!r} is no table of settings; write sync={{'outer_lr': 0.5}}")  # noqa: TRY004 - as for all settings
     known = [item.name for item in dataclasses.fields(SyncScheme) if item.name != "every"]
     for key in settings:
         if key not in known:

@@ -1,0 +1,73 @@
+"""Test that a training resumes in the middle of a round under another scheme: all begin a new round with the mean."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwise.comm.api.world import World
+from meshwise.testing import agree, run
+from sync.test_replay import batch, made
+
+Settings = dict[str, Any]
+STEPS = 6
+OTHERS: list[tuple[str, Settings, str, Settings]] = [
+    ("slowmo every=4", {}, "diloco every=4", {}),
+    ("diloco every=4", {}, "slowmo every=4", {}),
+    ("local every=4", {}, "diloco every=4", {}),
+    ("diloco every=4", {}, "easgd every=4", {}),
+    ("diloco every=4", {"delay": 3}, "diloco every=3", {"delay": 2}),
+    ("diloco every=4", {"delay": 3}, "diloco every=4", {"delay": 1}),
+    ("diloco every=4", {"fragments": 2}, "diloco every=4", {"fragments": 1}),
+]
+
+
+def begun(world: World, scheme: str, settings: Settings, folder: Path) -> None:
+    trainer = made(world, f"dp=2 sync={scheme}", settings=settings)
+    for number in range(STEPS):
+        trainer.step(batch(number))
+    trainer.save(folder)
+
+
+def parameters(trainer: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+def new_round(world: World, scheme: str, settings: Settings, folder: Path) -> Any:
+    """Load parameters and optimizer of the mean under a plan without replicas, then begin `scheme` with these."""
+    trainer = made(world, f"dp=2 sync={scheme}", settings=settings)
+    trainer.load(folder)
+    first = parameters(trainer)
+    for number in range(STEPS, STEPS + 12):
+        trainer.step(batch(number))
+    return first, parameters(trainer)
+
+
+@pytest.mark.parametrize("before, old, after, new", OTHERS)
+def test_a_round_begins_anew_with_the_mean(
+    before: str, old: Settings, after: str, new: Settings, tmp_path: Path
+) -> None:
+    run(2, begun, args=(before, old, tmp_path / "saved"))
+
+    def mean_alone(world: World) -> None:  # the same checkpoint, loaded and saved by a plan that knows no rounds
+        trainer = made(world, "dp=2", settings={})
+        trainer.load(tmp_path / "saved")
+        trainer.save(tmp_path / "mean")
+
+    run(2, mean_alone)
+    wanted = run(2, new_round, args=(after, new, tmp_path / "mean"))
+    for (first, last), (first_wanted, last_wanted) in zip(
+        run(2, new_round, args=(after, new, tmp_path / "saved")), wanted, strict=True
+    ):
+        agree(first, first_wanted, bound=1e-12)
+        agree(last, last_wanted, bound=1e-9)
+
+
+@pytest.mark.parametrize("delays", [(1, 3), (0, 2)])
+def test_a_longer_delay_begins_with_the_next_exchange(delays: tuple[int, int], tmp_path: Path) -> None:
+    before, after = delays
+    run(2, begun, args=("diloco every=4", {"delay": before}, tmp_path / "saved"))
+    for _, last in run(2, new_round, args=("diloco every=4", {"delay": after}, tmp_path / "saved")):
+        assert all(bool(torch.isfinite(value).all()) for value in last.values())
