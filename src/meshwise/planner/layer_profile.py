@@ -108,6 +108,7 @@ class ProfileKey:
             "prefetch": 1,
             "bucket": 0,
             "gather": "exact",
+            "feedback": 1,
             "pp": pieces,
             "zero": 0,
             "microbatches": 1,

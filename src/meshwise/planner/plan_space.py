@@ -23,6 +23,17 @@ SEARCHED = (
 )  # fmt: skip
 """Keys of a plan that a search chooses; other keys keep the job's values."""
 
+UNDIVIDED: Mapping[str, Any] = MappingProxyType(
+    {
+        "cp": 1, "context": "auto", "cp_heads": 1,
+        "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "zero": 0, "shards": 0, "microbatches": 1,
+        "schedule": "1f1b", "virtual_stages": 1, "partition": "params", "recompute": "none", "offload": "none",
+        "wire": "auto", "gather": "exact", "hpz": 1, "prefetch": 1, "ep": 1, "etp": 1, "dispatch": "auto", "chunk": 0,
+        "bucket": 0, "dispatch_parts": 1, "replicate": 0, "feedback": 1,
+    }
+)  # fmt: skip
+"""Values of keys for a profile in which the model is cut into stages, and no layer or state is split."""
+
 NEVER_BETTER = ("naive", "gpipe", "looped")
 """Schedules that are tried only if the user fixes them."""
 
