@@ -268,7 +268,7 @@ class Scaled(nn.Module):
 
 
 def wrong_uses(world: World) -> Any:
-    served = mw.remote(Scaled, world=world, rank=1)
+    served: Any = mw.remote(Scaled, world=world, rank=1)
     if served.here:
         return served.serve()
     x, scale = torch.ones(3, dtype=torch.float64, requires_grad=True), torch.full((3,), 2.0, dtype=torch.float64)
