@@ -16,6 +16,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.engine.trainer import Trainer
+from meshwise.plan import Plan
 from meshwise.testing import agree, run
 from two_layers import ROWS, Two, bad, good, made, over_plans, squares, state
 
@@ -138,6 +139,20 @@ def test_a_loss_that_counts_nothing_is_not_applied(plan: str, loss: Any) -> None
             made(world, plan).step(good()[:0])
 
     run(2, main)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 sync=local every=9", "dp=2 server=1 staleness=async"])
+def test_a_replica_without_counts_is_named_where_replicas_step_apart(plan: str) -> None:
+    def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+        return output.sum(), int((batch > 0).any())
+
+    def main(world: World) -> str | None:
+        options = Options(nonfinite="skip:1")
+        trainer = parallelize(nn.Linear(1, 1), plan, world=world, loss=loss, lr=1e-2, options=options)
+        return trainer.step(torch.tensor([[1.0], [-1.0]])).problem
+
+    problem = "the loss counted nothing in this step: rank 1 returned a count of 0"
+    assert run(Plan.parse(plan).mesh().size, main)[:2] == [None, problem]
 
 
 @pytest.mark.threads("it reads the warnings of this process")

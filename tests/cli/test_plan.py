@@ -110,6 +110,17 @@ def test_the_best_plans_are_drawn(job: Path, capsys: pytest.CaptureFixture[str])
     assert job.read_text() == JOB
 
 
+@pytest.mark.parametrize("keys", ["zero=3 hpz=2 prefetch=2 gather=int8", "wire=int8 feedback=0"])
+def test_keys_that_are_not_searched_keep_the_values_of_the_job(
+    keys: str, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also keys that need another key, which the search chooses."""
+    words = ["--plan", f"dp=2 {keys}", "--fix", "pp=1 tp=1 microbatches=1", "--top", "1", "--rehearsals", "2"]
+    assert main(["plan", str(job), "--on", "1x2 h100", *words]) == 0
+    [best] = re.findall(r"^1\?? +[\d.]+ s +.* (dp=2 .*)$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert set(keys.split()) <= set(best.split())
+
+
 def test_where_nothing_that_was_rehearsed_works_it_says_so() -> None:
     survey = SearchResult(limit=8.0, rehearsals=1)
     survey.note(
@@ -140,6 +151,11 @@ def test_where_nothing_fits_it_names_the_closest_and_what_is_missing(
         (["--on", "8 h100", "--fix", "precision=bf16"], "precision is not searched"),
         (["--on", "8 h100", "--fix", "tp=3"], "no plan for 8 ranks with tp=3"),
         (["--on", "8 h100", "--memory-limit", "much"], "--memory-limit much is no number of bytes"),
+        (
+            ["--on", "8 h100", "--plan", "dp=2 sync=local every=2"],
+            "the search has no servers and no sync, and the plan",
+        ),
+        (["--on", "8 h100", "--plan", "dp=2 server=1"], "the search has no servers and no sync, and"),
         (["--on", "8 h100", "--top", "0"], "top = 0 has to be at least 1"),
     ],
 )

@@ -6,9 +6,11 @@ import threading
 import pytest
 import torch
 
+from meshwise.attention.token_attention import context_world
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.world import EmulatedLink, World
+from meshwise.plan import Plan
 from meshwise.testing import run
 
 
@@ -40,6 +42,29 @@ def test_other_texts_are_refused(text: str) -> None:
         ValueError, match=re.escape(f"emulate={text!r} is no bandwidth with a delay; write '1Gbit 2ms'")
     ):
         EmulatedLink.parse(text)
+
+
+@pytest.mark.parametrize("plan", ["dp=4", "dp=2x2 zero=3", "dp=4 zero=3 hpz=2"])
+def test_a_link_of_dp_is_a_link_of_the_axes_into_which_a_plan_divides_dp(plan: str) -> None:
+    def main(world: World) -> list[float]:
+        world.link = EmulatedLink.parse("8Mbit 1ms dp")
+        mesh = Plan.parse(plan).mesh()
+        assert world.over(mesh).link is world.link
+        calls = [record("send", 1000, axes=(axis,)) for axis in (*mesh.expand(["dp"]), "tp")]
+        return [world.link.seconds(call, ranks=2)[1] for call in calls]
+
+    for *slow, free in run(4, main):
+        assert set(slow) == {1e-3}
+        assert free == 0.0
+
+
+def test_a_link_of_cp_is_a_link_of_its_rings_and_heads() -> None:
+    def main(world: World) -> frozenset[str]:
+        world.link = EmulatedLink.parse("8Mbit 1ms cp")
+        context_world(world, plan=Plan.parse("cp=4 context=usp cp_heads=2"))
+        return world.link.axes
+
+    assert run(4, main) == [{"cp", "ring", "heads"}] * 4
 
 
 class Clock(threading.local):

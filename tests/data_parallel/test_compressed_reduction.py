@@ -267,6 +267,27 @@ def test_a_step_that_is_not_finite_leaves_finite_errors() -> None:
         assert loss < float("inf")
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_powersgd_keeps_its_factors_over_a_step_that_is_not_finite(zero: int) -> None:
+    plan = f"dp=2 zero={zero} wire=powersgd:1 feedback=0"
+
+    def main(world: World, broken: int | None) -> tuple[list[bool], dict[str, Tensor]]:
+        options = Options(nonfinite="skip:1")
+        trainer = parallelize(layer, plan, loss=square_loss, world=world, options=options, optimizer=SGD, lr=LR)
+        skipped = []
+        for step in range(4):
+            x, y = rows(step, 2)
+            if step == broken:  # only rank 0 has the row
+                skipped.append(trainer.step((x.index_fill(0, torch.tensor([0]), float("inf")), y)).skipped)
+            skipped.append(trainer.step((x, y)).skipped)
+        return skipped, {name: value.clone() for name, value in trainer.full_parameters()}
+
+    _, expected = run(2, main, args=(None,))[0]
+    for skipped, found in run(2, main, args=(2,)):
+        assert skipped == [False, False, True, False, False]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def test_the_errors_count_as_memory() -> None:
     def main(world: World) -> tuple[int, int]:
         trainer = parallelize(layer(), "dp=2 wire=1bit", loss=square_loss, world=world, lr=LR)

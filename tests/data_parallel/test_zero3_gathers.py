@@ -187,6 +187,18 @@ def test_parameters_between_steps_are_nan_of_the_right_shape(plan: str) -> None:
 
 
 @over_plans
+def test_full_parameters_that_a_caller_kept_stay_readable(plan: str) -> None:
+    def main(world: World) -> None:
+        trainer = trained(world, plan, doubled(Stack), steps=1)
+        copies = {name: value.clone() for name, value in trainer.full_parameters()}
+        kept = dict(trainer.full_parameters())
+        assert all(value.untyped_storage().nbytes() for value in kept.values())  # reading freed memory is no exception
+        agree(kept, copies, bound=0.0)
+
+    run(int(plan[3]), main)
+
+
+@over_plans
 def test_a_state_dict_of_parameters_at_rest_is_refused(plan: str) -> None:
     def main(world: World) -> None:
         trainer = trained(world, plan, doubled(Stack), steps=1)

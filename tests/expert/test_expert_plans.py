@@ -12,8 +12,8 @@ from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import Plan, PlanError
 from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
 from meshwise.planner.lower_bound import PlanFigures, bound
-from meshwise.planner.plan_search import UNDIVIDED, figures_of
-from meshwise.planner.plan_space import PlanSpace, parse_fixed
+from meshwise.planner.plan_search import figures_of
+from meshwise.planner.plan_space import UNDIVIDED, PlanSpace, parse_fixed
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse

@@ -258,3 +258,46 @@ def wrong_ranks(world: World) -> str:
 
 def test_wrong_ranks_are_named() -> None:
     assert run(2, wrong_ranks) == ["said", ""]
+
+
+class Scaled(nn.Module):
+    """Scale by a keyword; return the tensor, None or a number."""
+
+    def forward(self, x: Tensor, *, scale: Any = 1.0, kind: str = "tensor") -> Any:
+        return {"tensor": x * scale, "none": None, "number": 1.0}[kind]
+
+
+def wrong_uses(world: World) -> Any:
+    served: Any = mw.remote(Scaled, world=world, rank=1)
+    if served.here:
+        return served.serve()
+    x, scale = torch.ones(3, dtype=torch.float64, requires_grad=True), torch.full((3,), 2.0, dtype=torch.float64)
+    call = served.begin(x, scale=scale)
+    kept = call.wait()
+    wrong = [
+        ("ValueError: keywords get no gradient", lambda: served(x, scale=[scale.clone().requires_grad_()])),
+        ("TypeError: inputs of a remote module are tensors, not int", lambda: served(x, 3)),
+        ("RuntimeError: .* has returned its results; call wait\\(\\) once", call.wait),
+        ("RuntimeError: rank 1.*the module returned NoneType; return a tensor", lambda: served(x, kind="none")),
+        ("RuntimeError: rank 1.*the module returned float; return a tensor", lambda: served(x, kind="number")),
+    ]
+    for message, use in wrong:
+        refuses(message, use)
+    kept.sum().backward()
+    late = served(x)
+    served.close()
+    served.close()
+    for use in (lambda: served(x), served.step, late.sum().backward):
+        refuses("RuntimeError: rank 0 has called close", use)
+    return x.grad
+
+
+def refuses(message: str, use: Any) -> None:
+    with pytest.raises(Exception, match=message.partition(": ")[2]) as raised:
+        use()
+    assert type(raised.value).__name__ == message.partition(":")[0]
+
+
+def test_a_wrong_use_is_one_error_and_the_module_serves_on() -> None:
+    grad, _ = run(2, wrong_uses)
+    assert grad.tolist() == [2.0, 2.0, 2.0]

@@ -220,6 +220,11 @@ subprocess.run([sys.executable, "-c", script], check=True)
 """
 
 
+def test_a_link_of_an_axis_that_the_plan_lacks_is_refused(job: Job) -> None:
+    with pytest.raises(JobError, match=r"emulate = '1Gbit 2ms foo': no axis foo .*; its axes are pp .* etp dp"):
+        run_job(dataclasses.replace(job, plan=Plan.parse("dp=2x2 zero=1"), emulate="1Gbit 2ms foo"), ranks=4)
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_the_most_memory_of_a_rank_is_not_that_of_the_process_that_started_it() -> None:
     measured = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True, timeout=200)

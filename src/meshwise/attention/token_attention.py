@@ -199,7 +199,7 @@ def context_world(world: World, *, plan: Plan) -> World:
     axes = []
     for axis, degree in plan.with_whole_experts.mesh().axes:  # experts may divide the ranks of cp
         axes += [(RING, plan.cp // heads), (HEADS, heads)] if axis == "cp" else [(axis, degree)]
-    return world.over(Mesh(tuple(axes)))
+    return world.over(Mesh(tuple(axes), joint=(("cp", (RING, HEADS)),)))
 
 
 @dataclass(eq=False)

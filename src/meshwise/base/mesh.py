@@ -94,7 +94,7 @@ class Mesh:
         joint, wanted = dict(self.joint), set()
         for name in axes:
             if name not in joint and name not in self.names:
-                raise ValueError(f"no axis {name} in the mesh '{self}'; its axes are {' '.join(self.names)}")
+                raise ValueError(f"no axis {name} in the mesh '{self}'; its axes are {' '.join((*self.names, *joint))}")
             wanted |= set(joint.get(name, (name,)))
         return tuple(name for name in self.names if name in wanted)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -19,7 +18,7 @@ from meshwise.model.find_mixtures import find_mixtures
 from meshwise.plan import Plan
 from meshwise.plan.plan_keys import plan_notation, read_size
 from meshwise.planner.plan_search import SearchEffort, SearchResult, best_table, lost_table, prediction_of, search
-from meshwise.planner.plan_space import SEARCHED, PlanSpace, parse_fixed
+from meshwise.planner.plan_space import SEARCHED, UNDIVIDED, PlanSpace, parse_fixed
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.predicted_memory import size_text
 from meshwise.simulate.rehearsal import RehearsalSubject
@@ -106,16 +105,16 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     if unknown := sorted(set(fixed) - set(SEARCHED)):
         problem = f"--fix: {', '.join(unknown)} is not searched, so give it in the job's plan"
         raise JobError(f"{problem}; searched keys: {' '.join(SEARCHED)}")
-    if job.plan.server:
-        raise JobError(f"the search has no servers, and the plan has server={job.plan.server}; use meshwise simulate")
-    kept: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(Plan) if item.name in SEARCHED}
-    prepared = prepare(dataclasses.replace(job, plan=dataclasses.replace(job.plan, **kept)), ranks=1)
+    if job.plan.apart_axes or job.plan.server:
+        raise JobError(f"the search has no servers and no sync, and the plan is '{job.plan}'; use meshwise simulate")
+    one = dataclasses.replace(job.plan, dp=None, pp=1, **UNDIVIDED)
+    prepared = prepare(dataclasses.replace(job, plan=one), ranks=1)
     subject = prepared.rehearsal_subject()
     first = next(tensors(subject.batch))
     module = shapes_of(subject.model, seed=subject.options.seed).module
     planned_roles(module, plan=Plan(), rules=subject.options.tensor_rules)  # which refuses a rule without a match
     space = PlanSpace(
-        dataclasses.replace(prepared.job.plan, dp=None),
+        dataclasses.replace(job.plan, dp=None, partition="time"),
         ranks=cluster.ranks,
         node=cluster.ranks_per_node,
         batch=job.train.batch,

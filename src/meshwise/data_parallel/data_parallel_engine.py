@@ -263,8 +263,11 @@ class DataParallel:
                 row.name: parameter.detach()
                 for row, parameter in zip(unit.rows, itertools.chain(*unit.parameters), strict=True)
             }
+            # `free` takes the memory of views: reading one that a caller kept would end the process.
+            copies = any(bucket.gathered for bucket in unit.buckets)
             for row in unit.spec.rows:
-                yield self._full_tensor(row, values[row.name])
+                full = self._full_tensor(row, values[row.name])
+                yield full.clone() if copies and full is values[row.name] else full
             unit.free()
 
     def full_tensors(self, owned: Callable[[Bucket], Tensor]) -> Iterator[tuple[ParameterRow, Tensor]]:

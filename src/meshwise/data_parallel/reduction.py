@@ -404,7 +404,8 @@ class LowRankReduction(Reduction):
                 for piece, m, p, q in zip(pieces, matrices, left, own.split(widths), strict=True):
                     error[piece.start : piece.stop] = _finite(m - p @ q.view(-1, self.rank).T).view(-1)
             again.wait()
-            peers.state["factors"] = second
+            # The sum is the same on every rank; nan in the factors would reach every later step.
+            peers.state["factors"] = torch.where(second.isfinite().all(), second, peers.state["factors"])
             for m, p, q in zip(matrices, left, second.split(widths), strict=True):
                 torch.mm(p, q.view(-1, self.rank).T, out=m)
             for part, found in zip(rest, sums.split([len(part) for part in rest]), strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase
+from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase, ranks_text
 from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.microbatch_runner import BatchSharder, OnGradient, zeros
@@ -136,6 +136,7 @@ class TrainingSteps:
         self._policy = policy
         self._replicas = replicas
         self._together = engine.world.mesh.others(plan.apart_axes)
+        self._ranks = ranks_text(engine.world.group(self._together).ranks) if plan.apart_axes else "every rank"
         self._steps = 0
         self._skips = 0
         self._compared = False
@@ -192,7 +193,7 @@ class TrainingSteps:
                 self._updating.sums = [loss, count, squared / max(count, 1) ** 2]
             self.decide(
                 attempt,
-                totals=StepTotals(loss, count, squared, noise),
+                totals=StepTotals(loss, count, squared, noise, self._ranks),
                 inspect=lambda arrival: self._runner.inspect(micro_batches, on_gradient=arrival),
             )
             if self._noise is not None and attempt.applied:

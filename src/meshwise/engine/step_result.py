@@ -245,6 +245,8 @@ class StepTotals:
     """Squared 2-norm of the gradient of the summed loss, without the loss scale."""
     squares: Sequence[float] = ()
     """Sums of `NoiseMeter.squares` without the loss scale; empty if the noise is not measured."""
+    ranks: str = "every rank"
+    """The ranks whose numbers are summed, as text: those of one replica where replicas step apart."""
 
     @property
     def mean(self) -> float:
@@ -265,7 +267,7 @@ class StepTotals:
     def problem(self) -> str | None:
         """Reason why the update must be skipped, as text; None if the update may be applied."""
         if not self.count:
-            return "the loss counted nothing in this step: every rank returned a count of 0"
+            return f"the loss counted nothing in this step: {self.ranks} returned a count of 0"
         if math.isfinite(self.mean) and math.isfinite(self.norm):
             return None
         return f"the loss is {self.mean} and the gradient norm {self.norm}"

@@ -221,9 +221,11 @@ class Trainer:
         that share their rows. Raises LossError when `loss` does not return (sum, count), and any error of the model.
 
         A step that raised has no effect: parameters, optimizer, running statistics and the next draws are as before.
-        After all ranks have caught the error, they may continue, with two exceptions. After an error of the optimizer
-        itself, steps raise TierError until a checkpoint is loaded. After an error in a stage of pp, messages may still
-        be under way, so the next step raises StageError."""
+        Only with a codec, compression errors that it has sent are lost, as in a skipped step. After all ranks have
+        caught the error, they may continue, with three exceptions. After an error of the optimizer itself, steps raise
+        TierError until a checkpoint is loaded. After an error in a stage of pp, messages may still be under way, so the
+        next step raises StageError. Under `server` without `staleness`, servers wait for the workers' gradients and
+        raise RanksDisagree, so the training ends."""
         self._refuse_averaged()
         with self._memory_errors_explained():
             return self._stepping.step(batch, local=local, total=total, only=only)

@@ -38,7 +38,7 @@ class OneBitAdam(MomentOptimizer):
     def __init__(self, params: Iterable[Any], *, logical: LogicalTensors, **arguments: Any) -> None:
         super().__init__(params, logical=logical, **arguments)
         codec, warmup = self.defaults["codec"], self.defaults["warmup"]
-        if codec != "none" and Wire.parse(codec).codec in ("none", "powersgd"):
+        if codec != "none" and (type(codec) is not str or Wire.parse(codec).codec in ("none", "powersgd")):
             raise ValueError(f"codec={codec!r} does not encode momenta; write codec='1bit', or 'none' for exact sums")
         if warmup < 1:
             raise ValueError(f"warmup={warmup} leaves the variance 0; write warmup=100, about as for the learning rate")

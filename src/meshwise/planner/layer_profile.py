@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Any
 
 from torch import nn
 
@@ -34,7 +32,7 @@ from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut, cut_pieces
 from meshwise.pipeline.cut.piece_calls import CutError
 from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan
-from meshwise.planner.plan_space import splits_backward
+from meshwise.planner.plan_space import NEUTRAL_KEYS, splits_backward
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.cost_model import CostModel, entry_times
 from meshwise.simulate.predicted_memory import memory_of
@@ -87,15 +85,6 @@ class ModelPiece:
         forward, backward, weight = (work.scaled(rows * split, least=least) for work in works)
         states = {category: int(size * split) for category, size in self.states.items()}
         return ModelPiece(forward, backward, weight, states, self.update * split, int(self.sends * rows * split))
-
-
-NEUTRAL_KEYS: Mapping[str, Any] = MappingProxyType(
-    {
-        "zero": 0, "shards": 0, "hpz": 1, "prefetch": 1, "overlap_gather": 0, "bucket": 0, "gather": "exact",
-        "wire": "auto", "microbatches": 1, "virtual_stages": 1, "partition": "params",
-    }
-)  # fmt: skip
-"""Keys of a plan that do not change the costs of a piece, with the values that they have in every profile."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,23 +36,14 @@ from meshwise.optim.flat_optimizer import needs_of
 from meshwise.pipeline.cut.stage_balance import PartitionItems, divide
 from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 from meshwise.plan import Plan
-from meshwise.planner.layer_profile import NEUTRAL_KEYS, LayerProfile, ModelPieces, ProfileKey, profile_layers
+from meshwise.planner.layer_profile import LayerProfile, ModelPieces, ProfileKey, profile_layers
 from meshwise.planner.lower_bound import PlanFigures, bound
-from meshwise.planner.plan_space import PlanSpace
+from meshwise.planner.plan_space import UNDIVIDED, PlanSpace
 from meshwise.simulate.cluster import Cluster
 from meshwise.simulate.predicted_memory import Table, fullest, size_text
 from meshwise.simulate.rehearsal import READS_VALUES, RehearsalSubject, is_meta_tensor_error, rehearse, schedule_of
 from meshwise.simulate.step_prediction import Prediction, predict
 from meshwise.tensor.detect.assign_tp_roles import assign_roles
-
-UNDIVIDED: Mapping[str, Any] = MappingProxyType(
-    {
-        **NEUTRAL_KEYS, "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "cp": 1, "context": "auto",
-        "cp_heads": 1, "ep": 1, "etp": 1, "dispatch": "auto", "chunk": 0, "dispatch_parts": 1, "replicate": 0,
-        "schedule": "1f1b", "recompute": "none", "offload": "none",
-    }
-)  # fmt: skip
-"""Values of keys for the profile of level `COUNTED`, in which the model is cut into stages and no layer is split."""
 
 
 class EstimateLevel(IntEnum):
@@ -157,8 +147,8 @@ class PlanSearch:
         self._space = dataclasses.replace(space, pieces=self._pieces.count) if self._pieces else space
         self._profiles: dict[ProfileKey, LayerProfile | None] = {}
         self._scaled: dict[tuple[ProfileKey, ProfileKey], LayerProfile] = {}
-        rows = dataclasses.replace(space.base, dp=1, **UNDIVIDED)
-        self._whole = ProfileKey(dataclasses.replace(rows, pp=self._space.pieces), self._space.most_rows)
+        rows = dataclasses.replace(space.base, dp=1, pp=self._space.pieces, **UNDIVIDED)
+        self._whole = ProfileKey(rows, self._space.most_rows)
         self._asked: dict[ProfileKey, list[Candidate]] = {}
         self._refused: dict[ProfileKey | None, str] = {}
         self._splits: dict[tuple[Any, ...], str] = {}

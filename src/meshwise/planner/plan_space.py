@@ -23,6 +23,23 @@ SEARCHED = (
 )  # fmt: skip
 """Keys of a plan that a search chooses; other keys keep the job's values."""
 
+NEUTRAL_KEYS: Mapping[str, Any] = MappingProxyType(
+    {
+        "zero": 0, "shards": 0, "hpz": 1, "prefetch": 1, "overlap_gather": 0, "bucket": 0, "gather": "exact",
+        "wire": "auto", "feedback": 1, "microbatches": 1, "virtual_stages": 1, "partition": "params",
+    }
+)  # fmt: skip
+"""Keys of a plan that do not change the costs of a piece, with the values that they have in every profile."""
+
+UNDIVIDED: Mapping[str, Any] = MappingProxyType(
+    {
+        **NEUTRAL_KEYS, "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "cp": 1, "context": "auto",
+        "cp_heads": 1, "ep": 1, "etp": 1, "dispatch": "auto", "chunk": 0, "dispatch_parts": 1, "replicate": 0,
+        "schedule": "1f1b", "recompute": "none", "offload": "none",
+    }
+)  # fmt: skip
+"""Values of keys for a profile in which the model is cut into stages, and no layer or state is split."""
+
 NEVER_BETTER = ("naive", "gpipe", "looped")
 """Schedules that are tried only if the user fixes them."""
 

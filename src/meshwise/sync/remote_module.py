@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.autograd.function import once_differentiable
 
+from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.world import Work, World
 
 
@@ -61,6 +62,8 @@ class RemoteCall:
         """Wait for the results, and return them: a tensor or a tuple of tensors. Call it once.
 
         Raises RuntimeError with the text of the module's error, if it raised one."""
+        if self.token is None:
+            raise RuntimeError("this call of a remote module has returned its results; call wait() once, and keep them")
         results = _Receive.apply(self.token, self)
         self.token = self.answer = None  # they lead back to this call
         return results[0] if len(results) == 1 else results
@@ -118,7 +121,7 @@ class RemoteModule:
         self.module: nn.Module = nn.Identity()
         self.optimizer: optim.Optimizer | None = None
         self._kept: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-        self._number = 0
+        self._number, self._closed = 0, False
         self._unanswered: deque[RemoteCall] = deque()
         self._replies: dict[int, list[Work]] = {}
 
@@ -129,7 +132,14 @@ class RemoteModule:
         return self.begin(*inputs, **keywords).wait()
 
     def begin(self, *inputs: Tensor, **keywords: Any) -> RemoteCall:
-        """Send the inputs, and return the call in progress. `keywords`: small values, not tensors."""
+        """Send the inputs, and return the call in progress. `keywords`: small values, and tensors without gradients.
+
+        Inputs must not change before `wait`. Raises TypeError for an input that is no tensor, and ValueError for a
+        keyword that needs a gradient."""
+        if others := [type(x).__name__ for x in inputs if not isinstance(x, Tensor)]:
+            raise TypeError(f"inputs of a remote module are tensors, not {others[0]}; use a keyword: module(x, n=3)")
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors(keywords)):
+            raise ValueError(f"keywords get no gradient, and one of {list(keywords)} needs one; give it by position")
         call = self._new_call()
         grad = torch.is_grad_enabled()
         needs = tuple(grad and x.requires_grad for x in inputs)
@@ -143,8 +153,10 @@ class RemoteModule:
         self._ask(_Kind.STEP)
 
     def close(self) -> None:
-        """End this rank's calls. `serve` returns when every caller has called `close`."""
-        self._ask(_Kind.CLOSE)
+        """End this rank's calls; a second call does nothing. `serve` returns when every caller has called `close`."""
+        if not self._closed:
+            self._ask(_Kind.CLOSE)
+        self._closed = True
 
     def _new_call(self) -> RemoteCall:
         if self.here or self._world.rank not in self._callers:
@@ -160,6 +172,8 @@ class RemoteModule:
 
     def _send(self, call: RemoteCall, header: _Header, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message about a call to the owner, without waiting for its arrival."""
+        if self._closed:  # nobody would answer
+            raise RuntimeError(f"rank {self._world.rank} has called close() of this remote module; call close() last")
         pickle.dumps(header.keywords)  # raises here, before the owner waits for a message
         # `recv_any` tells messages apart by size and dtype alone, so a message of a rare kind announces the header.
         bell = torch.zeros(3, dtype=torch.uint16, device=self._world.device)
@@ -256,7 +270,7 @@ class RemoteModule:
         with torch.set_grad_enabled(header.grad):
             given = [x.clone() if needs else x for x, needs in zip(inputs, header.needs, strict=True)]
             result = self.module(*given, **dict(header.keywords))
-        outputs = [result] if isinstance(result, Tensor) else list(result)
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
         if not all(isinstance(x, Tensor) for x in outputs):
             raise TypeError(f"the module returned {type(result).__name__}; return a tensor or a tuple of tensors")
         if header.grad:

@@ -95,6 +95,8 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
     refused = (JobError, PlanError)
     start = on_first_rank(lambda: checked_run_start(prepared, attempt=attempt), world=world, shared=refused)
     world.link = None if job.emulate is None else EmulatedLink.parse(job.emulate)
+    with as_job_error(of=f"emulate = {job.emulate!r}: "):
+        job.plan.mesh().expand(world.link.axes if world.link else ())
     if world.link is not None and world.device.type == "cuda":
         raise JobError(f"emulate = {job.emulate!r} delays ranks on CPUs, and these ranks have GPUs; leave emulate out")
     if job.train.shares == "auto" and world.device.type == "cuda":

@@ -52,7 +52,7 @@ class EmulatedLink:
     """Link of one rank to the others, for calls along some axes. `bandwidth` in bytes per second, `delay` in seconds.
 
     | text    as `parse` read it
-    | axes    only calls along one of these axes of the mesh are slow; empty: all calls"""
+    | axes    only calls along one of these axes are slow; empty: all calls. `World.over` adds parts of joint axes"""
 
     text: str
     bandwidth: float
@@ -225,6 +225,8 @@ class World(abc.ABC):
             raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
         view = copy.copy(self)
         view.mesh, view._groups = mesh, {}
+        if self.link is not None:  # views share the link, which is occupied by the calls of all of them
+            self.link.axes |= {part for name, parts in mesh.joint if name in self.link.axes for part in parts}
         return view
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
