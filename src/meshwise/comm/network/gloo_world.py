@@ -46,7 +46,6 @@ from meshwise.comm.api.world import Group, Work, World, keep_inference_mode, mes
 from meshwise.comm.network.job_store import LOOPBACK, address_towards
 
 _FOREVER = timedelta(days=30)
-_TAG_BITS = 0x7FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class PendingMessages:
 
 def _tag(label: str, tensor: Tensor) -> int:
     """Return the tag of a message: a hash of its label, size and dtype."""
-    return zlib.crc32(f"{label} {tensor.numel()} {tensor.dtype}".encode()) & _TAG_BITS
+    return zlib.crc32(f"{label} {tensor.numel()} {tensor.dtype}".encode()) & 0x7FFFFFFF
 
 
 def _gloo(store: c10d.Store, rank: int, size: int, *, towards: str | None, limit: timedelta) -> c10d.ProcessGroup:
@@ -145,11 +144,6 @@ class GlooTransport:
         self.unfinished: set[Work] = set()
         self._workers: dict[str, WorkerThread] = {}
 
-    @property
-    def closed(self) -> bool:
-        """True if `close` was called."""
-        return self.group is None
-
     def worker(self, queue: str) -> WorkerThread:
         """Return the thread that runs the collectives with the queue name `queue` in their order."""
         if queue not in self._workers:
@@ -178,16 +172,14 @@ class _Call:
     def label(self) -> str:
         """Text in the tag of the call's messages: purpose and ranks of the group, and `CallRecord.signature`. For send
         and recv without the ranks, so that `recv_any` can receive from any rank."""
-        if self.record.point_to_point:
-            return f"{self.group.purpose} {self.record.signature}"
-        return f"{self.group.purpose} {self.group.ranks} {self.record.signature}"
+        ranks = "" if self.record.point_to_point else f"{self.group.ranks} "
+        return f"{self.group.purpose} {ranks}{self.record.signature}"
 
     @property
     def peers(self) -> list[tuple[int, int]]:
         """(group index, rank) of the other ranks, from the next index around, so ranks begin with different peers."""
-        group = self.group
-        around = [(group.index + step) % group.size for step in range(1, group.size)]
-        return [(index, group.ranks[index]) for index in around]
+        own, ranks = self.group.index, self.group.ranks
+        return [(index, ranks[index]) for index in (*range(own + 1, len(ranks)), *range(own))]
 
     def post(
         self, *, sends: Iterable[tuple[int, Tensor]] = (), receives: Iterable[tuple[int, Tensor]] = (), phase: str = ""
@@ -218,7 +210,7 @@ class GlooWorld(World):
 
     def close(self) -> None:
         """Wait until all ranks have called this method, finish all collectives, and close the connections."""
-        if self._transport is not None and not self._transport.closed:
+        if self._transport is not None and self._transport.group is not None:
             self._meet_to_close()
             self._transport.close()
 

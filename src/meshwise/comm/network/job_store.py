@@ -50,12 +50,10 @@ _GRACE_SECONDS = 3.0
 
 def is_loopback(host: str) -> bool:
     """Return whether `host` is `localhost` or an address of the loopback interface."""
-    if host == "localhost":
-        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
 
 
 def address_towards(host: str) -> str:
@@ -226,15 +224,11 @@ def unused_store(store: Store, *, rank: int, size: int, timeout: timedelta = _TI
 def _gather(desk: Store, name: str, *, size: int, until: float) -> None:
     """Offer the prefix `name` from rank 0 until every other rank has accepted."""
     wanted = {f"{rank} of {size}" for rank in range(1, size)}
-    missing = set(range(1, size))
-    unread: set[int] = set()
-    read = 0
+    missing, read = set(range(1, size)), set[int]()
     while missing:
-        tickets = desk.add("tickets", 0)
-        unread |= set(range(read + 1, tickets + 1))
-        read = tickets
+        unread = set(range(1, desk.add("tickets", 0) + 1)) - read
         for ticket in [ticket for ticket in sorted(unread) if desk.check([f"who/{ticket}"])]:
-            unread.discard(ticket)
+            read.add(ticket)
             if desk.get(f"who/{ticket}").decode() in wanted:
                 desk.set(f"offer/{ticket}", name)
         missing = {rank for rank in missing if not desk.check([f"{name}/{rank}"])}

@@ -31,11 +31,6 @@ from meshwise.comm.api.world import Group, Work, World
 Backend: TypeAlias = Callable[[str, tuple[int, ...], int], c10d.ProcessGroup]
 """Function (purpose, ranks, rank) that makes the process group of `ranks`; all of them call it."""
 
-NO_TIMEOUT = timedelta(days=30)
-"""Timeout of process groups: the watchdog ends hung jobs earlier and reports."""
-
-_REMEMBERED = 64
-
 POINT_TO_POINT = "p2p "
 """`purpose` of the communicators of send and recv, whose ranks are (source, target)."""
 
@@ -52,7 +47,7 @@ def nccl(store: c10d.Store) -> Backend:
 
     def make(purpose: str, ranks: tuple[int, ...], rank: int) -> c10d.ProcessGroup:
         options = kind.Options()
-        options._timeout = NO_TIMEOUT
+        options._timeout = timedelta(days=30)  # the watchdog ends hung jobs earlier and reports
         if "is_high_priority_stream" in dir(options):
             options.is_high_priority_stream = purpose == POINT_TO_POINT
         own = c10d.PrefixStore(f"{purpose}{'-'.join(map(str, ranks))}", store)
@@ -104,7 +99,7 @@ class NcclWorld(World):
     def __init__(self, *, rank: int, mesh: Mesh, device: torch.device, communicators: Communicators) -> None:
         super().__init__(rank=rank, mesh=mesh, device=device)
         self._communicators = communicators
-        self._passed: deque[tuple[CallRecord, StreamEvent]] = deque(maxlen=_REMEMBERED)
+        self._passed: deque[tuple[CallRecord, StreamEvent]] = deque(maxlen=64)
 
     @property
     def oldest_running_call(self) -> CallRecord | None:
