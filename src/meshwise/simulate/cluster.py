@@ -1,12 +1,8 @@
 """Define a cluster as data (devices, links, hosts) and read it from a TOML file.
 
 A cluster consists of a few constants. Each is measured (`meshwise bench calibrate`) or taken from a data sheet. The
-cost model (`cost_model.py`) computes the seconds of an operation or a collective from these constants:
-
-    | matrix products    flops / (peak · best · k/(k + inner) · P/(P + outputs)); P = batch·m·n results of k terms each
-    | other operations   bytes / rate: of this operation if `rates` has it, else of `bandwidth` for this size
-    | collectives        latency · steps + bytes sent / rate of the link at that size; all-gathers and reduce-scatters
-    |                    over several nodes take at least `hop` for each rank of the ring"""
+cost model (`cost_model.py`) computes the seconds of an operation or a collective from these constants, by the formulas
+of docs/simulation.md ("Clusters")."""
 
 import dataclasses
 import difflib
@@ -254,20 +250,16 @@ def _value(hint: Any, value: Any, *, at: str, zero: bool = False) -> Any:
         return {name: _value(kind, one, at=f"{at}.{name}") for name, one in value.items()}
     if hint == Curve:
         return _curve(value, at=at)
-    if not (_is_number(value) if hint is float else type(value) is hint):
+    if type(value) not in ((int, float) if hint is float else (hint,)):
         raise ClusterError(f"{at} = {value!r} has to be of type {hint.__name__}")
     if hint in (int, float) and not (value > 0 or (zero and value == 0)):
         raise ClusterError(f"{at} = {value} has to be {'at least' if zero else 'above'} 0")
     return float(value) if hint is float else value
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _curve(rows: Any, *, at: str) -> Curve:
     pairs = isinstance(rows, list) and all(isinstance(row, list) and len(row) == 2 for row in rows)
-    if not pairs or not all(_is_number(number) for row in rows for number in row):
+    if not pairs or not all(type(number) in (int, float) for row in rows for number in row):
         raise ClusterError(f"{at} has to be a list of [bytes, bytes per second]")
     curve = tuple((float(size), float(rate)) for size, rate in rows)
     ascends = all(low < high for (low, _), (high, _) in itertools.pairwise(curve))

@@ -28,20 +28,8 @@ from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster, Curve, rate_at
 from meshwise.simulate.step_tape import Entry, Tape, TapeCall, TapeOperation, TapeSegment, TapeWait, TierTraffic
 
-FUSED = frozenset(
-    {
-        "_fused_adamw_",
-        "_fused_adam_",
-        "_fused_sgd_",
-        "_softmax",
-        "_softmax_backward_data",
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "native_dropout",
-        "native_dropout_backward",
-    }
-)
-"""Operations that torch already runs as one kernel; `Device.fused` does not reduce their bytes."""
+FUSED = ("_fused_adam", "_fused_sgd_", "_softmax", "native_layer_norm", "native_dropout")
+"""First letters of operations that torch already runs as one kernel; `Device.fused` does not reduce their bytes."""
 
 SEND_RECV = "send_recv"
 """Name of point-to-point messages in `Link.collectives`."""
@@ -72,7 +60,7 @@ class CostModel:
             own = device.rates.get(operation.name)
             if own is not None:
                 return device.kernel + operation.bytes / own
-            moved = operation.bytes * (1.0 if operation.name in FUSED else device.fused)
+            moved = operation.bytes * (1.0 if operation.name.startswith(FUSED) else device.fused)
             return device.kernel + moved / rate_at(device.bandwidth, size=moved)
         one = operation.product
         attention = "attention" in operation.name
@@ -91,14 +79,10 @@ class CostModel:
             return self._latency(ranks) * math.ceil(math.log2(count))
         moved = size * bus_factor(kind, ranks=count)
         waited = self._latency(ranks) * (1 if kind == SEND_RECV else math.ceil(math.log2(count)))
-        if kind in RINGS and self.crosses_nodes(ranks):
-            nodes, between, inside = self._nodes(ranks), self.cluster.between, self.cluster.inside
+        if kind in RINGS and (nodes := self._nodes(ranks)) > 1:
+            between, inside = self.cluster.between, self.cluster.inside
             waited = max(waited, (nodes - 1) * between.hop + (count - nodes) * inside.hop)  # all hops of the ring
         return waited + moved / self._rate(kind, size, ranks)
-
-    def crosses_nodes(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether these ranks are in more than one node."""
-        return self._nodes(ranks) > 1
 
     def leaving(self, kind: str, *, ranks: tuple[int, ...]) -> float:
         """Return the share of the bytes that a rank sends in a collective of kind `kind` that leaves its node; a mean.
@@ -115,7 +99,7 @@ class CostModel:
         return self._spread[ranks]
 
     def _latency(self, ranks: tuple[int, ...]) -> float:
-        return (self.cluster.between if self.crosses_nodes(ranks) else self.cluster.inside).latency
+        return (self.cluster.between if self._nodes(ranks) > 1 else self.cluster.inside).latency
 
     def _rate(self, kind: str, size: float, ranks: tuple[int, ...]) -> float:
         """Return the bytes per second of one rank in a collective of `size` bytes.

@@ -45,7 +45,6 @@ from meshwise.plan import Plan, PlanError
 from meshwise.simulate.rehearsal import Device, Rehearsal, RehearsalSubject, is_meta_tensor_error, rehearse
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
 
-_GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
@@ -72,7 +71,7 @@ def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
     if not _OWN_GROUPS.exists():  # a system without /proc reports its total memory only
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
     machine = kernel_counts(Path("/proc/meminfo"))["MemAvailable"]
-    shared = min([machine, *cgroup_bytes_left(_OWN_GROUPS.read_text(), root=_GROUPS)])
+    shared = min([machine, *cgroup_bytes_left(_OWN_GROUPS.read_text(), root=Path("/sys/fs/cgroup"))])
     return min([(shared + (ranks - 1) * used) // ranks, *_left_by_limits()])
 
 
@@ -116,7 +115,6 @@ def kernel_counts(file: Path) -> dict[str, int]:
 
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
-_RESET = Path("/proc/self/clear_refs")
 
 MALLOC = MappingProxyType(
     {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
@@ -164,7 +162,7 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
     if memory:
         memory.reset_peak()
     else:
-        _RESET.write_text("5")  # proc(5): 5 resets the peak of resident memory, VmHWM
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): 5 resets the peak of resident memory, VmHWM
     seconds += [trainer.step(subject.batch).seconds for _ in range(steps - 1)]
     own = MeasuredRank(trainer.world.group("pp").index, _peak(world.device) - before, tuple(seconds))
     trainer.close()
@@ -239,21 +237,19 @@ class RankMemory:
 def memory_of(rehearsal: Rehearsal) -> tuple[RankMemory, ...]:
     """Return the memory of every rank along pp, in order."""
     known: dict[int, _Change] = {}
-    return tuple(_rank(rehearsal, index, known) for index in range(len(rehearsal.tapes)))
+    ranks = []
+    for index, tape in enumerate(rehearsal.tapes):
+        level = _Level(apart=rehearsal.device != "cpu", known=known)
+        for segment in (tape.build, *tape.first):
+            level.play(segment)
+        start = ActionMemory("", sum(level.device.values()), (level.device, level.host))
+        ranks.append(RankMemory(index, (start, *map(level.play, rehearsal.step(index))), tape.off_device))
+    return tuple(ranks)
 
 
 def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
     """Return the rank with the largest peak on its device."""
     return max(ranks, key=lambda rank: rank.peak.bytes)
-
-
-def _rank(rehearsal: Rehearsal, index: int, known: "dict[int, _Change]") -> RankMemory:
-    tape = rehearsal.tapes[index]
-    level = _Level(apart=rehearsal.device != "cpu", known=known)
-    for segment in (tape.build, *tape.first):
-        level.play(segment)
-    start = ActionMemory("", sum(level.device.values()), (level.device, level.host))
-    return RankMemory(index, (start, *map(level.play, rehearsal.step(index))), tape.off_device)
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,9 @@ class TapeRecording:
             away[self.plan.tiers.activations] += saved * math.ceil(max(kept[stage] for stage in stages))
         if self.device == "cuda":  # staging buffers are pinned memory of the host
             away["cpu"] += trainer.tiers.staged if self.plan.tiers.uses_disk else 0
-            away["cpu"] += _staged(trainer) if self.plan.tiers.activations == "disk" else 0
+            tier = trainer.activations
+            if self.plan.tiers.activations == "disk" and tier is not None and isinstance(tier.mover, RehearsedMover):
+                away["cpu"] += tier.mover.staged
         return +away
 
     def _run(self, recorder: Recorder) -> tuple[TapeSegment, ...]:
@@ -269,11 +271,6 @@ def _updated(trainer: Trainer) -> Mapping[str, int]:
         updated["params"] += count * bucket.dtype.itemsize
         updated["gradients"] += count * bucket.storage.precision.master_of(bucket.dtype).itemsize
     return updated
-
-
-def _staged(trainer: Trainer) -> int:
-    tier = trainer.activations
-    return tier.mover.staged if tier is not None and isinstance(tier.mover, RehearsedMover) else 0
 
 
 def _played(plan: Plan, device: Device) -> Plan:

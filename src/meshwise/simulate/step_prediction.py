@@ -166,11 +166,6 @@ class Prediction:
         return min(3.0 * sum(each_flops(self.rehearsal, kinds=(ActionKind.F,))), float(once)) * self.rehearsal.replicas
 
     @property
-    def flops(self) -> float:
-        """Flops of all matrix products of a step over all ranks, with recomputation."""
-        return float(sum(each_flops(self.rehearsal))) * self.rehearsal.replicas
-
-    @property
     def utilisation(self) -> float:
         """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
         return self.model_flops / (self.seconds * self.rehearsal.plan.mesh().size * self._peak)
@@ -290,10 +285,8 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     return Prediction(rehearsal, cluster, whole, whole - took, sent, clocked, ranks)
 
 
-def each_flops(
-    rehearsal: Rehearsal, *, kinds: Collection[ActionKind | None] = (None, *ActionKind), repeated: bool = True
-) -> list[int]:
-    """Return the flops of a step in these kinds of action, for each rank along pp; None: phases outside of actions.
+def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind], repeated: bool = True) -> list[int]:
+    """Return the flops of a step in these kinds of action, for each rank along pp.
 
     `repeated`: also count the forwards that a backward repeats. Equal segments are counted once and multiplied."""
     found: dict[int, int] = {}
@@ -403,10 +396,8 @@ class _Rank:
         A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node. In an
         all-to-all each rank sends to other nodes."""
         found = {"inside": 0.0, "between": 0.0}
-        for part, times in (
-            *((part, 1) for part in self._around),
-            *((part, times) for _, part, times in self._actions),
-        ):
+        counted = [(part, 1) for part in self._around] + [(part, times) for _, part, times in self._actions]
+        for part, times in counted:
             for call in part.calls():
                 if call.record.kind != "recv":
                     size = times * call.record.bytes * bus_factor(call.record.kind, ranks=len(call.ranks))

@@ -108,11 +108,6 @@ class TapeSegment:
         """The kind of the segment's action; None for a phase of the step."""
         return self.activity.kind if isinstance(self.activity, Action) else None
 
-    @property
-    def flops(self) -> int:
-        """Flops of all operations of the segment."""
-        return sum(entry.flops for entry in self.entries if isinstance(entry, TapeOperation))
-
     def calls(self) -> Iterator[TapeCall]:
         """Yield the calls that start a collective or message in the segment, in order."""
         return (entry for entry in self.entries if isinstance(entry, TapeCall))
@@ -148,40 +143,20 @@ class Tape:
 
 aten = torch.ops.aten
 
-LOOK_UPS = frozenset(
-    {
-        "aten::embedding",
-        "aten::index",
-        "aten::index_select",
-        "aten::gather",
-        "aten::slice_backward",
-        "aten::take",
-        "aten::nll_loss_forward",
-        "aten::nll_loss2d_forward",
-    }
-)
+LOOK_UPS = (
+    "aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward", "aten::take",
+    "aten::nll_loss_forward", "aten::nll_loss2d_forward",
+)  # fmt: skip
 """Operations that read as many bytes of their input as they return, not all of it."""
 
-ZERO_FILLED = frozenset({"aten::nll_loss_backward", "aten::nll_loss2d_backward"})
+ZERO_FILLED = ("aten::nll_loss_backward", "aten::nll_loss2d_backward")
 """Operations that fill a tensor with zeros and a few values; their reads count as 0 bytes."""
 
-NO_WORK = frozenset(
-    {
-        "aten::empty",
-        "aten::empty_like",
-        "aten::empty_strided",
-        "aten::new_empty",
-        "aten::new_empty_strided",
-        "aten::detach",
-        "aten::detach_",
-        "aten::set_",
-        "aten::_unsafe_view",  # a view, though its schema does not say so
-        "aten::_local_scalar_dense",
-        "aten::lift_fresh",
-        "profiler::_record_function_enter_new",
-        "profiler::_record_function_exit",
-    }
-)
+NO_WORK = (
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
+    "aten::detach", "aten::detach_", "aten::set_", "aten::_unsafe_view", "aten::_local_scalar_dense",
+    "aten::lift_fresh", "profiler::_record_function_enter_new", "profiler::_record_function_exit",
+)  # fmt: skip
 """Operations that have no flops and no bytes, although their schema does not show it."""
 
 

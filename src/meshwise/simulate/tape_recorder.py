@@ -305,7 +305,7 @@ def _attention(kind: str, given: dict[str, Any]) -> Tensor:
     causal, scale, dropped = given["is_causal"], given["scale"], given["dropout_p"]
     aten = torch.ops.aten
     if kind == "cpu":
-        output = aten._scaled_dot_product_flash_attention_for_cpu(
+        output: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scale
         )
     elif flash:
@@ -314,8 +314,7 @@ def _attention(kind: str, given: dict[str, Any]) -> Tensor:
         output = aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, query.requires_grad, dropped, causal, scale=scale
         )
-    result: Tensor = output[0]
-    return result
+    return output[0]
 
 
 def _fused(kind: str, given: dict[str, Any]) -> bool:
@@ -423,14 +422,10 @@ class StageMessages:
 class RehearsalWorld(TraceWorld):
     """World of one rehearsed rank: it records collectives, waits and buffers, and sends no tensor."""
 
-    def __init__(
-        self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: StageMessages, shared: bool = False
-    ) -> None:
+    def __init__(self, *, rank: int, mesh: Mesh, recorder: Recorder, stages: StageMessages, shared: bool) -> None:
         """`shared`: all ranks are processes of one host and share its memory."""
         super().__init__(rank=rank, mesh=mesh, device="meta", flight_recorder=recorder.flight_recorder)
-        self._recorder = recorder
-        self._stages = stages
-        self._shared = shared
+        self._recorder, self._stages, self._shared = recorder, stages, shared
         self._received: Counter[int] = Counter()
 
     @property
