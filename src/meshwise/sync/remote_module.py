@@ -240,8 +240,8 @@ class RemoteModule:
 
     def _answer(self, caller: int, header: _Header, tensors: list[Tensor]) -> None:
         """Run what the message asks for, and answer with the results or the error."""
+        results, text = list[Tensor](), ""
         try:
-            results: list[Tensor] = []
             if header.kind is _Kind.FORWARD:
                 results = self._forward(caller, header, tensors)
             elif header.kind is _Kind.BACKWARD:
@@ -250,9 +250,7 @@ class RemoteModule:
                 raise ValueError("step() of a module without an optimizer: remote(…, optimizer=…)")  # noqa: TRY301
         except Exception as error:  # noqa: BLE001 - the caller raises it
             text = f"rank {self._rank}, in a remote module: {type(error).__name__}: {error}"
-            self._reply(caller, _Header(header.kind, error=text), [])
-        else:
-            self._reply(caller, _Header(header.kind), results)
+        self._reply(caller, _Header(header.kind, error=text), results)
 
     def _reply(self, caller: int, header: _Header, tensors: Sequence[Tensor]) -> None:
         """Answer a caller without waiting, because it may first take answers of other owners; the next answer waits."""

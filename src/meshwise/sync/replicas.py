@@ -20,7 +20,6 @@ sums (`JoinedJobs`). A job that joins copies parameters, outer state and optimiz
 
 import contextlib
 import dataclasses
-import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,12 +66,8 @@ class Replicas:
         wait: Callable[[], None],
     ) -> None:
         """`axes`: mesh axes along which replicas differ. `wait`: waits until a save in progress has made its copies."""
-        self._engine = engine
-        self._optimizer = optimizer
-        self.scheme = scheme
-        self._axes = tuple(axes)
-        self._wait = wait
-        self._world = engine.world
+        self._engine, self._optimizer, self.scheme, self._wait = engine, optimizer, scheme, wait
+        self._world, self._axes = engine.world, tuple(axes)
         group = self._world.group(self._axes)
         self.index, self.size = group.index, group.size
         unit_of = {row.name: number for number, unit in enumerate(engine.table.units) for row in unit.rows}
@@ -110,9 +105,10 @@ class Replicas:
         scheme, self.steps = self.scheme, self.steps + 1
         self._counts = [before + count for before in self._counts]
         begun, applied = scheme.fragments_to_begin(self.steps), scheme.fragments_to_apply(self.steps)
-        if begun or applied or scheme.in_groups(self.steps):
+        in_groups = scheme.in_groups(self.steps)
+        if begun or applied or in_groups:
             self._wait()  # a skipped step ran no optimizer, which otherwise waits
-        if scheme.in_groups(self.steps):
+        if in_groups:
             self._mix(f"groups:{scheme.group}")
         if scheme.graph != "all":
             if begun:
@@ -151,15 +147,15 @@ class Replicas:
     def _common_state(self, fragment: int) -> list[Tensor]:
         """Return the tensors of the optimizer's state that every replica has (a collective)."""
         found: list[dict[str, Tensor]] = []
-        for parameter in self._slices(fragment):
+        for parameter in self._slices(self._fragments[fragment]):
             state = self._optimizer.state.get(parameter, {}).items()
             found.append({key: it for key, it in state if isinstance(it, Tensor) and it.shape == parameter.shape})
         keys = self._world.exchange([sorted(state) for state in found], axes=self._axes)
         common = [set(own).intersection(*others) for own, *others in zip(*keys, strict=True)]
         return [state[key] for state, here in zip(found, common, strict=True) for key in sorted(here)]
 
-    def _slices(self, fragment: int) -> Iterator[nn.Parameter]:
-        return (parameter for bucket in self._fragments[fragment] for _, parameter in bucket.slices)
+    def _slices(self, buckets: Iterable[Bucket]) -> Iterator[nn.Parameter]:
+        return (parameter for bucket in buckets for _, parameter in bucket.slices)
 
     def _apply(self, fragment: int) -> None:
         """Wait for the mean of a fragment, and apply it."""
@@ -174,7 +170,7 @@ class Replicas:
         for one in sent[len(buckets) :]:
             one.target.copy_((one.total / total).view_as(one.target))
         if self.scheme.state == "reset":
-            for parameter in self._slices(fragment):
+            for parameter in self._slices(buckets):
                 self._optimizer.state.pop(parameter, None)
         self._show(buckets)
 
@@ -267,7 +263,7 @@ class Replicas:
         """Yield the state of this rank as picklable values on the CPU: steps, `_tensors`, and the optimizer's state."""
         yield self.steps
         yield from (tensor.detach().to("cpu", copy=True) for tensor in self._tensors())
-        for parameter in self._all_slices():
+        for parameter in self._slices(self._buckets):
             state = self._optimizer.state.get(parameter, {}).items()
             yield {key: (it.device.type, it.cpu()) if isinstance(it, Tensor) else it for key, it in state}
 
@@ -277,15 +273,12 @@ class Replicas:
         self.moved, self.steps, self._counts = self.moved + steps - self.steps, steps, [0.0] * self.scheme.fragments
         for target, value in zip(self._tensors(), values, strict=False):
             target.copy_(value)
-        for parameter, state in zip(self._all_slices(), values, strict=True):
+        for parameter, state in zip(self._slices(self._buckets), values, strict=True):
             for key, it in state.items():
                 if isinstance(it, tuple):
                     state[key] = it[1].to("cpu" if it[0] == "cpu" else parameter.device)
             self._optimizer.state[parameter] = state
         self._show(self._buckets)
-
-    def _all_slices(self) -> Iterator[nn.Parameter]:
-        return itertools.chain.from_iterable(map(self._slices, range(self.scheme.fragments)))
 
     # ---- the mean -----------------------------------------------------------------------------------------------
 

@@ -58,11 +58,9 @@ def check_graph(graph: str, *, size: int) -> None:
             f"sync: graph={graph!r} is no graph; write ring, torus, exponential, groups:2 or edges such as "
             f"{','.join(f'{one}-{one + 1}' for one in range(max(1, size - 1)))}"
         )
-    edges = _edges(graph, size)
-    reached, found_more = {0}, True
-    while found_more:
-        more = {end for edge in edges for end in edge if reached & set(edge)}
-        found_more, reached = not more <= reached, reached | more
+    edges, reached = _edges(graph, size), {0}
+    for _ in range(size):
+        reached |= {end for edge in edges for end in edge if reached & set(edge)}
     if reached != set(range(size)):
         raise ValueError(
             f"sync: graph={graph} must connect the replicas 0 to {size - 1}, and name no others, or they never "
@@ -137,9 +135,8 @@ class SyncScheme:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value, like = getattr(self, item.name), type(item.default)
-            fits = isinstance(value, (int, float) if like is float else like) and isinstance(value, bool) == (
-                like is bool
-            )
+            kinds = (int, float) if like is float else like
+            fits = isinstance(value, kinds) and isinstance(value, bool) == (like is bool)
             if not fits or (like is float and not math.isfinite(value)):
                 raise ValueError(f"sync: {item.name}={value!r} is no {_KINDS[like]}; write {item.name}={item.default}")
         smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0, "least": 1}
