@@ -8,8 +8,6 @@ from meshwise.base.mesh import Mesh
 
 AXES = ("pp", "dp", "cp", "tp")
 """The axes of a plan's mesh, outermost first. tp communicates most, so its ranks are neighbours."""
-FOLDED = ("ep", "etp")
-"""Axes for the experts of a mixture alone, outermost first; their ranks are ranks of `dp cp tp`."""
 REPLICAS = ("dp",)
 """Axes whose ranks hold replicas of a model, for different rows of the batch."""
 OUTER_REPLICAS = ("dp_outer",)
@@ -53,7 +51,7 @@ def expert_mesh(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh |
     fine: list[tuple[str, int]] = []
     joint: dict[str, tuple[str, ...]] = {}
     missing = {"etp": etp, "ep": ep}
-    taken: dict[str, tuple[str, ...]] = dict.fromkeys(FOLDED, ())
+    taken: dict[str, tuple[str, ...]] = {"ep": (), "etp": ()}  # outermost first
     for name, degree in reversed(axes):
         parts: list[tuple[str, int]] = []
         for key in missing if name == axes[-1][0] else ("ep",):

@@ -59,9 +59,7 @@ class Plan:
         "(`all-gather`), or the way that moves fewer bytes (`auto`)",
     )
     chunk: int = whole_number(
-        0,
-        means="with ep, tokens that a rank sends to experts at once; the backward sends them again. 0: all tokens",
-        least=0,
+        0, means="with ep, tokens that a rank sends to experts at once; the backward sends them again. 0: all tokens"
     )
     dispatch_parts: int = whole_number(
         1, means="with ep, parts of a mixture's tokens: other parts are sent while the experts compute one part"
@@ -69,19 +67,14 @@ class Plan:
     replicate: int = whole_number(
         0,
         means="with ep, number of experts with the most rows that are copied to all ranks of ep, anew in each dispatch",
-        least=0,
     )
     zero: int = whole_number(
-        0,
-        means="sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters",
-        most=3,
-        least=0,
+        0, means="sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters", most=3
     )
     shards: int = whole_number(
         0,
         means="with zero, how many neighbouring ranks of dp share one copy of the state; dp / shards replicas have a "
         "copy each; 0: all ranks of dp share one. `dp=4x8` means `dp=32 shards=8`",
-        least=0,
     )
     hpz: int = whole_number(
         1,
@@ -95,7 +88,6 @@ class Plan:
         0,
         means="with zero=1 and 2, 1: a step returns while updated parameters are gathered, each unit waits for its own "
         "in its next forward, and the module shows NaN until then",
-        least=0,
         most=1,
     )
     bucket: int = Key(
@@ -107,7 +99,7 @@ class Plan:
     )
     tp_depth: int = whole_number(1, means="number of grids under `tp_mode=2.5d`")
     sequence_parallel: int = whole_number(
-        0, means="1: between the split matrices, each tp rank has a part of the tokens", least=0, most=1
+        0, means="1: between the split matrices, each tp rank has a part of the tokens", most=1
     )
     random: str = one_of(
         "global local",
@@ -129,7 +121,7 @@ class Plan:
     ).field(0)
     compile: str = one_of("off auto blocks", means="blocks: torch.compile for each block's forward; auto: only on GPUs")
     deterministic: int = whole_number(
-        0, means="1: kernels of torch that give equal bits in every run; slower on GPUs", least=0, most=1
+        0, means="1: kernels of torch that give equal bits in every run; slower on GPUs", most=1
     )
     precision: str = one_of(
         "fp32 bf16 fp16", means="dtype of the computation, with fp32 masters; fp32: the model's own dtype"
@@ -154,7 +146,7 @@ class Plan:
     )
     every: int = whole_number(1, means="with `sync` other than `step`, steps between two agreements")
     server: int = whole_number(
-        0, means="ranks besides the workers of dp that hold the optimizer and shards of the parameters", least=0
+        0, means="ranks besides the workers of dp that hold the optimizer and shards of the parameters"
     )
     staleness: str = Key(
         "with `server`, by how many steps a worker may run ahead of the slowest one; 0: all step together",

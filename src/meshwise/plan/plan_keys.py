@@ -121,9 +121,13 @@ class Key:
             raise PlanError(f"{name}={value}: {name} is {self.range()}. Nearest that works: '{name}={nearest}'")
 
 
-def whole_number(default: int, *, means: str, least: int = 1, most: int | None = None, auto: bool = False) -> Any:
-    """Return a dataclass field for a key with whole numbers. `means`: `Key.meaning`; other arguments: as in `Key`."""
-    return Key(means, least, most, auto=auto).field(default)
+def whole_number(
+    default: int, *, means: str, least: int | None = None, most: int | None = None, auto: bool = False
+) -> Any:
+    """Return a dataclass field for a key with whole numbers. `means`: `Key.meaning`; other arguments: as in `Key`.
+
+    `least`: by default 0 if the default is 0, else 1."""
+    return Key(means, min(default, 1) if least is None else least, most, auto=auto).field(default)
 
 
 def one_of(words: str, *, means: str, file: bool = False) -> Any:
@@ -230,10 +234,7 @@ OFFLOAD_FORM = f"or `state:tier` joined by commas: {', '.join(OFFLOADABLE)}; {',
 WIRE_DTYPES = ("auto", "fp32", "bf16", "fp16")
 WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
     {
-        "int8": ("", lambda _: False),
-        "int4": ("", lambda _: False),
-        "fp8": ("", lambda _: False),
-        "1bit": ("", lambda _: False),
+        **dict.fromkeys(("int8", "int4", "fp8", "1bit"), ("", lambda _: False)),
         "qsgd": ("4", lambda bits: bits in (4, 8)),
         "powersgd": ("4", lambda rank: rank >= 1 and rank == int(rank)),
         "topk": ("0.01", lambda fraction: 0 < fraction <= 1),
