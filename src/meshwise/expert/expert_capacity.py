@@ -36,11 +36,6 @@ class ExpertCapacity:
         self._over_tokens: OverTokens = over_tokens or (lambda x, *, function, **_: function(x))
         self._tokens = 0
 
-    def limit(self, module: nn.Module, *, experts: nn.Module) -> None:
-        """Register the hooks; `module`: the module around the experts."""
-        module.register_forward_pre_hook(self._note_tokens, with_kwargs=True)
-        experts.register_forward_pre_hook(self._drop, with_kwargs=True)
-
     def _note_tokens(self, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
         """Note the tokens of a sample before the module around the experts runs.
 
@@ -99,7 +94,8 @@ def limit_experts(
         around, experts = module.get_submodule(block), module.get_submodule(name)
         count = routers.drop_counter(name)
         own = ExpertCapacity(capacity or 0, mixture=mixture, over_tokens=over_tokens, count=count)
-        own.limit(around, experts=experts)
+        around.register_forward_pre_hook(own._note_tokens, with_kwargs=True)
+        experts.register_forward_pre_hook(own._drop, with_kwargs=True)
 
 
 def check_capacity(module: nn.Module, *, capacity: float | None, plan: Plan, rules: Mapping[str, str] | None) -> None:

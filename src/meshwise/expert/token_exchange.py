@@ -109,12 +109,8 @@ class ExpertExchange:
         """`experts`: number of experts over all ranks. `recall`: results that a repeated forward takes again.
 
         `imbalance`: without values, load of this rank's experts as a multiple of the even share."""
-        self._imbalance = imbalance
-        self._world = world
-        self._axes = axes
-        self._plan = plan
-        self._experts = experts
-        self._recall = recall
+        self._world, self._axes, self._plan, self._experts = world, axes, plan, experts
+        self._recall, self._imbalance = recall, imbalance
         self.shares = [stop - start for start, stop in even_split(experts, world.group(axes.experts).size)]
         """Number of experts of each rank along `ep`."""
         self.index = index = world.group(axes.experts).index
