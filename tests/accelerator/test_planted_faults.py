@@ -117,7 +117,7 @@ FAULTS = (
         "data_parallel.live_unit:LiveUnit.await_update", "work.wait()", "dp=2 zero=1", "may not have (written|read) yet"
     ),
     # layers, tokens and experts
-    Fault("comm.api.autograd_collectives:_after", "work.wait()", "tp=2 sequence_parallel=1 precision=bf16", UNWRITTEN),
+    Fault("comm.api.autograd_collectives:after", "work.wait()", "tp=2 sequence_parallel=1 precision=bf16", UNWRITTEN),
     Fault("attention.key_exchange:RingExchange.blocks", "work.wait()", "cp=2 context=ring recompute=full", UNWRITTEN),
     Fault("attention.key_exchange:DirectExchange.backward", "work.wait()", "cp=2 context=window", UNWRITTEN),
     Fault(

@@ -25,7 +25,8 @@ ALL = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}
     ],
 )
 def test_a_process_with_launcher_variables_is_a_rank(told: dict[str, str], expected: tuple[int, int] | None) -> None:
-    assert launched_rank(told) == expected
+    with mock.patch.dict(os.environ, told, clear=True):
+        assert launched_rank() == expected
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,8 @@ def test_a_process_with_launcher_variables_is_a_rank(told: dict[str, str], expec
     ],
 )
 def test_a_part_of_it_or_nonsense_is_refused(told: dict[str, str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        launched_rank(told)
+    with mock.patch.dict(os.environ, told, clear=True), pytest.raises(ValueError, match=said):
+        launched_rank()
 
 
 def nothing(world: World) -> None: ...

@@ -154,8 +154,7 @@ class TiledAttention:
             o, lse = into[0][:, :, rows], into[1][:, :, rows]
             for run in runs:
                 pair = None if run.tile is None else TilePair(tile, run.tile)
-                block_of = (x[:, :, run.start : run.stop] for x in (k, v))
-                new_o, new_lse = self._kernel(pair, part, *block_of).forward()
+                new_o, new_lse = self._kernel(pair, part, *(x[:, :, run.start : run.stop] for x in (k, v))).forward()
                 _merge(o, lse, new_o.reshape(o.shape), new_lse.reshape(lse.shape))
                 self._progress()
 
@@ -388,7 +387,5 @@ def _grouped(mask: Tensor, groups: int, heads: int) -> Tensor:
 
 
 def _mask_part(mask: Tensor, queries: TokenTile, keys: TokenTile) -> Tensor:
-    """Return the view of a mask over a tile."""
     rows = slice(queries.start, queries.stop) if mask.size(-2) > 1 else slice(None)
-    part: Tensor = mask[..., rows, keys.positions if mask.size(-1) > 1 else slice(None)]
-    return part
+    return mask[..., rows, keys.positions if mask.size(-1) > 1 else slice(None)]

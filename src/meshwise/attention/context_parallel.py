@@ -93,13 +93,11 @@ def _attends(attention: TokenAttention, pattern: Pattern) -> _Hooks:
     before: list[Pattern | None] = []
 
     def enter(_module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """Set the pattern of the rule, combined with the pattern of the module around."""
         outer = attention.rule
         before.append(outer)
         attention.rule = pattern if outer is None else outer & pattern
 
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        """Restore the pattern of the module around."""
         attention.rule = before.pop()
 
     return enter, leave
@@ -110,7 +108,6 @@ def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
     before: list[TokenState | None] = []
 
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the tokens of the arguments, and end the interception."""
         state, given = mode.state, (args, kwargs)
         if state is not None:
             given = map_tensors(
@@ -121,7 +118,6 @@ def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
         return given
 
     def leave(_module: nn.Module, _args: Any, output: Any) -> Any:
-        """Take this rank's tokens of the output, and begin the interception again."""
         mode.state = state = before.pop()
         if state is None:
             return output
@@ -248,18 +244,8 @@ def _attention(
         mask = bias if mask is None else joined_masks(bias, other=mask)
     if attention_mask is None and is_causal:
         pattern = causal()
-    out = attend(
-        query,
-        key,
-        value,
-        pattern=pattern,
-        mask=mask,
-        scale=given.get("scaling"),
-        dropout=given.get("dropout", 0.0),
-        softcap=given.get("softcap"),
-        sinks=given.get("s_aux"),
-        packed=True,
-    )
+    more = {"scale": given.get("scaling"), "softcap": given.get("softcap"), "sinks": given.get("s_aux"), "packed": True}
+    out = attend(query, key, value, pattern=pattern, mask=mask, dropout=given.get("dropout", 0.0), **more)
     return out.transpose(1, 2).contiguous(), None
 
 

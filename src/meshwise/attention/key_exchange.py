@@ -139,10 +139,9 @@ class DirectExchange(_Exchange):
         for work in works:
             work.wait()
         for rank, block in back.items():
-            passed = 0
-            for start, stop in needs[rank][here]:
-                total[:, :, start:stop] += block[:, :, passed : passed + stop - start]
-                passed += stop - start
+            sizes = [stop - start for start, stop in needs[rank][here]]
+            for (start, stop), part in zip(needs[rank][here], block.split(sizes, TOKENS), strict=True):
+                total[:, :, start:stop] += part
         return total
 
     def _others(self) -> list[int]:

@@ -58,14 +58,12 @@ class Pattern:
         """Return True for each pair let through: (queries, keys), or (samples, 1, queries, keys)."""
         raise NotImplementedError
 
-    def map_token_values(self, change: Change) -> "Pattern":
+    def map_token_values(self, change: Change) -> "Pattern":  # noqa: ARG002 - a pattern of positions has no such tensor
         """Return the pattern with `change` applied to its tensors of token values, (samples, tokens)."""
-        del change
         return self
 
-    def of_heads(self, heads: range) -> "Pattern":
+    def of_heads(self, heads: range) -> "Pattern":  # noqa: ARG002 - most patterns are the same for all heads
         """Return the pattern for the query heads `heads` of all heads."""
-        del heads
         return self
 
     def __and__(self, other: "Pattern") -> "Pattern":
@@ -280,9 +278,8 @@ class Restarts(Documents):
 
     Under cp the model saw only this rank's tokens, so its numbers are wrong, and `packed_documents` replaces them."""
 
-    def map_token_values(self, change: Change) -> Pattern:
+    def map_token_values(self, change: Change) -> Pattern:  # noqa: ARG002 - the numbers are not used
         """Return the pattern of every pair."""
-        del change
         return full()
 
 
@@ -335,8 +332,7 @@ class MaskFunction(Pattern):
         """Return (samples, heads, queries, keys); samples or heads are 1 if the pairs are the same for all."""
         heads = range(1) if self.heads is None else self.heads
         places = pair_indices(pair, samples=self.samples, heads=heads, device=device)
-        mask: Tensor = self.allows(*places).expand(torch.broadcast_shapes(*(place.shape for place in places)))
-        return mask
+        return self.allows(*places).expand(torch.broadcast_shapes(*(place.shape for place in places)))
 
     def map_token_values(self, change: Change) -> Pattern:
         """Return the pattern of the function with `change` applied to the tensors in its closure."""
@@ -444,8 +440,7 @@ def padding(valid: Tensor) -> Pattern:
 def parse_pattern(text: str) -> Pattern:
     """Return the pattern of a text such as `causal&window:64+global:2`: & joins words first (both), then + (either).
 
-    The words are `full`, `causal`, `window:SIZE`, `dilated:SIZE:STEP`, `prefix:SIZE`, `global:SIZE`,
-    `blocks:SIZE:REACH`, `random:SIZE:EVERY:SEED` and `fixed:SIZE:SUMMARY`. Raises ValueError for another text."""
+    docs/context.md has the words and their numbers ("Sparse attention"). Raises ValueError for another text."""
 
     def joined(texts: list[str], read: Callable[[str], Pattern], *, every: bool) -> Pattern:
         parts = tuple(map(read, texts))

@@ -1,8 +1,5 @@
 """Attention of queries on keys that may lie on other ranks, with its backward (`split_attention`, `attend`).
 
-`attend` is the function for models: attention under a pattern, on one process or on ranks that split the tokens. Its
-arguments are as for torch's `scaled_dot_product_attention`, with a `Pattern` besides the mask.
-
 A `HeadExchange` has u ranks (Ulysses, arXiv 2309.14509; two levels: USP, arXiv 2405.07719). During the attention a rank
 has all their tokens for H/u heads. Before and after, it has its own n tokens for all H heads:
 
@@ -181,8 +178,7 @@ def attend(
     given = {"pattern": pattern, "mask": mask, "scale": scale, "dropout": dropout, **more}
     if has_torch_function((query, key, value)):
         qkv = query, key, value
-        found: Tensor = handle_torch_function(attend, qkv, *qkv, **given)
-        return found
+        return handle_torch_function(attend, qkv, *qkv, **given)
     lengths = query.size(-2), key.size(-2)
     queries, keys = map(TokenRanges.whole, lengths)
     tiles = TiledAttention(ScoreRules.of(query, lengths=lengths, given=given), queries=queries)

@@ -1,11 +1,9 @@
 """Compute the attentions of a model whose tokens are split over ranks (`TokenAttention`).
 
-docs/context.md has the order of tokens and the exchange of keys for each value of `context`. `auto` sends keys where
-they are needed if the pattern needs less than half of them, else it rotates; its order is striped for packed documents.
+docs/context.md has the order of tokens and the exchange of keys for each value of `context`, `auto` included.
 
 `work_table` counts which rank computes how many pairs of query and key, and when, under a plan. The work of an
-attention is in proportion to the pairs that its pattern lets through. So the balance of the ranks, and the share of a
-ring's steps that computes nothing, follow from the token order and the pattern alone.
+attention is in proportion to these pairs.
 
 `TokenState` knows which rank has which tokens of a micro-batch, and cuts the batch to this rank's. The token dim is dim
 1 of a batch's first tensor: integers (samples, tokens) or floats (samples, tokens, features). Every tensor with as many
@@ -150,10 +148,8 @@ def sequence_length(batch: Any) -> int:
 
 def rank_order(order: str, *, length: int, ring: int, heads: int) -> tuple[TokenRanges, ...]:
     """Return the positions of each rank along (ring, heads): by `order` over the ring, each part cut for `heads`."""
-    found: list[TokenRanges] = []
-    for group in token_order(order, length=length, parts=ring):
-        found += [group.narrow(start, stop=stop) for start, stop in even_split(group.count, heads)]
-    return tuple(found)
+    groups = token_order(order, length=length, parts=ring)
+    return tuple(group.narrow(start, stop=stop) for group in groups for start, stop in even_split(group.count, heads))
 
 
 def token_dims(x: Tensor, *, count: int) -> Iterable[int]:

@@ -1,13 +1,9 @@
 """Run a model on this rank's tokens as if it had all tokens (`TokenInterception`).
 
 The mode sees the torch functions that the model and the loss call, in the forward and in a repeated forward.
-docs/context.md has a table of what they return. Dims of tokens are `TokenCount`s, and `arange` of such a count gives
-global positions. Attention is over the tokens of all ranks. A function that mixes tokens otherwise raises an error.
-Everything else works token by token and is left alone.
-
-A pooling, a convolution over tokens, a cumulative sum or an attention written by hand gives results of the right shape
-and the wrong values. So a function that mixes along a dim of tokens is refused when it is called. The message names the
-module and the rule that keeps it whole."""
+docs/context.md has a table of what they return, and says why other functions that mix tokens raise an error. Dims of
+tokens are `TokenCount`s, and `arange` of such a count gives global positions. Attention is over the tokens of all
+ranks. Everything else works token by token and is left alone."""
 
 import contextlib
 import sys
@@ -25,10 +21,9 @@ from meshwise.model.random_interception import ForwardAndBackwardMode
 
 _ALONG = """
     cumsum cumprod cummax cummin logcumsumexp softmax log_softmax logsumexp mean sum prod max min amax amin argmax
-    argmin var std median sort argsort flip diff unbind select norm softmin unfold index_select
+    argmin var std median sort argsort flip diff unbind select norm softmin unfold index_select gather narrow
 """
-_DIM_SECOND: Mapping[str, int] = {"topk": 2, "roll": 2, "chunk": 2, "split": 2, "gather": 1, "narrow": 1}
-DIM_ARGUMENT: Mapping[str, int] = {**dict.fromkeys(_ALONG.split(), 1), **_DIM_SECOND}
+DIM_ARGUMENT: Mapping[str, int] = {**dict.fromkeys(_ALONG.split(), 1), "topk": 2, "roll": 2, "chunk": 2, "split": 2}
 """By name of a function that mixes along a dim: the number of the argument that names the dim."""
 LAST_DIM = frozenset(
     ["conv1d", "avg_pool1d", "max_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "interpolate"]

@@ -115,10 +115,7 @@ class Mesh:
         """Return the coordinate of `rank`: one index per axis. Raises ValueError when the mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise ValueError(f"no rank {rank} in the mesh {self}: its ranks are 0 to {self.size - 1}")
-        places = {}
-        for name, degree in reversed(self.axes):
-            rank, places[name] = divmod(rank, degree)
-        return dict(reversed(places.items()))
+        return dict(zip(self.names, map(int, np.unravel_index(rank, self._shape)), strict=True))
 
     def group(self, rank: int, *, axes: Sequence[str]) -> tuple[int, ...]:
         """Return `rank` and all ranks whose coordinates differ from it only along `axes`, in ascending order.

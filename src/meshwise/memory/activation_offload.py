@@ -6,12 +6,8 @@ forward continues, and come back before the backward needs the tensor:
     forward    save a │ save b │ save c │ …        backward    … │ needs c │ needs b │ needs a
     out           └a out──┘└b out──┘                back          b back ──┘└ a back ──┘
 
-    tier    path of a tensor
-    cpu     from the GPU to pinned memory of the host and back, on a separate CUDA stream. (torch's `save_on_cpu`
-            copies on the compute stream, which then waits for every copy.) Nothing moves if the CPU computes.
-    disk    through a few aligned buffers into the swap file, by the file's threads; with a GPU the buffers are pinned
-
-A storage moves once for all saved tensors in it. docs/memory.md has what moves and what stays ("Activations").
+docs/memory.md has the way of a storage to each tier, what moves and what stays ("Activations"). torch's `save_on_cpu`
+copies on the compute stream, which then waits for every copy.
 
 A `StorageMover` moves the storages: `DiskMover`, `HostMover` to a GPU's host, or `RehearsedMover`, which only counts
 bytes. `activation_tier` makes the mover of a plan's tier."""
@@ -318,18 +314,11 @@ class _SavedTensors:
         if tensor.device.type != self._mover.device.type:
             return False
         storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        if not self._transfers.least <= size <= _LARGEST_RATIO * tensor.nbytes:
+        if not self._transfers.least <= storage.nbytes() <= _LARGEST_RATIO * tensor.nbytes:
             return False
-        return not self._is_the_models(storage._cdata)
-
-    def _is_the_models(self, storage: int) -> bool:
-        """Return whether a storage holds parameters or buffers. A gather may put parameters into a new storage."""
-        if storage in self._own:
-            return True
-        found = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
-        self._own |= found
-        return storage in found
+        if storage._cdata not in self._own:  # a gather may have put parameters into a new storage
+            self._own |= {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
+        return storage._cdata not in self._own
 
 
 def activation_tier(

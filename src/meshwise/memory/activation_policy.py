@@ -1,8 +1,7 @@
 """Choose how each block's activations are recomputed under a memory budget, and apply the tier of activations.
 
-The modes follow from measured costs. In the first steps every block recomputes everything, which takes the least
-memory. Meanwhile each block measures the bytes and seconds of every mode. Then each block gets its mode, the same one
-on every rank that runs the block. No mode changes a number, so these steps train like all others."""
+docs/memory.md says how the modes follow from costs that are measured in the first steps ("A budget"). A block gets the
+same mode on every rank that runs it."""
 
 import contextlib
 from collections.abc import Mapping, Sequence

@@ -65,14 +65,12 @@ MallocOptions: TypeAlias = Sequence[tuple[int, int]]
 """Pairs of a `mallopt` parameter (its number in malloc.h) and its value (bytes, or for `M_MMAP_MAX` a count)."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
-_MOST = 2**31 - 1
 _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
 """Values that glibc itself chooses after large tensors were freed."""
-KEEP_FREED = ((_TRIM_THRESHOLD, _MOST), (_MMAP_MAX, 0))
+KEEP_FREED = ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_MAX, 0))
 """Options under which glibc keeps all freed memory and maps no block separately."""
 MAP_SEPARATELY = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_MMAP_MAX, 65536))
 """Options under which each block of 256 KiB or more has its own mapping, which is unmapped when it is freed."""
-_ENVIRONMENT = ("MALLOC_", "GLIBC_TUNABLES")
 
 
 def set_malloc(options: MallocOptions = ()) -> None:
@@ -84,7 +82,7 @@ def set_malloc(options: MallocOptions = ()) -> None:
     if trim is None:
         return
     trim(0)
-    if not any(name.startswith(_ENVIRONMENT) for name in os.environ):
+    if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         for option, value in options:
             library.mallopt(option, value)
 

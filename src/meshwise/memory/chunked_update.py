@@ -79,13 +79,11 @@ class StagedRound:
         self.round = round_
         self._optimizer = optimizer
         self._tiers = tiers
-        self._buffer: Tensor | None = None
+        self._buffer = tiers.staging.take(tiers.staging_size) if _bytes(round_) else None
         self._memory: list[dict[str, Tensor]] = [{} for _ in round_]
         self._values: list[dict[str, Tensor]] = [{} for _ in round_]
-        self._transfers: list[SwapTransfer] = []
         self._reads: list[SwapTransfer] = []
-        if _bytes(round_):
-            self._buffer = tiers.staging.take(tiers.staging_size)
+        self._writes: list[SwapTransfer] = []
         start = 0
         for one, memory, values in zip(round_, self._memory, self._values, strict=True):
             written = {"master", "gradient", *one.state_keys(optimizer)}
@@ -121,7 +119,6 @@ class StagedRound:
 
     def write(self) -> Sequence[SwapTransfer]:
         """Round the masters to parameters, start to write the changed tensors back to disk, and return the writes."""
-        writes: list[SwapTransfer] = []
         for one, memory, values in zip(self.round, self._memory, self._values, strict=True):
             changed = {"master", "narrow", *one.state_keys(self._optimizer)}
             for parameter, span in one.spans:
@@ -132,13 +129,12 @@ class StagedRound:
                 narrow = values.get("narrow", one.chunk.narrow)
                 # From a staging buffer, copy at once: it will soon hold another chunk.
                 narrow.copy_(values.get("master", one.chunk.master), non_blocking="master" not in values)
-            writes += [
+            self._writes += [
                 self._tiers.write(tensor, values=memory[name])
                 for name, tensor in one.on_disk.items()
                 if name in changed
             ]
-        self._transfers = writes
-        return writes
+        return self._writes
 
     def release(self) -> None:
         """Give the optimizer its tensors on disk again, drop the gradients, and free the buffer when it is idle."""
@@ -151,7 +147,7 @@ class StagedRound:
         self._memory = self._values = [{} for _ in self.round]
         if self._buffer is not None:
             buffer, self._buffer = self._buffer, None
-            SwapTransfer.of([*self._reads, *self._transfers]).then(lambda: self._tiers.staging.give(buffer))
+            SwapTransfer.of([*self._reads, *self._writes]).then(lambda: self._tiers.staging.give(buffer))
 
     def _bind(self, parameter: nn.Parameter, values: Mapping[str, Tensor], span: slice) -> None:
         """Let the optimizer's state of `parameter` be the part `span` of `values`, by key."""

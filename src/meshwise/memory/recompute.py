@@ -13,11 +13,8 @@ A separate node saves the block's inputs, so that they can be offloaded like oth
 forward finds the state of the first forward: torch's generators, autocast, and the state that `ForwardReplay`
 remembers. Only the module's `forward` is repeated, so hooks on the block itself do not run again. During
 the repetition, norms update copies of their running statistics, because the first forward has updated the real ones.
-A block that writes to another buffer is refused, because its repeated forward might read the changed buffer.
-
-A block may receive an object (a list, a dict, an instance of a class) and change it in its forward, such as the cache
-of a decoder. During the repetition the object has its earlier content (`InputContainers`); afterwards its present
-content is restored. A tensor changed in place is not restored."""
+A block that writes to another buffer is refused, because its repeated forward might read the changed buffer. Lists,
+dicts and objects that a block receives have their earlier content meanwhile (`InputContainers`); tensors do not."""
 
 import contextlib
 import functools
@@ -187,7 +184,6 @@ class _Call:
         return storage_bytes(self._inputs.saved()), storage_bytes(self._tape.results)
 
     def forget(self) -> None:
-        """Drop the kept results."""
         self._tape = ReplayTape()
 
     def pack(self, tensor: Tensor) -> _Slot:

@@ -4,12 +4,8 @@ docs/memory.md shows what a block keeps in each mode ("Recomputation"). `recompu
 `choose_modes` chooses the modes that fit a memory budget. Most bytes that a block saves are cheap to compute: the
 scores, softmax and dropout of attention, norms, activation functions. Most of its time goes into products with weights,
 whose outputs are comparatively small (Korthikanti et al., arXiv 2205.05198, section 4). So under `selective` the
-outputs of the operations in `KEPT` are kept, and all other operations are computed again:
-
-    kept        mm  addmm  linear  convolution            products with weights; in split layers, after the reduction
-                scaled_dot_product_…                      fused attention: its output and a number per query, no scores
-    repeated    bmm  softmax  dropout  gelu  norm  …      in unfused attention, bmm computes scores: large, but cheap
-
+outputs of the operations in `KEPT` are kept, and all other operations are computed again: also `bmm`, which computes
+the scores of unfused attention, large but cheap.
 In a transformer block of width h with dropout and unfused attention, 9 h numbers per token are kept besides the input.
 They are 3 h of queries, keys and values, h of the attention's projection, 4 h and h of the MLP (as in GPT-3).
 

@@ -1,9 +1,8 @@
 """Compile the forward of each block with torch.compile; hooks, gathers and collectives stay outside of it.
 
 torch.compile of a whole split model meets hooks, modes and collectives that it cannot trace. A block's own forward has
-none of them. Blocks of one class and equal shapes share their compiled code. A block that draws random numbers runs
-uncompiled: a draw depends on its place in the model, which torch.compile would take for a constant. Under random=local
-torch draws, so such a block is compiled too. Layers that tp or ep split run uncompiled, not the rest of their block."""
+none of them. A block that draws random numbers runs uncompiled: a draw depends on its place in the model, which
+torch.compile would take for a constant. docs/architecture.md has the other rules ("Compiled blocks")."""
 
 import threading
 import warnings

@@ -196,8 +196,7 @@ class ConstructionRecord:
 def _view(t: Tensor, memory: Mapping[int, torch.UntypedStorage]) -> Tensor:
     """Return the tensor with values that is the same view of its storage as the meta tensor `t`."""
     source = memory[storage(t)]
-    view = torch.empty(0, dtype=t.dtype, device=source.device)
-    view = view.set_(source, t.storage_offset(), t.size(), t.stride())
+    view = torch.empty(0, dtype=t.dtype, device=source.device).set_(source, t.storage_offset(), t.size(), t.stride())
     view = view.conj() if t.is_conj() else view
     return torch._neg_view(view) if t.is_neg() else view
 
@@ -211,13 +210,8 @@ def _as_laid_out(was: Tensor, got: Tensor) -> Tensor:
 
 META = torch.device("meta")
 
-_OVERWRITING = frozenset(
-    f"aten::{name}_"
-    for name in (
-        *("zero", "fill", "copy", "normal", "uniform", "bernoulli"),
-        *("random", "exponential", "geometric", "cauchy", "log_normal"),
-    )
-)
+_NAMES = "zero fill copy normal uniform bernoulli random exponential geometric cauchy log_normal"
+_OVERWRITING = frozenset(f"aten::{name}_" for name in _NAMES.split())
 
 
 @contextlib.contextmanager
@@ -293,9 +287,8 @@ class _Recorder(LightDispatchMode):
             shadow = torch.empty(memory.nbytes(), dtype=torch.uint8, device=META)
             self._record.learn_constant(shadow, values=torch.empty(0, dtype=torch.uint8, device=t.device).set_(memory))
             self._shadows[memory._cdata] = shadow
-        view = torch.empty(0, dtype=t.dtype, device=META)
         source = self._shadows[memory._cdata].untyped_storage()
-        return view.set_(source, t.storage_offset(), t.size(), t.stride())
+        return torch.empty(0, dtype=t.dtype, device=META).set_(source, t.storage_offset(), t.size(), t.stride())
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traits = _traits_of(func)

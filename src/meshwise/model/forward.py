@@ -212,5 +212,4 @@ class ForwardReplay:
 
 def same_memory(tensor: Tensor) -> Tensor:
     """Return a new tensor in the memory of `tensor`; autograd does not connect the two, not even as a view."""
-    memory = tensor.untyped_storage()
-    return tensor.new_empty(0).set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -85,14 +85,12 @@ class _Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, numbers: MaskNumbers) -> Tensor:
-        """Return dropped `x`."""
         ctx.most = numbers.most
         ctx.save_for_backward(*numbers[:3], numbers.scale)
         return _drop(x.detach(), numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of x."""
         first, factor, column, scale = ctx.saved_tensors
         return dropout(gradients[0], numbers=MaskNumbers(first, factor, column, ctx.most, scale)), None
 

@@ -141,7 +141,6 @@ class ParameterTable:
         return ParameterTable(tuple(units))
 
     def _with_rows(self, change: Callable[[ParameterRow], ParameterRow]) -> "ParameterTable":
-        """Return the table with `change(row)` in place of each row."""
         return ParameterTable(tuple(replace(unit, rows=tuple(map(change, unit.rows))) for unit in self.units))
 
 
@@ -265,8 +264,7 @@ def _refuse_shared_memory(names: Mapping[nn.Parameter, list[str]]) -> None:
             span = (start, start + extent * parameter.element_size(), name)
             spans.setdefault(parameter.untyped_storage()._cdata, []).append(span)
     for shared in spans.values():
-        ordered = sorted(shared, key=lambda span: span[0])
-        for (_, end, name), (start, _, other) in pairwise(ordered):
+        for (_, end, name), (start, _, other) in pairwise(sorted(shared, key=lambda span: span[0])):
             if start < end:
                 raise ValueError(
                     f"{name} and {other} are two parameters over the same memory; to tie them, register the same "

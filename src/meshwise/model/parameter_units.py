@@ -233,10 +233,7 @@ def _holds_stack(module: nn.Module) -> bool:
 
 def _merge(pieces: list[GatheredModule], numel: dict[str, int]) -> list[list[GatheredModule]]:
     """Return the units: pieces that are joined by rule 6 (ties) or by rule 5 (small neighbours)."""
-    owner: dict[str, int] = {}
-    for index, piece in enumerate(pieces):
-        for name in piece.parameters:
-            owner.setdefault(name, index)
+    owner = {name: index for index, piece in reversed([*enumerate(pieces)]) for name in piece.parameters}  # the first
     sizes = [sum(numel[n] for n in piece.parameters if owner[n] == index) for index, piece in enumerate(pieces)]
     limit = MERGE_LIMIT * max(sizes)
     groups = [[index] for index in range(len(pieces))]

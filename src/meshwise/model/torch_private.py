@@ -84,7 +84,5 @@ def compiler_backend(name: str) -> Callable[..., Any]:
     return found
 
 
-def without_dispatch_modes() -> contextlib.AbstractContextManager[None]:
-    """Hide operations inside the block from all dispatch modes: operations that are no part of the model's step."""
-    hidden: contextlib.AbstractContextManager[None] = _disable_current_modes()
-    return hidden
+without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[None]] = _disable_current_modes
+"""Hide operations inside the block from all dispatch modes: operations that are no part of the model's step."""

@@ -1,9 +1,4 @@
-"""Optimizers over the flat slices that a rank owns, from torch and for whole matrices.
-
-| Muon         orthogonal updates of matrices       | LARS, LAMB   a rate for each layer, for large batches
-| Several      several optimizers at once           | parameter_rule   options by pattern, depth and kind
-| whole        any class on whole tensors: whole(torch.optim.Adafactor)
-| OneBitAdam, OneBitLAMB, ZeroOneAdam               replicas exchange momenta as signs"""
+"""Optimizers over the flat slices that a rank owns, and for whole matrices; docs/large_batch.md has a table of them."""
 
 from meshwise.optim.large_batch_optimizers import LAMB, LARS, Muon
 from meshwise.optim.one_bit_optimizers import OneBitAdam, OneBitLAMB, ZeroOneAdam

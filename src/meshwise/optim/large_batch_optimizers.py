@@ -90,8 +90,7 @@ class Muon(WholeParameterOptimizer):
 
     def __init__(self, params: Iterable[Any], *, logical: LogicalTensors, **arguments: Any) -> None:
         super().__init__(params, logical=logical, **arguments)
-        if self.defaults["adjust_lr_fn"] not in RATE_FACTORS:
-            how = self.defaults["adjust_lr_fn"]
+        if (how := self.defaults["adjust_lr_fn"]) not in RATE_FACTORS:
             raise ValueError(f"adjust_lr_fn={how!r}; write one of {', '.join(RATE_FACTORS)}")
         for part in (part for group in self.param_groups for p in group["params"] for part in logical.parts(p)):
             if len(part.shape) < 2:

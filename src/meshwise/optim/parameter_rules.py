@@ -1,12 +1,8 @@
 """Options of the optimizer for each parameter: by patterns over names, by depth, and by kind (`parameter_rule`).
 
-`Several` runs several optimizers at once, each for its own parameter groups:
-
-    optimizers = {"hidden": (Muon, {"lr": 0.02}), "rest": (torch.optim.AdamW, {"lr": 3e-4})}
-    parallelize(model, plan, loss=loss, optimizer=Several, optimizers=optimizers)
-
-`hidden` are the matrices of the model except its embeddings and its head, as `hidden_matrices` finds them. For another
-division, pass `Options(parameter_options=…)`, a function that returns {"optimizer": "hidden"} for a parameter."""
+`Several` runs several optimizers at once, each for its own parameter groups, as in docs/large_batch.md. `hidden` are
+the matrices of the model except its embeddings and its head, as `hidden_matrices` finds them. For another division,
+pass `Options(parameter_options=…)`, a function that returns {"optimizer": "hidden"} for a parameter."""
 
 import difflib
 import fnmatch

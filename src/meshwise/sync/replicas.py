@@ -322,7 +322,7 @@ class Replicas:
                 yield each
 
     def slices_to_load(self, needed: Iterable[StoredSlice], *, saved: Mapping[str, Any]) -> Iterator[StoredSlice]:
-        """Yield the slices to load: this replica's own if its saved round goes on, else the mean of the replicas.
+        """Yield the slices to load: this replica's own if the saved round continues, else the mean of the replicas.
 
         saved: the `extra` values of the checkpoint, with the result of `state`."""
         before = saved.get("sync")

@@ -86,7 +86,7 @@ def _edges(graph: str, size: int) -> list[tuple[int, int]]:
     return [(int(one), int(other)) for one, other in first_to_last]
 
 
-_KINDS = {bool: "true or false", int: "whole number", float: "finite number", str: "text"}
+_KINDS = MappingProxyType({bool: "true or false", int: "whole number", float: "finite number", str: "text"})
 STATE_CHOICES = ("keep", "mean", "reset")
 """Values of `SyncScheme.state`."""
 

@@ -244,8 +244,7 @@ def scheme_on(mesh: Mesh, *, plan: Plan, blocks: bool) -> Scheme:
     plain = scheme(plan, blocks=blocks)
     if KV_REPLICA not in mesh.names:
         return plain
-    axis = scheme(plan, blocks=True).inner[-1]
-    split: Scheme = _with_kv_replicas(plain, axis)
+    split: Scheme = _with_kv_replicas(plain, plain.inner[-1])
     return dataclasses.replace(split, kv_replicas=(KV_REPLICA,))
 
 

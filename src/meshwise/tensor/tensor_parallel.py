@@ -70,9 +70,7 @@ class _Split:
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self._played: dict[nn.Module, str] = {}
-        self._first_names: dict[nn.Parameter, str] = {}
-        for name, parameter in self._parameters.items():
-            self._first_names.setdefault(parameter, name)
+        self._first_names = {parameter: name for name, parameter in module.named_parameters()}
         self._outside = outside
         self._inside = inside
         self._blocks = [name for name, part in parts.items() if part.role == "block"]
@@ -84,11 +82,10 @@ class _Split:
             **dict.fromkeys(("positions", "patches", "vector", "inner"), self._by_features),
             "norm": self._norm,
             "magnitude": self._magnitude,
-            "dropout": lambda _name, _part: None,  # see `activation_regions`
             **dict.fromkeys(("whole", "each_head"), self._whole),
             **dict.fromkeys(("attention", "pair"), self._around_pair),
-            "block": lambda _name, _part: None,  # `add_hooks` handles blocks
-            "experts": lambda _name, _part: None,  # `expert_parallel` places them
+            # handled by `activation_regions`, `add_hooks` and `expert_parallel`
+            **dict.fromkeys(("dropout", "block", "experts"), lambda _name, _part: None),
         }
 
     def apply(self, name: str, part: Part) -> None:

@@ -138,11 +138,13 @@ class StepComparison:
         self.steps.append(StepFigures(mean, norms[0], loss, norm))
         _keep_worst(self._gradients, gradients)
         _keep_worst(self._values, values)
+        place = {module: number for number, module in enumerate(reference.outputs[0].order)}
+        backward = sorted(gradients, key=lambda name: -place.get(_owner(name), -1))  # last module of the forward first
         self._keep_first(
             itertools.chain(
                 [_scalar("the count of the loss", counted, result.tokens, int(count))],
                 [_scalar("the loss", loss, result.loss, mean)],
-                self._as_divergences(_GRADIENT, self._backward_order(gradients)),
+                self._as_divergences(_GRADIENT, {name: gradients[name] for name in backward}),
                 [_scalar("the gradient norm", norm, result.grad_norm, norms[0])],
                 self._as_divergences(_VALUE, values),
                 replicas,
@@ -219,13 +221,6 @@ class StepComparison:
             factor = self._factors.get(f"{kind} {name}")
             detail = "" if factor is None else f"it is {factor:.6g} times the expected value"
             yield Divergence(f"{kind} {name}", figure.step, figure, _owner(name), detail)
-
-    def _backward_order(self, figures: Mapping[str, BoundedDifference]) -> dict[str, BoundedDifference]:
-        """Return the figures of gradients in the order of the backward: the last module of the forward first."""
-        assert self._reference is not None
-        place = {module: number for number, module in enumerate(self._reference.outputs[0].order)}
-        names = sorted(figures, key=lambda name: -place.get(_owner(name), -1))
-        return {name: figures[name] for name in names}
 
     def _first_output(self, ours: Mapping[str, float], step: int) -> str | None:
         """Return the first module of the forward whose output has a different mean square, or None."""
@@ -387,5 +382,4 @@ class ReplayedSide(ReferenceSide):
 
 
 def _sum(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
-    """Return the weighted sum of the tensors."""
     return torch.stack([weight * value for weight, value in zip(weights, values, strict=True)]).sum(0)

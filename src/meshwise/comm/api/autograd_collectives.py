@@ -201,7 +201,7 @@ def _parts_in(memory: Tensor, along: _Along) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
 
-def _after(work: Work, result: Finish) -> Finish:
+def after(work: Work, *, result: Finish) -> Finish:
     """Return a function that waits for `work` and returns `result()`."""
 
     def finish() -> Tensor:
@@ -215,7 +215,7 @@ def _start_gather(x: Tensor, along: _Along, _: _Along) -> Finish:
     whole = x.new_empty(_resized(x, along.dim, sum(along.sizes)))
     parts = _parts_in(whole, along)
     work = along.world.all_gather(x.contiguous(), into=parts, axes=along.axes)
-    return _after(work, lambda: torch.cat(parts, along.dim) if along.dim else whole)
+    return after(work, result=lambda: torch.cat(parts, along.dim) if along.dim else whole)
 
 
 def _start_reduce_scatter(x: Tensor, along: _Along, _: _Along) -> Finish:
@@ -223,7 +223,7 @@ def _start_reduce_scatter(x: Tensor, along: _Along, _: _Along) -> Finish:
     if not all(part.is_contiguous() for part in parts):  # parts that are adjacent in memory need only one native call
         parts = [to.copy_(part) for to, part in zip(_parts_in(_memory(x, along.world), along), parts, strict=True)]
     into = x.new_empty(parts[along.index].shape)
-    return _after(along.world.reduce_scatter(parts, into=into, axes=along.axes), lambda: into)
+    return after(along.world.reduce_scatter(parts, into=into, axes=along.axes), result=lambda: into)
 
 
 def _start_take(x: Tensor, along: _Along, _: _Along) -> Finish:
@@ -234,7 +234,7 @@ def _start_take(x: Tensor, along: _Along, _: _Along) -> Finish:
 def _start_all_reduce(x: Tensor, along: _Along, _: _Along) -> Finish:
     total = _memory(x, along.world).copy_(x)
     # `.data` is no view to autograd, which forbids writing to a view that one of its functions returned.
-    return _after(along.world.all_reduce(total, axes=along.axes), lambda: total.data)
+    return after(along.world.all_reduce(total, axes=along.axes), result=lambda: total.data)
 
 
 def _start_all_to_all(x: Tensor, split: _Along, cat: _Along) -> Finish:
@@ -242,7 +242,7 @@ def _start_all_to_all(x: Tensor, split: _Along, cat: _Along) -> Finish:
     whole = x.new_empty(_resized(_resized(x, split.dim, split.sizes[split.index]), cat.dim, sum(cat.sizes)))
     parts = _parts_in(whole, cat)
     work = split.world.all_to_all(given, into=parts, axes=split.axes)
-    return _after(work, lambda: torch.cat(parts, cat.dim) if cat.dim else whole)
+    return after(work, result=lambda: torch.cat(parts, cat.dim) if cat.dim else whole)
 
 
 class _Collective(NamedTuple):

@@ -184,10 +184,6 @@ class ActivityStopwatch:
         """Add a wait for the collective `what` that began at the event `since` and ends now."""
         self._waits.append((what, since, self.now()))
 
-    def add_background(self, what: str, *, start: float, stop: float) -> None:
-        """Add work of another thread of this rank, with times of `time.monotonic`."""
-        self._background.append(TimedSpan(what, start, stop, in_background=True))
-
     def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
         """Return this rank's activities in order, then its waits, then the work of its other threads. Blocks the host
         until the GPU has reached the last event. offset: seconds to subtract from all times."""
@@ -299,8 +295,7 @@ class FlightRecorder:
         """Add activities of this rank's other threads to the times of the `timed` block; outside a block, do nothing.
         events: (activity, start, stop), with times of `time.monotonic`."""
         if self._stopwatch is not None:
-            for what, start, stop in events:
-                self._stopwatch.add_background(what, start=start, stop=stop)
+            self._stopwatch._background += [TimedSpan(*event, in_background=True) for event in events]
 
     @contextlib.contextmanager
     def timed(self, streams: Streams) -> Iterator[ActivityStopwatch]:
@@ -367,11 +362,10 @@ def disagreement(records: Mapping[int, CallRecord]) -> str | None:
         parties.setdefault((record.signature, record.site), []).append(rank)
     if len({signature for signature, _ in parties}) < 2:
         return None
-    lines = [
+    return "\n".join(
         f"  {ranks_text(ranks):<14} {records[ranks[0]]}"
         for ranks in sorted(parties.values(), key=lambda ranks: (-len(ranks), ranks))
-    ]
-    return "\n".join(lines)
+    )
 
 
 def first_difference(recent: Mapping[int, Sequence[PlacedCall]]) -> tuple[str, tuple[int, ...]] | None:

@@ -22,21 +22,19 @@ _OF_A_RANK = REQUIRED[:2]
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def launched_rank(environment: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """Return (rank, world size) of the environment, or None when neither RANK nor WORLD_SIZE is set.
-    `environment`: by default the environment of this process. Raises ValueError when variables are missing or wrong."""
-    variables = os.environ if environment is None else environment
-    if not is_under_launcher(variables):
+def launched_rank() -> tuple[int, int] | None:
+    """Return (rank, world size) of this process's environment, or None when neither RANK nor WORLD_SIZE is set.
+    Raises ValueError when variables are missing or wrong."""
+    if not is_under_launcher():
         return None
-    if wrong := launch_error(variables):
+    if wrong := launch_error(os.environ):
         raise ValueError("; ".join(wrong))
-    return int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def is_under_launcher(environment: Mapping[str, str] | None = None) -> bool:
-    """Return whether RANK or WORLD_SIZE is set, to any value. `environment`: by default this process's."""
-    variables = os.environ if environment is None else environment
-    return any(variables.get(name) for name in _OF_A_RANK)
+def is_under_launcher() -> bool:
+    """Return whether RANK or WORLD_SIZE is set, to any value."""
+    return any(os.environ.get(name) for name in _OF_A_RANK)
 
 
 def is_rank() -> bool:

@@ -179,7 +179,6 @@ class Work:
         self._done = True
 
     def _finish(self) -> None:
-        """Complete the collective."""
         if self._at_wait is None:
             raise RuntimeError("an earlier wait for this collective raised, so its result is not complete")
         finish, self._at_wait = self._at_wait, None  # `finish` may hold copies of tensors

@@ -146,7 +146,8 @@ class RankSurvey:
         reported = sorted({answer.lost for answer in self.answers.values() if answer.lost})
         missed = silent if reported else sorted(set(silent).intersection(rank for _, rank in self._waits))
         if missed:
-            return HangFinding(f"{ranks_text(missed)} {_verb(missed, 'does', 'do')} not answer", (), certain=True)
+            verb = "does" if len(missed) == 1 else "do"
+            return HangFinding(f"{ranks_text(missed)} {verb} not answer", (), certain=True)
         if reported and not self.absent:
             return HangFinding(f"connections broke, but all ranks are alive: {reported[0]}", (), certain=False)
         return None
@@ -158,8 +159,8 @@ class RankSurvey:
             return None
         missed = sorted({rank for _, rank in waits} or gone)
         others = tuple(sorted({waiting for waiting, _ in waits}))
-        headline = f"{ranks_text(missed)} {_verb(missed, 'has', 'have')} finished while others wait"
-        return HangFinding(headline, others, certain=True)
+        verb = "has" if len(missed) == 1 else "have"
+        return HangFinding(f"{ranks_text(missed)} {verb} finished while others wait", others, certain=True)
 
     def _circle(self) -> HangFinding | None:
         blocked = {rank for rank, answer in self.answers.items() if answer.waiting}
@@ -211,10 +212,6 @@ class RankSurvey:
                 state = f"has called nothing for {answer.waited:.1f} s; its GPU has not passed {answer.unfinished}"
             return f"  rank {rank} ({answer.process}) {state}{last}"
         return f"  rank {rank} ({answer.process}) has waited {answer.waited:.1f} s{missing} in {answer.waiting.record}"
-
-
-def _verb(ranks: Sequence[int], one: str, many: str) -> str:
-    return one if len(ranks) == 1 else many
 
 
 @dataclass(frozen=True)

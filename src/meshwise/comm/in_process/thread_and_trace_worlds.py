@@ -64,12 +64,10 @@ class TurnTaking:
         self._members: set[int] = set()
 
     def __enter__(self) -> None:
-        """Join the threads that take turns."""
         self._members.add(threading.get_ident())
         self.take()
 
     def __exit__(self, *_: object) -> None:
-        """Leave the threads that take turns."""
         self.give()
         self._members.discard(threading.get_ident())
 
@@ -183,7 +181,6 @@ class Rendezvous:
 
     def wait(self, pending: PendingCollective, *, rank: int) -> None:
         """Block until every rank has called the collective. Raises RunEnded when the run has failed."""
-        ends = None if self.timeout is None else time.monotonic() + self.timeout
         with self._lock:
             self._end_if_failed()
             if not pending.missing():
@@ -191,7 +188,7 @@ class Rendezvous:
             self._waiting[rank] = pending
             self._fail_if_deadlocked()
             self.turn.give()
-            if not pending.changed.wait_for(lambda: not pending.missing() or self.failure, _left(ends)):
+            if not pending.changed.wait_for(lambda: not pending.missing() or self.failure, self.timeout):
                 self._fail(RanksDisagree(f"rank {rank} has waited for {self.timeout:g} s:\n{self._report()}"))
             self._end_if_failed()
         self.turn.take()
@@ -238,7 +235,7 @@ class Rendezvous:
             self._ended.wait_for(lambda: self.failure or len(self._finished) == self.size)
         ends = None if self.timeout is None else time.monotonic() + self.timeout
         for thread in self.threads:
-            thread.join(_left(ends))
+            thread.join(None if ends is None else max(0.0, ends - time.monotonic()))
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
@@ -275,10 +272,6 @@ class Rendezvous:
                 lines.append(f"  rank {rank} waits for {ranks_text(pending.missing())} in {pending.records[rank]}")
             lines.append(stack_of(self.threads[rank].ident))
         return "\n".join(filter(None, lines))
-
-
-def _left(ends: float | None) -> float | None:
-    return None if ends is None else max(0.0, ends - time.monotonic())
 
 
 def run_threads(

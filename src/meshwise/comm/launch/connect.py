@@ -22,8 +22,6 @@ from meshwise.comm.health.watchdog import ReportSink, Watchdog, report_to_stderr
 from meshwise.comm.network.job_store import is_opened_by_launcher, job_store
 from meshwise.comm.network.process_world import COMM_VARIABLE, Comm, default_device, process_world
 
-_LEAVING_TIME = timedelta(seconds=5)
-
 
 def connect(*, device: torch.device | str | None = None, comm: Comm | None = None) -> World:
     """Return the world of this process, over the mesh `rank=N` of all N ranks of the job. Every rank calls `connect`.
@@ -136,4 +134,4 @@ def _leave_store(store: c10d.Store, *, rank: int, size: int) -> None:
         if store.add("left", 1) == size:
             store.set("all left", "")
         if rank == 0:
-            store.wait(["all left"], _LEAVING_TIME)
+            store.wait(["all left"], timedelta(seconds=5))

@@ -316,8 +316,7 @@ class _Agent(LocalElasticAgent):
         restart, statuses = spec.max_restarts - self._remaining_restarts, _statuses(self._failures)
         previous = start_folder(self._folder, number=restart - 1)
         error = first_error(previous, size=spec.local_world_size, statuses=statuses)
-        why = f"{type(error).__name__}: {error}"
-        report_to_stderr(f"meshwise: restart {restart} of {spec.max_restarts}, because {why}")
+        report_to_stderr(f"meshwise: restart {restart} of {spec.max_restarts}, because {type(error).__name__}: {error}")
 
     def _left_nothing(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """Return a failure for each rank that ended without an outcome, and certainly with status 0."""

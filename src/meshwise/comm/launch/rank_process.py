@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,9 @@ def rank_main(
 ) -> None:
     """Call `main(world, *args)` on the world of this rank, save the outcome, and end the process; do not return.
     folder: folder of the job, for the outcomes. environment: settings of the launcher. device: as in `run`."""
-    _die_of(SIGNALS)
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # a signal that is ignored now stays ignored
+            signal.signal(number, signal.SIG_DFL)
     environment.enter()
     _keep_lines_whole()
     if LauncherProcess().is_gone():
@@ -216,13 +218,6 @@ def rank_main(
                 time.sleep(CONSEQUENCE_SECONDS)
         finally:  # an exception here would give status 0, and the launcher would wait for a result
             _leave(1)
-
-
-def _die_of(numbers: Collection[signal.Signals]) -> None:
-    """Let these signals end the process by their default action; a signal that is ignored now stays ignored."""
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _keep_lines_whole() -> None:

@@ -97,7 +97,6 @@ class Board:
         """Use the bytes `memory`. place: `SharedSegment.place`. segment: None in processes other than the owner's."""
         self.place = place
         self._segment = segment
-        self.bytes = memory
         self.words = memoryview(memory.numpy()).cast("q")  # type: ignore[arg-type] # an array is a buffer
         self.address = memory.data_ptr()
         self.view = lru_cache(_MOST_VIEWS)(lambda offset, size, dtype: memory[offset : offset + size].view(dtype))
@@ -113,12 +112,6 @@ class Board:
         few = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
         segment = SharedSegment.make(0, size=_BYTES_OF_FEW if few else _BYTES)
         return cls(segment.memory, place=segment.place, segment=segment)
-
-    @classmethod
-    def open(cls, process: int, *, place: int) -> "Board":
-        """Map the board of another rank, and return it. process: PID of the other rank. place: `Board.place` of the
-        board in that process. Raises OSError when the board cannot be mapped."""
-        return cls(open_segment(process, place=place), place=place)
 
     def hide(self) -> None:
         """Close the file descriptor of this rank's board. No further process can map it; existing mappings stay."""
@@ -311,7 +304,7 @@ def _peer(rank: int, text: str) -> HostPeer:
     if isinstance(entry, str):
         raise OSError(f"rank {rank}: {entry}")
     process, place, proof = entry
-    board = Board.open(process, place=place)
+    board = Board(open_segment(process, place=place), place=place)
     if board.words[_PROOF_WORD] != proof:
         raise OSError(f"PID {process} is another process here than for rank {rank}; are there two PID namespaces?")
     return HostPeer(rank, process, board, PeerMappings(process))

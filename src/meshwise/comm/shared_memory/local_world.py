@@ -26,6 +26,7 @@ from meshwise.comm.api.job_processes import rank_lost_error
 from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode, message_group
 from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall, travels_in_payload
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
+from meshwise.comm.shared_memory.shared_segment import open_segment
 
 # Copies in lent memory begin at multiples of this number of bytes: a cache line, which any dtype's size divides.
 _ALIGNED = 64
@@ -57,7 +58,7 @@ class LocalWorld(World):
         place = torch.tensor([segment.place if segment else 0])
         self.broadcast(place, axes=axes).wait()
         try:
-            memory = segment.memory if segment else host.peers[group.ranks[0]].segments.map(int(place))
+            memory = segment.memory if segment else open_segment(host.peers[group.ranks[0]].process, place=int(place))
         except OSError as error:
             if (gone := host.ended_rank_behind(group.ranks, error=error)) is not None:
                 raise rank_lost_error(gone, about="World.shared_empty", error=error) from error

@@ -215,13 +215,9 @@ class PeerMappings:
         the process has closed. Raises OSError when the slab cannot be mapped."""
         if place not in self._mapped:
             self._mapped = {known: x for known, x in self._mapped.items() if _is_there(self._process, known)}
-            self._mapped[place] = self.map(place)
+            self._mapped[place] = open_segment(self._process, place=place)
             _advise(self._mapped[place], _POPULATE_READ)
         return self._mapped[place]
-
-    def map(self, place: int) -> Tensor:
-        """Return the bytes of segment `place` in a new mapping that the caller owns. Raises OSError if it fails."""
-        return open_segment(self._process, place=place)
 
 
 def _advise(memory: Tensor, how: int) -> None:

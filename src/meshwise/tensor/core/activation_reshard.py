@@ -5,10 +5,7 @@ Embeddings, position numbers, rotary tables and masks are made outside of the bl
 
 Under 3D the rows of the batch are split over the axes (i, j) in the hidden states, but over (i, l) inside a pair (see
 `tensor/core/part.py`). So an argument of an attention that has a batch dim, such as a mask, is moved to the rows of the
-pair. If it needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these gradients.
-
-Hooks of `GatheredOutputs` note split hidden states and attention weights during a forward. After it, each noted tensor
-in the model's output is gathered once."""
+pair. If it needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these gradients."""
 
 import dataclasses
 import functools
@@ -31,7 +28,8 @@ from meshwise.tensor.schemes import Axes
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
 """Function that a hook applies to an input or output of a module."""
-Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
+HookArguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a module, as a hook before its forward returns them."""
 _HIDDEN = "hidden_states"
 _POSITIONS = ("position_embeddings", "position_ids", "cos", "sin")
 
@@ -96,7 +94,7 @@ def narrow_input(module: nn.Module, *, readers: Sequence[nn.Module], features: i
     module.register_forward_hook(forget, always_call=True)
 
 
-def share_input_channels(convolution: Convolution, *, context: SplitContext, axes: Axes) -> None:
+def share_input_channels(convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d, *, context: SplitContext, axes: Axes) -> None:
     """Register a hook that gathers split channels of the input. The gradient is always summed over `axes`."""
     channels, dim = convolution.in_channels, -1 - len(convolution.kernel_size)
     sizes = context.sizes(channels, axes=axes)
@@ -217,9 +215,7 @@ def _change_arguments(module: nn.Module, change: Callable[[str], Change | None])
         how = change(name)
         return argument if how is None or argument is None else map_tensors(how, argument)
 
-    def before(
-        _module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> HookArguments:
         placed = [changed(name, argument) for name, argument in zip(order, args, strict=False)]
         return (*placed, *args[len(placed) :]), {name: changed(name, argument) for name, argument in given.items()}
 
@@ -245,9 +241,7 @@ def change_output(block: nn.Module, *, change: Change) -> None:
 def change_input(module: nn.Module, *, change: Change) -> None:
     """Register a hook that changes a module's first argument or `hidden_states`; it raises ValueError without them."""
 
-    def before(
-        hooked: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(hooked: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> HookArguments:
         if args and isinstance(args[0], Tensor):
             return (change(args[0]), *args[1:]), given
         if isinstance(given.get(_HIDDEN), Tensor):

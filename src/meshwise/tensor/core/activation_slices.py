@@ -10,10 +10,7 @@ Dropout draws the same masks under every plan, so it must know which slice of a 
     | rowwise linear     hidden             this rank's, in sequence parallelism   hidden
     | last block         hidden             all                                    hidden
 
-"Hidden" is this rank's part of the hidden states, "inner" its part inside a pair. Their rows differ only under 3D.
-
-`parts_of_stage` returns the parts of a pipeline stage. A stage runs the whole model's forward, in which a module of
-another stage returns the tensors received from that stage, or NaN."""
+"Hidden" is this rank's part of the hidden states, "inner" its part inside a pair. Their rows differ only under 3D."""
 
 import dataclasses
 import functools
@@ -30,16 +27,9 @@ from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.schemes import scheme_on
 
-_TO_HIDDEN = ("rowwise", "single", "embedding", "positions", "patches")
-
 
 def activation_regions(
-    module: nn.Module,
-    *,
-    plan: Plan,
-    parts: Mapping[str, Part],
-    outside: SplitContext,
-    absent: frozenset[str] = frozenset(),
+    module: nn.Module, *, plan: Plan, parts: Mapping[str, Part], outside: SplitContext, absent: frozenset[str]
 ) -> tuple[RegionStarts, RegionStarts]:
     """Return two mappings from module names to functions that return an `ActivationRegion`.
 
@@ -59,7 +49,7 @@ def activation_regions(
         within = any(name.startswith(f"{block}.") for block in blocks)
         if part.role == "head":
             after[name] = ActivationRegion  # a draw on logits covers all of them
-        elif part.role in _TO_HIDDEN:
+        elif part.role in ("rowwise", "single", "embedding", "positions", "patches"):
             hidden = functools.partial(_hidden, inside if within else outside, width)
             after[name] = ActivationRegion if part.whole_features else hidden
         elif part.role == "whole" and not within:

@@ -124,7 +124,6 @@ class Projection(BoundToRank):
         return context.gather_shared(x, moved=self.input_move, readers=self.part.readers - 1)
 
     def _weight_move(self, shape: tuple[int, ...]) -> OperandMove:
-        """Return the gather of the weight."""
         move, world = self.product.w, self.context.world
         if self.context.degree(move.axes) == 1:
             return OperandMove()
@@ -309,7 +308,6 @@ class _Normalise(torch.autograd.Function):
         scale = (variance + epsilon).rsqrt()
         normalised = x * scale if not split.norm.centred else (x - mean) * scale
         ctx.split = split
-        ctx.has_bias = bias is not None
         ctx.save_for_backward(normalised, scale, weight)
         y = normalised if weight is None else normalised * weight
         return y if bias is None else y + bias
@@ -400,7 +398,6 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         return output, weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's features of q, k and v."""
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         project = self.sharding.projections
         if self.in_proj_weight is None:
@@ -455,11 +452,9 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         context = self.sharding.context
         world, axes = context.world, context.scheme.inner
         if average:
-            total: Tensor = gradient.all_reduce(weights.sum(1), world=world, axes=axes).wait()
-            return total / self._heads
+            return gradient.all_reduce(weights.sum(1), world=world, axes=axes).wait() / self._heads
         sizes = context.sizes(self._heads, axes=axes)
-        whole: Tensor = gradient.replicate(weights, world=world, axes=axes, dim=1, sizes=sizes).wait()
-        return whole
+        return gradient.replicate(weights, world=world, axes=axes, dim=1, sizes=sizes).wait()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:

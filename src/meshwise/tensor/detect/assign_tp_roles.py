@@ -36,15 +36,7 @@ from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
 from meshwise.tensor.detect.model_structure import ModelStructure
 
 Rules: TypeAlias = Mapping[str, str]
-"""Mapping from a name pattern to the role of the modules or parameters that match; `*` matches inside one word.
-
-    {"blocks.*.attention": "attention heads=8 kv_heads=2",     numbers of heads that the module does not show
-     "blocks.*.attention.qkv": "colwise sections=3",             a fused matrix: all of q, all of k, all of v
-     "blocks.*.attention.scale": "inner grain=2",                split, but two neighbouring heads stay together
-     "blocks.*.mlp.up": "colwise",
-     "blocks.*.mlp.down": "rowwise",
-     "blocks.*.moe": "experts",                                  a module that calls the experts in its ModuleList
-     "classifier": "whole"}"""
+"""Mapping from a name pattern to the role of the modules or parameters that match; docs/tensor.md has an example."""
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "attention": ("heads", "kv_heads"),
@@ -243,9 +235,8 @@ def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
             break
     else:
         advice = f"No working rules found for '{plan}': write your own"
-    return "\n".join(
-        ["tensor parallelism found no role for these parameters:", *lines, *more, f"{advice}; the roles are"]
-    ) + " ".join(["", *_ALLOWED])
+    roles = f"the roles are {' '.join(_ALLOWED)}"
+    return "\n".join(["tensor parallelism found no role for these parameters:", *lines, *more, f"{advice}; {roles}"])
 
 
 def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
@@ -286,10 +277,6 @@ def _places(parts: Mapping[str, Part], name: str) -> bool:
     return name in parts or (holder is not None and holder.role not in ("attention", "pair", "block"))
 
 
-_SPLIT = ("embedding", "single", "rowwise")
-_SMALL = ("norm", "positions", "patches", "vector")
-
-
 def whole_outside(parts: Mapping[str, Part], *, plan: Plan, needs_all_features: bool) -> dict[str, Part]:
     """Return the parts, changed for a model that uses all features of hidden states outside of the blocks.
 
@@ -303,9 +290,9 @@ def whole_outside(parts: Mapping[str, Part], *, plan: Plan, needs_all_features: 
     inside = tuple(f"{block}." for block in blocks)
     changed = {}
     for name, part in parts.items():
-        if part.role == "block" or (part.role in _SPLIT and not name.startswith(inside)):
+        if part.role == "block" or (part.role in ("embedding", "single", "rowwise") and not name.startswith(inside)):
             changed[name] = dataclasses.replace(part, whole_features=True)
-        elif part.role in _SMALL and not name.startswith(inside):
+        elif part.role in ("norm", "positions", "patches", "vector") and not name.startswith(inside):
             changed[name] = Part("whole")
     return {**parts, **changed}
 

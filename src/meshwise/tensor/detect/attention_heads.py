@@ -116,8 +116,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
 
     "sections": all of q, then k, then v. "interleaved": q, k and v head by head. None: unknown. `sizes`: features of
     each section. `width`: features of a head. The evidence is a known class, an attribute (tuple or list) with the
-    sizes in features or heads, or a forward that splits the output. The forward may use `self.qkv(x).split(...)`,
-    `.chunk(3, ...)`, `.view(..., 3, heads, width)` or `[..., :size]`."""
+    sizes in features or heads, or a forward that splits the output (`fused_children`)."""
     for kind in type(owner).__mro__:
         if INTERLEAVED.get(full_name(kind)) == child:
             return "interleaved"

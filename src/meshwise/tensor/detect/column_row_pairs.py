@@ -66,11 +66,6 @@ class BlockBranch:
     rowwise: MatrixModule
 
     @property
-    def names(self) -> list[str]:
-        """Names of the colwise matrices and the rowwise matrix."""
-        return [matrix.name for matrix in (*self.colwise, self.rowwise)]
-
-    @property
     def looks_like_attention(self) -> bool:
         """True for three or more colwise matrices, or one with three times as many outputs as `rowwise` has inputs."""
         writes = [matrix.outputs for matrix in self.colwise]
@@ -136,13 +131,11 @@ class BranchFinder:
                     found.append(_branch(left))
                     left = []
         if _ends(left):
-            found.append(_branch(left))
-            left = []
-        elif len(left) > 1 and [item.role for item in left] == ["rowwise"] + ["colwise"] * (len(left) - 1):
-            found.append(_branch([*left[1:], left[0]]))  # Phi-3 registers the output before q, k and v
-            left = []
-        elif late := _late(left, branches=found, holder=name):
-            found[-1], left = late, []
+            return [*found, _branch(left)], []
+        if len(left) > 1 and [item.role for item in left] == ["rowwise"] + ["colwise"] * (len(left) - 1):
+            return [*found, _branch([*left[1:], left[0]])], []  # Phi-3 registers the output before q, k and v
+        if late := _late(left, branches=found, holder=name):
+            return [late], []
         return found, left
 
     def _role(self, matrix: MatrixModule) -> str:
@@ -236,7 +229,8 @@ class ColumnRowPairs:
                 found |= self._attention(branch, heads, cross=before > 0)
                 before += 1
             elif branch.looks_like_attention:
-                self.reasons.update(dict.fromkeys(branch.names, self._why_no_heads(branch, block=block)))
+                why = self._why_no_heads(branch, block=block)
+                self.reasons.update({matrix.name: why for matrix in (*branch.colwise, branch.rowwise)})
             else:
                 found |= self._mlp(branch)
         return found
