@@ -35,6 +35,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dp=3 sync=gossip", {"graph": "groups:2"}, "does not divide the 3 replicas of the plan; write graph=ring"),
     ("dp=2 sync=gossip", {"graph": "star"}, "groups:2 or edges such as 0-1$"),
     ("dp=3 sync=gossip", {"graph": "0-1"}, "or they never agree. Write graph=0-1,1-2$"),
+    ("dp=2 sync=gossip", {"graph": "0-1,5-6"}, "name no others, or they never agree. Write graph=0-1$"),
     ("dp=3 sync=gossip", {"graph": "0-1,1-2,2-3"}, "must connect the replicas 0 to 2, and name no others"),
     ("dp=2", {"graph": "ring"}, "write sync=local in the plan"),
     ("dp=2 sync=local every=4", {"delay": 1}, "state back by as many steps under state=mean; write state=keep"),

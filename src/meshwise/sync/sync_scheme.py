@@ -61,7 +61,7 @@ def check_graph(graph: str, *, size: int) -> None:
     edges, reached = _edges(graph, size), {0}
     for _ in range(size):
         reached |= {end for edge in edges for end in edge if reached & set(edge)}
-    if reached != set(range(size)):
+    if reached != set(range(size)) or not reached.issuperset(itertools.chain(*edges)):
         raise ValueError(
             f"sync: graph={graph} must connect the replicas 0 to {size - 1}, and name no others, or they never "
             f"agree. Write graph={','.join(f'{one}-{one + 1}' for one in range(size - 1)) or 'ring'}"
