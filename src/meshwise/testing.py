@@ -104,8 +104,7 @@ class ReferenceRun:
         self.model = build_whole(model, seed=self._options.seed).to(self._device)
         self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
         self._routers.prepare(self.model)
-        own = default_options(optimizer, module=self.model)
-        rule = self._options.parameter_options or own or matrices_decay
+        rule = self._options.parameter_options or default_options(optimizer, module=self.model) or matrices_decay
         self._precision = self._options.precision or Precision()
         unrounded = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         convert(self.model, precision=self._precision)
@@ -120,9 +119,8 @@ class ReferenceRun:
         if needs_of(optimizer):
             optimizer_arguments["logical"] = LogicalTensors(self.masters)
         self.optimizer = optimizer(groups, **optimizer_arguments)
-        rules = token_rules(self._options.tensor_rules)
         tokens = None
-        if rules:
+        if rules := token_rules(self._options.tensor_rules):
             one_rank = TraceWorld(rank=0, mesh=Plan().mesh(), device=self._device)
             tokens = ContextParallel(Plan(), world=one_rank, rules=rules, dense=True)
         self.draws = RandomDraws(self.model, seed=self._options.seed, tokens=None if tokens is None else tokens.mode)

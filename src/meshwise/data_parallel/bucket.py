@@ -357,7 +357,9 @@ class Bucket:
         if self.local:
             self._arriving = ReducedPart(Work(), buffer)
             return
-        reduction, wire, into = self.storage.reduction, self._on_wire(buffer), None
+        reduction, wire, into = self.storage.reduction, buffer, None
+        if self.group.size > 1 and self._wire != buffer.dtype and not reduction.keeps_own_gradients:
+            wire = self.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
         if reduction.shards_gradients:
             into = self.reduced_gradient
             if self._rounds or into.dtype != wire.dtype or self.storage.tiers.is_offloaded("gradients"):
@@ -371,12 +373,6 @@ class Bucket:
         """The ranks of a reduction, with the shard and the state of this rank."""
         axes, shard = (self.axes, self.near, self.outer), slice(*self.shard)
         return ReducingRanks(self.world, *axes, shard, self.reduction_state, self.place)
-
-    def _on_wire(self, buffer: Tensor) -> Tensor:
-        """Return the gradients in the wire dtype; unchanged if the group has one rank."""
-        if self.group.size == 1 or self._wire == buffer.dtype or self.storage.reduction.keeps_own_gradients:
-            return buffer
-        return self.world.empty(buffer.numel(), dtype=self._wire).copy_(buffer)
 
     def settle(self) -> None:
         """Wait for the started reduction and add its result to `reduced`; do nothing if none has started."""
@@ -526,11 +522,10 @@ class Bucket:
         """Return dtypes by kind: parameters; if trainable also master, optimizer_state, reduction, accumulation."""
         found = {"parameters": self.whole.dtype}
         if self.master is not None:
-            precision = self.storage.precision
+            precision, gradient = self.storage.precision, self.gradient
             found["master"] = self.master.dtype
             found["optimizer_state"] = precision.master_of(self.dtype)
-            found["reduction"] = precision.reduction_of(self.dtype)
-            gradient = self.gradient
+            found["reduction"] = self._wire
             found["accumulation"] = precision.accumulation_of(self.dtype) if gradient is None else gradient.dtype
         return found
 

@@ -3,22 +3,7 @@
 The row of a parameter names its layout and the axes over which its gradients are summed. So the same buckets also
 train a model that tensor parallelism has split.
 
-Bytes of the collectives of one step on N > 1 ranks with m micro-batches. P: trainable parameters, F: frozen ones, L:
-the unit that the forward runs last; each bucket is padded to N equal shards. All-gathers use the dtype of the
-parameters, reductions the wire dtype.
-
-    | zero   gradients               parameters
-    | 0      all-reduce P            none
-    | 1      reduce-scatter P        all-gather P
-    | 2      reduce-scatter m P      all-gather P
-    | 3      reduce-scatter m P      all-gather m (P + F) in forwards, m (P + F - L) in backwards
-
-Not in the table: one all-reduce of four fp64 numbers (loss, count, norm, digest). Under zero=3 a tied weight that is
-used again in the same pass is gathered again. Recomputation adds no gather: the unit is already gathered for its
-backward. Ranks of one host that share the memory of the parameters replace the gathers of zero=3 by one all-gather of
-P, as under zero=2; this all-gather copies nothing.
-
-docs/synchronisation.md has the bytes with `gather`, `hpz`, codecs and replicas of groups (`dp=4x8`).
+docs/synchronisation.md has the bytes of a step's collectives, also with codecs and replicas of groups (`dp=4x8`).
 
 Units are reduced in one fixed order: the reverse of the parameter table. A reduction starts when the gradients of its
 unit and of all units before it are complete on this rank, or at the end of the backward. So the collectives match even

@@ -107,8 +107,7 @@ class Wave(NamedTuple):
             gathered = zip(*(part.tensor_split(len(values)) for part in received), strict=True)
             result = function(own.key, *(_full(own, parts, world) for parts in gathered)).to(nothing.dtype)
             for index, part in enumerate(own.parts):
-                there = own.row.part(result, mesh=mesh, rank=part.rank).reshape(-1)
-                sends[index] = there[part.start : part.stop]
+                sends[index] = own.row.part(result, mesh=mesh, rank=part.rank).reshape(-1)[part.start : part.stop]
         received = [nothing.new_empty(it[1].stop - it[1].start) if it else nothing for it in mine]
         work = world.all_to_all(sends, into=received, axes=self.axes)
         yield
@@ -199,8 +198,7 @@ def _owned(bucket: Bucket, number: int, *, owner: int, axes: tuple[str, ...]) ->
 class LogicalSlices(LogicalTensors):
     """`LogicalTensors` that an optimizer receives as `logical` under a plan.
 
-    `squared_norms` is one all-reduce of one fp64 number for each trainable parameter, over all axes but `sync_axes`.
-    docs/large_batch.md has the elements that `map_whole` sends."""
+    `squared_norms` is one all-reduce of one fp64 number for each trainable parameter, over all axes but `sync_axes`."""
 
     def __init__(self, engine: Engine, *, sync_axes: Sequence[str] = ()) -> None:
         self._engine = engine

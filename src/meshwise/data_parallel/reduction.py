@@ -28,7 +28,7 @@ has the bytes of each. A block of 256 elements has its own fp32 scale: its large
 
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -211,8 +211,7 @@ class TopCodec:
         """Return the values and int32 indices as bytes, (rows, bytes)."""
         kept = max(1, round(self.fraction * values.shape[-1]))
         index = values.abs().topk(kept, dim=-1, sorted=False).indices
-        found = values.gather(-1, index)
-        return torch.cat([found.view(torch.uint8), index.int().view(torch.uint8)], dim=1)
+        return torch.cat([values.gather(-1, index).view(torch.uint8), index.int().view(torch.uint8)], dim=1)
 
     def decode(self, packed: Tensor, *, elements: int, dtype: torch.dtype) -> Tensor:
         """Return the sent values at their places and 0 elsewhere, (rows, elements)."""
@@ -435,7 +434,7 @@ def compressed(plain: Reduction, *, codec: tuple[str, float], feedback: bool) ->
 
     codec: a name of `wire` and its number. feedback: keep the errors for the next step."""
     name, number = codec
-    kept = {one.name: getattr(plain, one.name) for one in fields(Reduction)}
+    kept = dict(vars(plain))
     if feedback:
         kept["summed_state"] = ("error",)
     if name == "powersgd":

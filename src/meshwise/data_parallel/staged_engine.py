@@ -47,11 +47,10 @@ class Engine:
         of_all = {index: stage for ranks in world.exchange(own, axes="pp") for index, stage in ranks.items()}
         # A rehearsal leaves out stages that equal another one.
         self._tables = {index: of_all[index][0] for index in sorted(of_all)}
-        first: dict[str, tuple[int, Tensor]] = {}
+        self._buffers: dict[str, tuple[int, Tensor]] = {}
         for index in self._tables:
             for name, like in of_all[index][1].items():
-                first.setdefault(name, (index, like))
-        self._buffers = first
+                self._buffers.setdefault(name, (index, like))
         units = [
             dataclasses.replace(unit, rows=tuple(row for row in unit.rows if not row.counted_elsewhere))
             for table in self._tables.values()

@@ -17,7 +17,6 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -231,15 +230,12 @@ def number_slot(value: Any, *, key: str, name: str) -> tuple[str, Tensor]:
     if isinstance(value, Tensor) and value.numel() == 1:
         return f"scalar/{key}", value.detach().reshape(())
     if isinstance(value, bool | int | float):
-        return f"number/{key}", torch.tensor(value, dtype=_NUMBERS[type(value)])
+        return f"number/{key}", torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
     raise ValueError(
         f"the optimizer's {key!r} for {name} is of {what}; a checkpoint stores numbers and tensors of the shape of the "
         "parameter"
     )
-
-
-_NUMBERS: Mapping[type, torch.dtype] = MappingProxyType({bool: torch.bool, int: torch.int64, float: torch.float64})
 
 
 @dataclass(frozen=True)
@@ -277,8 +273,7 @@ class CheckpointRefill:
         self._slots = slots
         self._numbers: dict[str, dict[str, Tensor]] = {}
         self._states: list[tuple[nn.Parameter, dict[str, Any]]] = []
-        rows = {row.name for row in engine.table.rows}
-        if unknown := sorted(slots.keys() - rows):
+        if unknown := sorted(slots.keys() - {row.name for row in engine.table.rows}):
             raise ValueError(f"the checkpoint has parameters that the model has not: {_some(unknown)}")
         if missing := [row.name for row in engine.table.rows if "parameter" not in slots.get(row.name, {})]:
             raise ValueError(f"the checkpoint lacks parameters that the model has: {_some(missing)}")

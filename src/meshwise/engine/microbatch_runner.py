@@ -272,8 +272,7 @@ class WholeModelRunner:
     def predict(self, batch: Any) -> Any:
         """Return the output of the model for `batch`; afterwards free the gathered parameters."""
         with self._engine.gatherer.gather_on_use:
-            output = self._task.forward(self._engine.module, self._begin_forward(batch))
-            output = whole_output(output)
+            output = whole_output(self._task.forward(self._engine.module, self._begin_forward(batch)))
         self._engine.gatherer.free_all()
         return output
 
@@ -302,12 +301,10 @@ class WholeModelRunner:
             engine.gatherer.free_all()
             engine.settle()
 
-    @contextlib.contextmanager
-    def _running(self, micro_batch: MicroBatch, *, again: bool = False) -> Iterator[None]:
+    def _running(self, micro_batch: MicroBatch, *, again: bool = False) -> contextlib.AbstractContextManager[None]:
         """Prepare a micro-batch's forward (with `again`: backward) inside the block; see `LiveModel.prepared`."""
         self.counts = micro_batch.counts
-        with self._live.prepared(micro_batch, again=again):
-            yield
+        return self._live.prepared(micro_batch, again=again)
 
     def _run(self, rows: Any) -> Sums:
         """Run forward and loss of one micro-batch, and return (sum, count) of the loss, scalars on the device."""

@@ -52,8 +52,7 @@ class NoiseMeter:
                 f"the noise scale needs the gradient of a micro-batch on one rank, and '{plan}' moves or splits it; "
                 "use offload=none and cp=1, or train.noise = false (Options(noise=False))"
             )
-        names = [row.name for row in engine.table.rows if row.trainable]
-        self.layers = list(dict.fromkeys(map(layer_of, names)))
+        self.layers = list(dict.fromkeys(layer_of(row.name) for row in engine.table.rows if row.trainable))
         self._parts = engine.world.group(plan.replica_axes).size * plan.microbatches
         self._small = torch.zeros(len(self.layers), dtype=torch.float64, device=engine.world.device)
         self._measured: list[tuple[Bucket, BucketPiece, int]] = []

@@ -33,7 +33,7 @@ from meshwise.data_parallel.reduction import CODECS, ZERO, Reduction, compressed
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.microbatch_runner import LiveModel, MicrobatchTask, WholeModelRunner
-from meshwise.engine.schedule_and_cut import agreed_schedule, cut_source, cutter
+from meshwise.engine.schedule_and_cut import cut_source, cutter, plan_schedule
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
@@ -59,6 +59,7 @@ from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.compatibility import MOMENTUM_EXCHANGE
+from meshwise.plan.plan_keys import is_path
 from meshwise.precision.dtype_policy import (
     LossScale,
     ModelCasts,
@@ -458,8 +459,7 @@ def _build_engine(
     outside = SplitContext(world, scheme, setting.extents, keeps=options.keep_gathered, recall=recall)
     if setting.parts:
         with _as_plan_error():
-            split = tensor_parallel(module, plan=plan, parts=setting.parts, outside=outside)
-        table = table.placed(split)
+            table = table.placed(tensor_parallel(module, plan=plan, parts=setting.parts, outside=outside))
     if setting.mixtures:
         placed = expert_parallel(
             module, mixtures=setting.mixtures, world=world, plan=plan, recall=recall, imbalance=options.expert_imbalance
@@ -471,8 +471,7 @@ def _build_engine(
     if context is not None:
         recall.remember(context.mode)
     setting.compile(module, draws=draws)
-    statistics = BatchStatistics(module, world=world, axes=plan.loss_axes, joined=setting.joined)
-    return LiveModel(engine, draws, statistics)
+    return LiveModel(engine, draws, BatchStatistics(module, world=world, axes=plan.loss_axes, joined=setting.joined))
 
 
 def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
@@ -493,8 +492,14 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
 def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
     """Cut the model on rank 0, and build the engine and runner of this rank's stages; free a given model's values."""
     plan, options, world, parts = setting.plan, setting.options, setting.world, setting.parts
-    schedule = agreed_schedule(plan, world=world)
-    _agree(source, world)
+    schedule = plan_schedule(plan)
+    if is_path(plan.schedule) and len(set(world.exchange(str(schedule)))) > 1:
+        raise PlanError(f"the ranks have different tables in schedule={plan.schedule}; give all hosts the same file")
+    if not source.deferred:  # all ranks get the first rank's values
+        for name, parameter in source.module.named_parameters():
+            value = source.broadcast_full(name, world=world)
+            source.full(name).copy_(value)
+            parameter.detach().copy_(value)
     _place_buffers(source, world, setting.storage.precision)
     task = setting.task
     make = cutter(source.module, plan=plan, schedule=schedule, where=options.cut, parts=parts)
@@ -534,21 +539,11 @@ def _splits_rows(plan: Plan, world: World) -> bool:
     return world.group(split).size > 1 if split else False
 
 
-def _agree(source: ParameterSource, world: World) -> None:
-    """Copy the first rank's values to all ranks (collective), if the model has values already."""
-    if not source.deferred:
-        for name, parameter in source.module.named_parameters():
-            value = source.broadcast_full(name, world=world)
-            source.full(name).copy_(value)
-            parameter.detach().copy_(value)
-
-
 def _release(parameters: Iterable[nn.Parameter]) -> None:
     """Free the memory of parameters of the user's module that are held elsewhere; they become NaN (integers: 0)."""
     for parameter in parameters:
         value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-        nothing = torch.full((), value, dtype=parameter.dtype, device=parameter.device)
-        parameter.data = nothing.expand(parameter.shape)
+        parameter.data = torch.full((), value, dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
 def _draws(module: nn.Module, setting: ParallelSetting, outside: SplitContext) -> RandomDraws:

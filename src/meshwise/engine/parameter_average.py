@@ -93,10 +93,9 @@ class ParameterAverage:
         self._engine.world.barrier()  # ranks of a host share parameters: another rank may still read this rank's slices
         for parameter in self._slices():
             average: Tensor | None = self._optimizer.state.get(parameter, {}).get(AVERAGE)
-            if average is None:
-                continue
-            value = parameter.detach().clone()
-            parameter.detach().copy_(average)
-            average.copy_(value)
+            if average is not None:
+                value = parameter.detach().clone()
+                parameter.detach().copy_(average)
+                average.copy_(value)
         self._publish()
         self.swapped = not self.swapped

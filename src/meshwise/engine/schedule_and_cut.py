@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from meshwise.base import tensor_tree as tree
-from meshwise.comm.api.world import World
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, ModelCut, cut_model
@@ -17,7 +16,6 @@ from meshwise.pipeline.cut.piece_calls import CutError
 from meshwise.pipeline.schedules.named_schedules import planned_schedule
 from meshwise.pipeline.schedules.schedule_table import Schedule
 from meshwise.plan import Plan, PlanError
-from meshwise.plan.plan_keys import is_path
 from meshwise.tensor.core.part import Part
 
 
@@ -26,14 +24,6 @@ def plan_schedule(plan: Plan) -> Schedule:
     return planned_schedule(
         plan.schedule, pp=plan.pp, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages
     )
-
-
-def agreed_schedule(plan: Plan, *, world: World) -> Schedule:
-    """Return the table of the plan's schedule (collective). Raises PlanError if the files of the ranks differ."""
-    schedule = plan_schedule(plan)
-    if is_path(plan.schedule) and len(set(world.exchange(str(schedule)))) > 1:
-        raise PlanError(f"the ranks have different tables in schedule={plan.schedule}; give all hosts the same file")
-    return schedule
 
 
 def cutter(

@@ -30,7 +30,6 @@ from meshwise.engine.microbatch_runner import (
     zeros,
 )
 from meshwise.model.forward import call_loss
-from meshwise.model.parameter_table import ParameterRow
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.pipeline_stage import Stage, signature
 from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter, pack, tensor_specs, unpack
@@ -54,7 +53,6 @@ class LiveStage(LiveModel):
     tied: bool = False
     """True if another stage holds a parameter of this stage too."""
     _on_gradient: OnGradient | None = None
-    _index: int = 0
     _waits: bool = False
 
     def begin(self, *, on_gradient: OnGradient | None = None) -> None:
@@ -66,12 +64,12 @@ class LiveStage(LiveModel):
     @contextlib.contextmanager
     def running(self, index: int, *, batch: MicroBatch | None, again: bool) -> Iterator[None]:
         """Prepare micro-batch `index`'s forward (with `again`: backward) inside the block. `predict` has no `batch`."""
-        self._index = index
         if batch is None:
             yield
             return
         if again:
-            self.engine.accumulate(None if self._on_gradient is None else self._show)
+            show = None if self._on_gradient is None else functools.partial(self._on_gradient, index)
+            self.engine.accumulate(show)
         with self.prepared(batch, again=again):
             yield
         if again:
@@ -102,10 +100,6 @@ class LiveStage(LiveModel):
         if self._waits:
             self.engine.reduce()
         self.engine.settle()
-
-    def _show(self, row: ParameterRow, gradient: Tensor) -> None:
-        assert self._on_gradient is not None
-        self._on_gradient(self._index, row, gradient)
 
 
 class StagedRunner:
@@ -187,11 +181,8 @@ class StagedRunner:
 
     def predict(self, batch: Any) -> Any:
         """Return the last stage's output, on every rank. Raises PlanError if a tensor of the output is all NaN."""
-
-        def call(model: nn.Module) -> Any:
-            return self._task.forward(model, self._given(batch))
-
-        returned = self._runtime.run(self._forwards, jobs={0: MicrobatchJob(call, (signature(batch), False))})
+        job = MicrobatchJob(lambda model: self._task.forward(model, self._given(batch)), (signature(batch), False))
+        returned = self._runtime.run(self._forwards, jobs={0: job})
         skeleton, parts = pack({"output": whole_output(returned[0])}) if returned else (None, ())
         if names := "".join(self._world.exchange(_absent(returned[0]) if returned else "", axes="pp")):
             raise PlanError(
@@ -202,10 +193,8 @@ class StagedRunner:
             )
         skeletons = self._world.exchange(skeleton, axes="pp")
         source = next(index for index, one in enumerate(skeletons) if one is not None)
-        arrived = [
-            torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
-            for spec in tensor_specs(skeletons[source])
-        ]
+        specs = tensor_specs(skeletons[source])
+        arrived = [torch.empty(one.shape, dtype=one.dtype, device=self._world.device) for one in specs]
         if skeleton is not None:
             arrived = [tensor.contiguous() for tensor in parts]
         for tensor in arrived:
@@ -215,13 +204,9 @@ class StagedRunner:
     def _jobs(self, micro_batches: Sequence[MicroBatch], sums: Sums, scale: float = 1.0) -> dict[int, MicrobatchJob]:
         grads = torch.is_grad_enabled()
         return {
-            index: MicrobatchJob(
-                functools.partial(self._run, micro_batch, sums, scale),
-                (signature(micro_batch.rows), grads),
-                micro_batch,
-            )
-            for index, micro_batch in enumerate(micro_batches)
-            if micro_batch.rows is not None
+            index: MicrobatchJob(functools.partial(self._run, one, sums, scale), (signature(one.rows), grads), one)
+            for index, one in enumerate(micro_batches)
+            if one.rows is not None
         }
 
     def _given(self, batch: Any) -> Any:
@@ -231,8 +216,8 @@ class StagedRunner:
     def _run(self, micro_batch: MicroBatch, sums: Sums, scale: float, model: nn.Module) -> Tensor:
         """Run this stage's forward of a micro-batch. The last stage adds loss and count to `sums`; returns the loss."""
         self.counts = micro_batch.counts
-        rows = self._given(micro_batch.rows)
-        loss, count = call_loss(model, rows, forward=self._task.forward, loss=self._task.loss)
+        rows, task = self._given(micro_batch.rows), self._task
+        loss, count = call_loss(model, rows, forward=task.forward, loss=task.loss)
         if not micro_batch.counts:
             return scaled(loss, by=0.0)
         sums[0].add_(loss.detach().double())
@@ -247,12 +232,11 @@ def _absent(output: Any) -> str:
         entries = output.items()
     elif isinstance(output, list | tuple):
         entries = enumerate(output)
-    empty = [
+    return ", ".join(
         str(name)
         for name, value in entries
         if any(x.is_floating_point() and x.numel() and bool(x.isnan().all()) for x in tensors(value))
-    ]
-    return ", ".join(empty)
+    )
 
 
 MicrobatchRunner: TypeAlias = WholeModelRunner | StagedRunner

@@ -193,7 +193,7 @@ class TrainingSteps:
                 self._updating.sums = [loss, count, squared / max(count, 1) ** 2]
             self.decide(
                 attempt,
-                totals=StepTotals(loss, count, squared, noise, self._ranks),
+                totals=StepTotals(loss, count, squared, self._ranks),
                 inspect=lambda arrival: self._runner.inspect(micro_batches, on_gradient=arrival),
             )
             if self._noise is not None and attempt.applied:
@@ -314,8 +314,7 @@ class TrainingSteps:
         world, frozen = self._world, self.engine.frozen_digest
         found, mismatch = world.totals(values, digest=inputs.batch, digest_axes=equal, axes=axes, common=frozen)
         if mismatch:
-            changed = any(world.exchange(frozen, axes=axes))
-            inputs = replace(inputs, frozen=self.engine.frozen() if changed else None)
+            inputs = replace(inputs, frozen=self.engine.frozen() if any(world.exchange(frozen, axes=axes)) else None)
             found_inputs = dict(world.exchange((world.rank, inputs), axes=axes))
             if text := mismatch_text(world.mesh, found=found_inputs, equal=equal):
                 raise RanksDisagree(text)

@@ -137,16 +137,10 @@ def batch_digest(batch: Any, *, contents: bool, before: int = 0) -> int:
     for tensor in tree.tensors(batch):
         digest = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest)
         if contents and not tensor.is_meta and tensor.layout == torch.strided:
-            digest = zlib.crc32(bytes(_ends(tensor.detach()).tolist()), digest)
+            flat, most = tensor.detach().reshape(-1), _LOOKED_AT // tensor.element_size()
+            ends = flat if flat.numel() <= 2 * most else torch.cat([flat[:most], flat[-most:]])
+            digest = zlib.crc32(bytes(ends.contiguous().cpu().view(torch.uint8).tolist()), digest)
     return digest
-
-
-def _ends(tensor: Tensor) -> Tensor:
-    """Return the first and last `_LOOKED_AT` bytes of a tensor, or all its bytes if there are fewer."""
-    most = _LOOKED_AT // tensor.element_size()
-    flat = tensor.reshape(-1)
-    ends = flat if flat.numel() <= 2 * most else torch.cat([flat[:most], flat[-most:]])
-    return ends.contiguous().cpu().view(torch.uint8)
 
 
 def mismatch_text(mesh: Mesh, *, found: Mapping[int, StepInputs], equal: Sequence[str]) -> str:
@@ -243,8 +237,6 @@ class StepTotals:
     """Sum of the counts that `loss` returned."""
     squared: float
     """Squared 2-norm of the gradient of the summed loss, without the loss scale."""
-    squares: Sequence[float] = ()
-    """Sums of `NoiseMeter.squares` without the loss scale; empty if the noise is not measured."""
     ranks: str = "every rank"
     """The ranks whose numbers are summed, as text: those of one replica where replicas step apart."""
 

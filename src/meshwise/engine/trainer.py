@@ -88,16 +88,14 @@ class Trainer:
         self._update = ChunkedUpdate(optimizer, chunks=chunks, tiers=engine.tiers)
         self._average: ParameterAverage | None = None
         self._state = TrainingState(engine, update=self._update, plan=plan)
+        wait = self._state.wait_staged
         self._replicas = None
         if scheme is not None:
-            self._replicas = self._state.replicas = Replicas(
-                engine, optimizer=optimizer, scheme=scheme, axes=plan.sync_axes, wait=self._state.wait_staged
-            )
+            self._replicas = Replicas(engine, optimizer=optimizer, scheme=scheme, axes=plan.sync_axes, wait=wait)
         self._servers = None
         if plan.asynchronous:
-            wait = self._state.wait_staged
             self._servers = ParameterServers(engine, update=self._update, optimizer=optimizer, plan=plan, wait=wait)
-            self._state.servers = self._servers
+        self._state.replicas, self._state.servers = self._replicas, self._servers
         timing = self._servers or StepAfterBackward(engine, update=self._update)
         self._stepping = TrainingSteps(
             engine, runner=runner, plan=plan, recipe=recipe, updating=timing, policy=policy, replicas=self._replicas
@@ -201,8 +199,7 @@ class Trainer:
             raise PlanError(f"'{self.plan}' lets replicas differ, so shares change the result; leave out train.shares")
         if weights is not None and (len(weights) != self.replicas or min(weights) < 1):
             raise ValueError(f"weights {list(weights)} are not {self.replicas} numbers above 0, one for each replica")
-        sharder = self._stepping.sharder
-        self._stepping.sharder = replace(sharder, weights=weights if weights is None else tuple(weights))
+        self._stepping.sharder = replace(self._stepping.sharder, weights=None if weights is None else tuple(weights))
 
     def step(
         self, batch: Any, *, local: bool = False, total: int | None = None, only: Collection[int] | None = None
@@ -242,8 +239,7 @@ class Trainer:
         return moved
 
     def _memory_errors_explained(self) -> contextlib.AbstractContextManager[None]:
-        modules = self._engine.modules
-        return memory_errors_explained(self.plan, memory=self.memory, hint=lambda: fullest_mixture(modules))
+        return memory_errors_explained(self.plan, memory=self.memory, hint=lambda: fullest_mixture(self.modules))
 
     def open_step(self) -> OpenStep:
         """Return a step whose forwards, losses and backwards the caller runs: `with trainer.open_step() as step:`.
@@ -336,12 +332,11 @@ class Trainer:
             axes = self.plan.row_axes
             sharder = BatchSharder(self.world, axes, runs_empty=True, servers=self.plan.server)
             [part] = sharder.split(batch, local=False, total=None, count=1)
-            output = self._runner.predict(part.rows)
 
             def gathered(x: Tensor) -> Tensor:
                 return gather_rows(x, world=self.world, axes=axes, counts=part.counts)[0] if x.dim() else x
 
-            return map_tensors(gathered, output)
+            return map_tensors(gathered, self._runner.predict(part.rows))
 
     # ---- full tensors ------------------------------------------------------------------------------------------
 

@@ -174,7 +174,10 @@ class _Run:
             if by not in ("", _FILE):  # after a signal little time is left: write only the checkpoint
                 self._checkpoints.finish()
                 return RunSummary(self._progress.loss, self._validation, where)
-        self._write_parameters()
+        # The parameters are written before validation or generation can fail.
+        metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
+        write_parameters(trainer, path=None if trainer.world.rank else self._folder / PARAMETERS, metadata=metadata)
+        self._checkpoints.finish()
         self._validate(self._progress.step)
         self._checkpoints.finish()
         if job.sample.length:
@@ -205,8 +208,7 @@ class _Run:
     def _steps(self) -> str:
         """Train, and return who asked the run to stop early; "" at its end."""
         job, trainer, progress = self._job.train, self._trainer, self._progress
-        pace = RankPace(trainer.world)
-        before = progress.step
+        pace, before = RankPace(trainer.world), progress.step
         first = max(before + 1, min(before + 1 + _WARM_UP_STEPS, job.steps - job.timeline + 1))
         measured = range(first, min(first + job.timeline, job.steps + 1))
         timelines = StepTimelines(trainer, steps=measured, path=self._folder / TIMELINE, emit=self._emit)
@@ -252,7 +254,9 @@ class _Run:
                 self._validate(step)
                 now = time.monotonic()
             by = self._stopped_by(step)
-            self._checkpoint(step, last=bool(by) or step == job.steps)
+            self._checkpoints.report_published()
+            if job.save_every and (step % job.save_every == 0 or by or step == job.steps):
+                self._save(step, f"step-{step}")
             if by:
                 again = ["meshwise", "train", str(self._folder / JOB), "--train.output", str(self._folder)]
                 self._emit(run_events.Stopped(step, by, shlex.join([*again, "--train.resume", "auto"])))
@@ -311,12 +315,6 @@ class _Run:
             by = _FILE
         return next(filter(None, world.exchange(by)), "")
 
-    def _checkpoint(self, step: int, *, last: bool) -> None:
-        job = self._job.train
-        self._checkpoints.report_published()
-        if job.save_every and (step % job.save_every == 0 or last):
-            self._save(step, f"step-{step}")
-
     def _save(self, step: int, name: str) -> None:
         if isinstance(self._source, SampleStream):
             self._progress.stream = self._source.state(self._progress.samples)
@@ -329,8 +327,7 @@ class _Run:
         if (size := self._sizes.at(done.samples, chosen=done.batch)) != self._size:
             self._size = size
             numbers = range(done.samples, done.samples + (job.steps - done.step) * size, size)
-            order = SampleOrder(length(self._data.train), seed=job.seed)
-            self._reader = self._read(self._source, numbers, order)
+            self._reader = self._read(self._source, numbers, SampleOrder(length(self._data.train), seed=job.seed))
         return next(self._reader)
 
     def _note_noise(self, step: int, result: StepResult) -> None:
@@ -383,13 +380,6 @@ class _Run:
             return rows
         dtype = getattr(torch, self._job.train.dtype)
         return (map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, batch) for batch in rows)
-
-    def _write_parameters(self) -> None:
-        """Write the trained parameters before validation or generation can fail, and wait for the last checkpoint."""
-        job, trainer = self._job, self._trainer
-        metadata = {"steps": str(self._progress.step), "plan": str(job.plan), "model": job.model.name}
-        write_parameters(trainer, path=None if trainer.world.rank else self._folder / PARAMETERS, metadata=metadata)
-        self._checkpoints.finish()
 
 
 _FILE = "the file `stop`"

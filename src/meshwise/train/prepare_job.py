@@ -58,7 +58,6 @@ class PreparedJob:
     def options(self, example: Any) -> Options:
         """Return the options of the job for `parallelize`. `example`: batch with which the model is cut into stages."""
         job, swap = self.job, self.job.swap
-        disk = None if swap.folder is None else Path(swap.folder)
         return Options(
             clip_norm=job.train.clip_norm,
             seed=job.train.seed,
@@ -68,7 +67,7 @@ class PreparedJob:
             noise=job.train.noise or job.train.auto_batch is not None,
             parameter_options=self.parameter_options,
             tensor_rules=job.model.tensor_rules,
-            swap=SwapConfig(disk, swap.buffers, swap.megabytes * 2**20),
+            swap=SwapConfig(None if swap.folder is None else Path(swap.folder), swap.buffers, swap.megabytes * 2**20),
             cut=job.model.cut_options,
             sync=job.train.sync,
             example=example,

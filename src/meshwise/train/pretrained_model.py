@@ -138,9 +138,8 @@ def _fill(model: nn.Module, index: CheckpointIndex, weights: Mapping[tuple[str, 
         names.setdefault(tensor, []).append(name)
     known = {all_of_them[0]: all_of_them for all_of_them in names.values()}
     renamed, _ = with_model_names(index, names=known, base=str(getattr(model, "base_model_prefix", "")))
-    stored = renamed.tensors
     for tensor, (name, *_) in names.items():
-        found = stored.get(f"parameter/{name}")
+        found = renamed.tensors.get(f"parameter/{name}")
         if found is None and isinstance(tensor, nn.Parameter):
             raise ValueError(f"the folder lacks {name} of {type(model).__name__}")
         if found is not None and found.shape != tuple(tensor.shape):

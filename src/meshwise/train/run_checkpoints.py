@@ -302,8 +302,7 @@ class RunCheckpoints:
         self._emit = emit
         self._saving: PendingSave | None = None
         self._step, self._name = 0, ""
-        self._began = 0.0
-        self._held = 0.0
+        self._began = self._held = 0.0
         self._reported = True
         self._failed: SaveError | None = None
 

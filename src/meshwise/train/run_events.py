@@ -286,8 +286,7 @@ def logger_maker(name: str) -> Callable[[Path, Job], EventSink]:
     if ":" in name:
         return locate(name, key="train.loggers")
     if name not in _TRACKERS:
-        known = ", ".join(_TRACKERS)
-        raise JobError(f"train.loggers: {name!r} is none of {known}, nor a 'module:Class' of your own")
+        raise JobError(f"train.loggers: {name!r} is none of {', '.join(_TRACKERS)}, nor a 'module:Class' of your own")
     tracker = import_library("torch.utils.tensorboard" if name == "tensorboard" else name, key="train.loggers")
     return lambda folder, job: _TRACKERS[name](tracker, folder, to_toml(job))
 
