@@ -24,7 +24,7 @@ from meshwise.comm.health.watchdog import Watchdog
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import cores
 from meshwise.comm.launch.rank_process import RankOutcome, threads_from_environment
-from meshwise.comm.shared_memory import host_connection
+from meshwise.comm.shared_memory import host_connection, local_world
 
 pytestmark = pytest.mark.processes
 
@@ -165,13 +165,13 @@ def dies_once_it_has_told(world: Any) -> None:
         world.barrier = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
     else:
         teller = world._queues.host.peers[0]
-        mapped = teller.segments.map
+        mapped = vars(local_world)["open_segment"]
 
-        def late(place: Any) -> Any:
+        def late(process: int, *, place: int) -> Any:
             await_late_end(teller.process)
-            return mapped(place)
+            return mapped(process, place=place)
 
-        teller.segments.map = late
+        vars(local_world)["open_segment"] = late
     world.shared_empty(1 << 20, dtype=torch.float32, axes="rank")
 
 

@@ -82,6 +82,30 @@ def test_a_stage_may_begin_at_any_module_of_a_block(part: str) -> None:
     is_the_model(model, loss_of, cut)
 
 
+class Carrying(Block):
+    """Block that takes arguments called `state` and `module`, as blocks with a memory of tokens do."""
+
+    def forward(self, x: Tensor, *, state: Tensor | None = None, module: float = 1.0) -> Tensor:
+        return super().forward(x if state is None else x + state) * module
+
+
+def test_a_split_block_takes_arguments_of_any_name() -> None:
+    class Model(TiedDecoder):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x, state=torch.ones(()), module=2.0)
+            logits: Tensor = self.head(x)
+            return logits
+
+    model = Model(functools.partial(Carrying, 0.0), layers=2, vocabulary=VOCABULARY, width=WIDTH).double()
+    cut = cut_model(
+        model, stages=2, call=loss_of, request=CutRequest("params", options=CutOptions(at=("blocks.1.up",)))
+    )
+    assert cut.split_blocks == ("blocks.1",)
+    is_the_model(model, loss_of, cut)
+
+
 def test_several_stages_may_share_a_block() -> None:
     model = Decoder(layers=3).double()
     at = ("blocks.1.before", "blocks.1.project", "blocks.1.down", "blocks.2", "head")

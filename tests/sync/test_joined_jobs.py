@@ -545,7 +545,7 @@ def test_a_killed_job_starts_again_and_rejoins_while_the_others_train(tmp_path: 
         for one in (*stay, again):
             said = one.communicate(timeout=200)[0]
             assert one.returncode == 0, said
-        assert "round 3 is joined by job 4" in said
+        [joined] = re.findall(r"round (\d) is joined by job 4", said)  # the second, if it was back within `patience`
     finally:
         for one in processes:
             one.kill()
@@ -554,4 +554,5 @@ def test_a_killed_job_starts_again_and_rejoins_while_the_others_train(tmp_path: 
     assert written[0] == written[1] == written[2]
     lines = (tmp_path / "site-3" / "metrics.jsonl").read_text().splitlines()
     steps = [event["step"] for event in map(json.loads, lines) if event["event"] == "step"]
-    assert steps == [*range(1, 15), *range(31, 41)]
+    assert joined in "23"
+    assert steps == [*range(1, 15), *range(int(joined) * 10 + 1, 41)]

@@ -216,10 +216,10 @@ class Engine:
         return {"parameters": 0, "gradients": 0, **self.tiers.bytes(held), "gathered_peak": peak}
 
     def close(self) -> None:
-        """Wait for updated parameters, and remove the hooks from the model."""
-        self.wait_updated()
+        """Remove the hooks from the model, and wait for updated parameters."""
         for engine in self._stages.values():
             engine.close()
+        self.wait_updated()
 
     def sum_ties(self) -> None:
         """Sum the gradients of each tied parameter over its stages; all of them then hold the sum (collective)."""

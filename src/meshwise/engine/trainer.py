@@ -489,10 +489,10 @@ class Trainer:
         if self._replicas is not None and self._replicas.jobs is not None:
             self._replicas.jobs.close()
         self._state.close()
-        self._engine.close()
         self._runner.close()
         self._engine.tiers.close()
         self._policy.close()
+        self._engine.close()  # last, because after a lost rank it raises
 
 
 class StepMeasurement:

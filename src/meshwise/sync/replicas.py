@@ -221,7 +221,7 @@ class Replicas:
     def _joined(self) -> JoinedJobs:
         """Return the connection of this job to the others."""
         world, facts = self._world, {key: str(value) for key, value in dataclasses.asdict(self.scheme).items()}
-        address, patience, least = facts.pop("join"), float(facts.pop("patience")), int(facts.pop("least"))
+        address, patience, least = facts.pop("join"), float(facts["patience"]), int(facts.pop("least"))
         others = world.mesh.others(self._axes)
         facts["the split"] = " ".join(f"{axis}={world.mesh.degree(axis)}" for axis in others)
         rows = [(row.name, tuple(row.shape), str(row.dtype)) for row in self._engine.table.rows]
@@ -247,7 +247,8 @@ class Replicas:
             for fragment in tuple(self._in_flight):
                 self._apply(fragment)
         self._in_flight.clear()
-        values = list(self._values()) if found.joining and own == found.summing[0] else []
+        gives = found.joining and own == found.summing[0] and self.index == 0
+        values = list(self._values()) if gives else []
         values = jobs.copied(values, found=found, own=own)
         if own in found.joining and jobs.rounds >= 0:
             numbers = iter(range(self._world.exchange(len(values), axes=self._axes)[0]))
@@ -364,6 +365,7 @@ class Replicas:
         for sent in self._in_flight.values():
             self._arrived(sent)
         self._in_flight.clear()
+        self.moved = 0
         if self.jobs is not None:
             self.jobs.rounds = -1
         if saved is None or not self._goes_on(saved):

@@ -208,13 +208,14 @@ class _Run:
     def _steps(self) -> str:
         """Train, and return who asked the run to stop early; "" at its end."""
         job, trainer, progress = self._job.train, self._trainer, self._progress
+        self._follow_jobs(join=progress.step < job.steps)
         pace, before = RankPace(trainer.world), progress.step
         first = max(before + 1, min(before + 1 + _WARM_UP_STEPS, job.steps - job.timeline + 1))
         measured = range(first, min(first + job.timeline, job.steps + 1))
         timelines = StepTimelines(trainer, steps=measured, path=self._folder / TIMELINE, emit=self._emit)
         began = last = time.monotonic()
         budgeted, by = False, ""
-        while (step := self._next_step()) <= job.steps:
+        while (step := progress.step + 1) <= job.steps:
             batch = self._next_batch()
             lr = self._set_rate()
             timelines.before(step)
@@ -237,6 +238,8 @@ class _Run:
                     samples=self._size,
                 )
             )
+            moved = self._follow_jobs()  # a late job has the others' state now
+            step, before = step + moved, before + moved
             self._note_noise(step, result)
             if not budgeted and trainer.blocks.costs:
                 budgeted = True
@@ -266,14 +269,14 @@ class _Run:
             self._emit(slow)
         return by
 
-    def _next_step(self) -> int:
-        """Return the number of the next step; if the run has joined others, of their next step and samples."""
-        done = self._progress
-        if moved := self._trainer.join():
+    def _follow_jobs(self, *, join: bool = True) -> int:
+        """Go to the step and samples of the jobs that the run has joined, if it has; return how many steps it moved."""
+        done, moved = self._progress, self._trainer.join() if join else 0
+        if moved:
             done.samples += moved * self._sizes.at(done.samples, chosen=done.batch)
             done.step, done.updates = done.step + moved, done.updates + moved
             self._size = 0  # a new reader begins there
-        return done.step + 1
+        return moved
 
     def _step(self, step: int, batch: Any) -> StepResult:
         traced = profile(self._trainer, into=self._folder / PROFILE) if step == self._job.train.profile else None

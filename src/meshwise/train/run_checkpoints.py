@@ -146,6 +146,7 @@ FREE_KEYS = (
     *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
     *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),
     *("train.keep_best", "train.shares", "train.output", "train.resume", "train.accept"),
+    *("train.sync.join", "train.sync.patience", "train.sync.least"),
 )
 """Keys that may differ from the job of the checkpoint; any other key must be in `train.accept`."""
 _SILENT_KEYS = (

@@ -56,7 +56,7 @@ def verify(
     return (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
     plan = Plan.of(plan)
     options = training.get("options")
-    if options is not None and options.sync.get("join"):  # here is only one job
+    if options is not None and "join" in options.sync:  # here is only one job
         training["options"] = dataclasses.replace(options, sync={**options.sync, "join": "alone"})
     if needs_of(training.get("optimizer")) == "replicas":
         training["codec"] = "none"

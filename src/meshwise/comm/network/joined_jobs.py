@@ -91,6 +91,7 @@ class JoinedJobs:
         self.rounds = -1
         """Number of committed rounds that the state of this job includes; -1: it has to join."""
         self._ticket = 0
+        self._first_beats: dict[int, int] = {}
         self._ended = threading.Event()
         self._transports = contextlib.ExitStack()
         weakref.finalize(self, self._ended.set)
@@ -104,15 +105,14 @@ class JoinedJobs:
         while True:
             found, own = self._shared(self._came(JobEntry(self._ticket, place, self.rounds, steps, weight, size)))
             self._transports.close()  # all members that use the last ones have come, so they do not need them
-            sums, problem = [total.clone() for total in totals], ""
-            if self._lane is not None and own in found.summing:
-                try:
-                    peers = self._connect(found.summing, own, f"{found.attempt}/sums")
-                    for total in sums:
-                        peers.all_reduce(total, axes="job").wait()
-                except RankLostError as error:
-                    problem = str(error)
-            problem = max(self._world.exchange(problem))
+            sums = [total.clone() for total in totals]
+
+            def add_up(found: Membership = found, own: JobEntry = own, sums: Sequence[Tensor] = sums) -> None:
+                peers = self._connect(found.summing, own, f"{found.attempt}/sums")
+                for total in sums:
+                    peers.all_reduce(total, axes="job").wait()
+
+            problem = self._problem_of(add_up if own in found.summing else None)
             failed = bool(problem) if own in found.summing else None
             if self._shared(self._decided(found, failed=failed)) == "commit":
                 break
@@ -130,16 +130,14 @@ class JoinedJobs:
         """Send picklable values from the source to the members that join; return them there, on ranks with a lane.
 
         If that fails, the members that join have to come to the next round."""
-        received, problem = list[Any](), ""
-        members = [found.summing[0], *found.joining]
-        if self._lane is not None and found.joining and own in members:
-            try:
-                peers = self._connect(members, own, f"{found.attempt}/state")
-                for number in range(peers.exchange(len(values))[0]):
-                    received += peers.exchange(values[number] if values else None)[:1]
-            except RankLostError as error:
-                problem = str(error)
-        if problem := max(self._world.exchange(problem)):
+        received, members = list[Any](), [found.summing[0], *found.joining]
+
+        def copy() -> None:
+            peers = self._connect(members, own, f"{found.attempt}/state")
+            for number in range(peers.exchange(len(values))[0]):
+                received.extend(peers.exchange(values[number] if values else None)[:1])
+
+        if problem := self._problem_of(copy if found.joining and own in members else None):
             self._say(f"the copy of the state has failed: {problem}")
         elif own in found.joining:
             self.rounds = found.rounds + 1
@@ -152,6 +150,31 @@ class JoinedJobs:
 
     # ---- within the job -----------------------------------------------------------------------------------------
 
+    def _problem_of(self, talk: Callable[[], None] | None) -> str:
+        """Run `talk` with other jobs on the ranks with a lane; return why it failed on a rank of this job, or "".
+
+        Meanwhile the ranks meet every few seconds, so that no watchdog takes a long transfer for a hang."""
+        errors: list[Exception] = []
+
+        def run() -> None:
+            self._world.streams.select()
+            try:
+                if talk is not None and self._lane is not None:
+                    talk()
+            except Exception as error:  # noqa: BLE001 - the rank's own thread raises it
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="meshwise jobs", daemon=True)
+        thread.start()
+        busy = True
+        while busy:
+            thread.join(_SHARE_SECONDS)
+            busy = any(self._world.exchange(thread.is_alive()))
+        for error in errors:
+            if not isinstance(error, RankLostError):
+                raise error
+        return str(max(self._world.exchange("".join(map(str, errors)))))
+
     def _shared(self, talk: Iterator[Found | None]) -> Found:
         """Return the first value other than None that rank 0 gets from `talk`, or raise its error, on every rank."""
         while True:
@@ -159,7 +182,7 @@ class JoinedJobs:
             if self._world.rank == 0:
                 try:
                     value = next(talk), None
-                except (PlanError, RuntimeError) as error:  # torch's store raises RuntimeError
+                except (PlanError, RuntimeError, OSError) as error:  # torch's store raises RuntimeError
                     lost = _NO_STORE.format(self._address, str(error).partition("\n")[0])
                     value = None, error if isinstance(error, PlanError) else RankLostError(lost)
             found, failed = self._world.exchange(value)[0]
@@ -190,10 +213,11 @@ class JoinedJobs:
         """Return a world of the ranks of this lane in some members, in their order, along the axis `job`."""
         index, size, transport = members.index(own), len(members), None
         if size > 1:
-            store, host = PrefixStore(f"{name}/{self._lane}", self._store), self._address.rpartition(":")[0]
+            host = self._address.rpartition(":")[0]
             try:
+                store = PrefixStore(f"{name}/{self._lane}", self._store)
                 transport = GlooTransport(store, rank=index, size=size, towards=host, limit=self._limit)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 raise RankLostError(f"the jobs cannot connect: {error}".partition("\n")[0]) from error
             self._transports.callback(transport.close)
         return GlooWorld(rank=index, mesh=Mesh.of(job=size), device=self._world.device, transport=transport)
@@ -207,22 +231,29 @@ class JoinedJobs:
 
     def _enter(self) -> None:
         """Take a ticket, compare the facts with the first job's, and start the heartbeat."""
-        self._ticket = self._store.add("tickets", 1)
+        ticket = self._store.add("tickets", 1)
         first = json.loads(self._store.compare_set("facts", "", json.dumps(dict(self._facts))))
         for name, own in self._facts.items():
-            if own != first[name]:
+            if own != first.get(name):
                 raise PlanError(
-                    f"jobs that join need equal values of {name}: this job has {own}, the first one {first[name]}. "
+                    f"jobs that join need equal values of {name}: this job has {own}, the first one {first.get(name)}. "
                     "Change this job, or let it meet others elsewhere: meshwise meet --port 29401"
                 )
-        given = self._store.clone(), f"alive/{self._ticket}", self._ended, min(1.0, self._patience / 4)  # type: ignore[attr-defined]
+        self._ticket = ticket
+        given = self._store.clone(), f"alive/{ticket}", self._ended, min(1.0, self._patience / 4)  # type: ignore[attr-defined]
         threading.Thread(target=_beat, args=given, name="meshwise heartbeat", daemon=True).start()
+        self._say(f"waits at {self._address} for {self._least} jobs, or for the end of a round of theirs")
 
     def _read(self, key: str) -> bytes | None:
         return self._store.get(key) if self._store.check([key]) else None
 
     def _heartbeats(self, jobs: Iterable[JobEntry]) -> list[int]:
         return [self._store.add(f"alive/{one.ticket}", 0) for one in jobs]
+
+    def _lives(self, job: JobEntry) -> bool:
+        """Return whether a job is this one, or its heart has beaten since this job first looked."""
+        [beats] = self._heartbeats([job])
+        return job.ticket == self._ticket or beats > self._first_beats.setdefault(job.ticket, beats)
 
     def _came(self, own: JobEntry) -> Iterator[tuple[Membership, JobEntry] | None]:
         """Come to attempts until this job is a member of one; yield the members, and this job's entry among them."""
@@ -251,6 +282,8 @@ class JoinedJobs:
         if (text := self._read(f"{attempt}/members")) is None:
             keys = (f"{attempt}/entry/{n}" for n in range(1, self._store.add(f"{attempt}/count", 0) + 1))
             entries = [JobEntry(*json.loads(text)) for text in map(self._read, keys) if text]
+            if not rounds:
+                entries = [one for one in entries if self._lives(one)]
             entries.sort(key=lambda one: (one.rounds != rounds, -one.steps, -one.weight, one.ticket))
             here = {one.ticket for one in entries}
             missing = [one for one in before.summing + before.joining if one.ticket not in here]

@@ -212,7 +212,7 @@ class PieceForward:
         return made
 
 
-def _split_block_forward(module: nn.Module, state: StageForwardState, *args: Any, **kwargs: Any) -> Any:
+def _split_block_forward(module: nn.Module, state: StageForwardState, /, *args: Any, **kwargs: Any) -> Any:
     """Run a split block: its modules are pieces, and the rest of its code is a last piece."""
     output = type(module).forward(module, *args, **kwargs)
     key, _ = state.advance(module)
