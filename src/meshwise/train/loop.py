@@ -170,6 +170,7 @@ class _Run:
             trainer.set_shares(self._progress.shares)
         self._source = sample_source(self._data.train, saved=self._progress.stream)
         with stop_signals(self._signals) if job.train.save_every else contextlib.nullcontext():
+            self._follow_jobs(join=self._progress.step < job.train.steps)
             by = self._steps()
             if by not in ("", _FILE):  # after a signal little time is left: write only the checkpoint
                 self._checkpoints.finish()
@@ -208,7 +209,6 @@ class _Run:
     def _steps(self) -> str:
         """Train, and return who asked the run to stop early; "" at its end."""
         job, trainer, progress = self._job.train, self._trainer, self._progress
-        self._follow_jobs(join=progress.step < job.steps)
         pace, before = RankPace(trainer.world), progress.step
         first = max(before + 1, min(before + 1 + _WARM_UP_STEPS, job.steps - job.timeline + 1))
         measured = range(first, min(first + job.timeline, job.steps + 1))
@@ -240,12 +240,10 @@ class _Run:
             )
             moved = self._follow_jobs()  # a late job has the others' state now
             step, before = step + moved, before + moved
-            self._note_noise(step, result)
+            self._note_result(step, result)
             if not budgeted and trainer.blocks.costs:
                 budgeted = True
                 self._emit(run_events.Budgeted(step, trainer.blocks.table()))
-            if result.problem is not None:
-                self._emit(run_events.NonFinite(step, result.problem))
             for slow in pace.slow() if not trainer.plan.asynchronous else ():
                 self._emit(slow)
             if job.shares == "auto" and pace.times:
@@ -333,8 +331,10 @@ class _Run:
             self._reader = self._read(self._source, numbers, SampleOrder(length(self._data.train), seed=job.seed))
         return next(self._reader)
 
-    def _note_noise(self, step: int, result: StepResult) -> None:
-        """Average the noise of a step, let the next batch follow it, and report it as often as steps are printed."""
+    def _note_result(self, step: int, result: StepResult) -> None:
+        """Report what was not finite. Average the noise, let the next batch follow it, report it as often as steps."""
+        if result.problem is not None:
+            self._emit(run_events.NonFinite(step, result.problem))
         if result.noise is None:
             return
         noise, job = self._progress.noise, self._job.train
