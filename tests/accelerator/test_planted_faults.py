@@ -114,7 +114,10 @@ FAULTS = (
     Fault("data_parallel.bucket:Bucket.settle_replicas", "between.work.wait()", "dp=2x2 zero=2", UNWRITTEN),
     Fault("data_parallel.live_unit:LiveUnit.ready", "work.wait()", "dp=2 zero=3 recompute=full", UNWRITTEN),
     Fault(
-        "data_parallel.live_unit:LiveUnit.await_update", "work.wait()", "dp=2 zero=1", "may not have (written|read) yet"
+        "data_parallel.live_unit:LiveUnit.receive_update",
+        "work.wait()",
+        "dp=2 zero=1",
+        "may not have (written|read) yet",
     ),
     # layers, tokens and experts
     Fault("comm.api.autograd_collectives:after", "work.wait()", "tp=2 sequence_parallel=1 precision=bf16", UNWRITTEN),

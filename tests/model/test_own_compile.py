@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, run
+from model.test_compiled_blocks import tokens
 
 pytestmark = [
     # Where it traces our own modes and functions.
@@ -32,11 +33,6 @@ def _nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def tokens(step: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))
-    return drawn[:, :-1], drawn[:, 1:]
 
 
 def model(compiled: str, backend: str, dropout: float = 0.0) -> nn.Module:

@@ -195,8 +195,8 @@ class LiveUnit:
             self._used = [bucket.views() for bucket in self.buckets]
         self._show(self._used)
 
-    def await_update(self, works: list[Work]) -> None:
-        """Wait for `works`, which bring updated parameters; under `overlap_gather` leave that to `ready`."""
+    def receive_update(self, works: list[Work]) -> None:
+        """Receive updated parameters from `works`: wait for them now, or under `overlap_gather` in `ready`."""
         if self.overlaps:
             self.whole, self._gathering = False, works
             self._show(self._unused)

@@ -102,7 +102,7 @@ class StepAfterBackward:
 
         self._update.step(done)
         for unit in self._engine.units:
-            unit.await_update([works[bucket] for bucket in unit.buckets if bucket in works])
+            unit.receive_update([works[bucket] for bucket in unit.buckets if bucket in works])
 
 
 class TrainingSteps:

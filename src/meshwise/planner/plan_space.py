@@ -29,7 +29,7 @@ NEUTRAL_KEYS: Mapping[str, Any] = MappingProxyType(
         "wire": "auto", "feedback": 1, "microbatches": 1, "virtual_stages": 1, "partition": "params",
     }
 )  # fmt: skip
-"""Keys of a plan that do not change the costs of a piece, with the values that they have in every profile."""
+"""Keys of a plan that do not change the costs of a piece, with values for which no plan is refused."""
 
 UNDIVIDED: Mapping[str, Any] = MappingProxyType(
     {

@@ -184,6 +184,10 @@ class ActivityStopwatch:
         """Add a wait for the collective `what` that began at the event `since` and ends now."""
         self._waits.append((what, since, self.now()))
 
+    def add_background(self, events: Iterable[tuple[str, float, float]]) -> None:
+        """Add (work, start, stop) of other threads of this rank, with times of `time.monotonic`."""
+        self._background += [TimedSpan(*event, in_background=True) for event in events]
+
     def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
         """Return this rank's activities in order, then its waits, then the work of its other threads. Blocks the host
         until the GPU has reached the last event. offset: seconds to subtract from all times."""
@@ -295,7 +299,7 @@ class FlightRecorder:
         """Add activities of this rank's other threads to the times of the `timed` block; outside a block, do nothing.
         events: (activity, start, stop), with times of `time.monotonic`."""
         if self._stopwatch is not None:
-            self._stopwatch._background += [TimedSpan(*event, in_background=True) for event in events]
+            self._stopwatch.add_background(events)
 
     @contextlib.contextmanager
     def timed(self, streams: Streams) -> Iterator[ActivityStopwatch]:

@@ -9,9 +9,12 @@ one attempt, or more after failures. The first writer of a key of attempt n wins
     | the last member has them            n/decision     commit: each member applies the sums
     | a member has failed, or was lost    n/decision     retry: no member applies them
 
-Time is over after `patience` seconds without a sign of life. A job counts heartbeats at the store. Who waits for busy
-members watches their heartbeats, so a long round or transfer ends no attempt. A job that could sum waits `patience`
-seconds for others to come, so late jobs are dropped too. After a round with joining jobs it waits while they live.
+Every job counts heartbeats at the store. What a job waits for, and when it stops waiting:
+
+    | for members that have not come, when one that can sum has    after `patience` seconds; they are dropped
+    | the same before that, or after a round with joining jobs     `patience` seconds after their last heartbeat
+    | for members that sum, also in a long transfer                `patience` seconds after their last heartbeat
+    | for `least` living jobs, before the first round              never
 
 Members sum if their state includes all committed rounds. The others join: when the sums are applied, they copy the
 state of the source, the heaviest of the members that sum. Without any, the member with the most steps is the source."""
