@@ -177,7 +177,7 @@ def check(world: mw.World, wanted: list[Case]) -> int:
         begun = time.perf_counter()
         try:
             report = mw.verify(builder(case.model), how, batches, case.plan, world=world, options=options, **training)
-            row = ("ok", "") if report.ok else ("DIFFERENT", f": {report.verdict}")
+            row = ("ok", "") if report.ok else ("DIFFERENT", f": {report}")
         except Exception as error:  # noqa: BLE001 - the next case shall run too
             row = ("FAILED", f": {type(error).__name__}: {error}")
         failed += row[0] != "ok"

@@ -112,12 +112,15 @@ WITH_ACTIVATIONS = f"{OFFLOADED},activations:cpu"
 
 
 def variants(only: str) -> list[Variant]:
-    """Return the contestants of --only: all, those without dropout (eager; plain: compiled too), or with offloading."""
+    """Return the contestants of --only: all, those without dropout (eager; plain: compiled too), with dropout, or with
+    offloading."""
     both = [Variant("plain"), Variant("meshwise")]
     if only == "offload":
         return [*both, *(Variant("meshwise", offload=what) for what in (OFFLOADED, WITH_ACTIVATIONS))]
     if only == "eager":
         return both
+    if only == "dropout":
+        return [*(replace(one, dropout="local") for one in both), Variant("meshwise", dropout="global")]
     compiled = [replace(one, compiled=True) for one in both]
     if only == "plain":
         return both + compiled
@@ -303,7 +306,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profiles", type=int, default=1, choices=(0, 1), help="0: count no kernels")
     parser.add_argument("--on", default="h100", help="description of the GPU for the simulator; none: no prediction")
-    parser.add_argument("--only", default="all", choices=("all", "eager", "plain", "offload"), help="contestants")
+    parser.add_argument(
+        "--only", default="all", choices=("all", "eager", "plain", "dropout", "offload"), help="contestants"
+    )
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()
     device = torch.device(flags.device)

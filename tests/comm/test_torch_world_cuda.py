@@ -4,6 +4,7 @@ To test streams, a long kernel runs before the operations that have to wait for 
 
 from __future__ import annotations
 
+import os
 import uuid
 
 import pytest
@@ -16,10 +17,12 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm import World, run
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
+from meshwise.comm.network.process_world import NCCL_SHARES_GPUS
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
 
+SHARED = GPUS > 0 and os.environ.get(NCCL_SHARES_GPUS) == "1"
 LONG = 200_000_000  # cycles: a tenth of a second and more
 LENGTHS = (1, 6, 1 << 18)
 
@@ -129,7 +132,16 @@ def everything(world: World, kind: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_share_a_gpu_are_joined_by_gloo(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv(NCCL_SHARES_GPUS, raising=False)
     run(size, everything, args=("gloo",), device="cuda")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.skipif(not SHARED, reason="needs NCCL 2.30 or newer, and NCCL_MULTI_RANK_GPU_ENABLE=1")
+def test_ranks_that_share_a_gpu_are_joined_by_nccl_if_it_may(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    run(size, everything, args=("nccl",), device="cuda")
 
 
 @pytest.mark.processes

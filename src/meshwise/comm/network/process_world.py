@@ -1,6 +1,7 @@
 """Choose and make the World of a job whose ranks are processes, by the devices and hosts of the ranks.
 
-docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on a GPU. One rank has a `GlooWorld`.
+docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on a GPU unless NCCL_SHARES_GPUS is set.
+One rank has a `GlooWorld`.
 
 torch's default process group is not used: a job may call `init_process_group` as well.
 `gloo_calls` returns torch's own gloo collectives, with which benchmarks compare the collectives of this package."""
@@ -34,6 +35,9 @@ Comm: TypeAlias = Literal["auto", "local", "gloo"]
 
 COMM_VARIABLE = "MESHWISE_COMM"
 """Environment variable with a value of `Comm`; `auto` without the variable."""
+
+NCCL_SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Environment variable: if it is 1, NCCL accepts several ranks on one GPU. NCCL 2.30 is the first that knows it."""
 
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Environment variables in which launchers number the ranks of a host; the first one that is set is used."""
@@ -110,9 +114,11 @@ def default_device() -> torch.device:
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
-    """Return the devices of all ranks, by rank: `cuda` and the UUID of the GPU, or `cpu` and the value of `comm`.
-    Raises ValueError when the ranks differ in the type of device or in `comm`: they would wait for each other."""
+    """Return the devices of all ranks, by rank: `cuda` and the UUID of the GPU, or `cpu` and the value of `comm`. Where
+    NCCL may share GPUs, ranks have different ones. Raises ValueError when the ranks differ in the type of device or in `comm`: they would wait for each other."""
     own = f"cuda {gpu_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
+    if device.type == "cuda" and os.environ.get(NCCL_SHARES_GPUS) == "1":
+        own += f" shared by rank {rank}"
     store.set(f"device/{rank}", own)
     devices = [text.decode() for text in store.multi_get([f"device/{other}" for other in range(size)])]
     types = {text.split()[0]: other for other, text in enumerate(devices)}
