@@ -4,7 +4,8 @@
     PYTHONPATH=src:tests python tests/accelerator/random_delays.py zb-v --steps 10000 --seed 1
 
 At each call, each operation that waits in a stream runs with a probability of 1/5, and otherwise later. A step is one
-set of such delays. Every step's loss is that of the same step without delays."""
+set of such delays. --waits: before each operation the host waits for all that are queued. Every step's loss is that of
+the same step without delays."""
 
 import argparse
 import time
@@ -39,10 +40,10 @@ def _losses(world: World, plan: Plan, steps: int) -> list[float]:
     return found
 
 
-def random_delays(text: str, *, steps: int, seed: int) -> None:
+def random_delays(text: str, *, steps: int, seed: int, waits: bool = False) -> None:
     """Train `steps` steps under a plan with chance delays. Raises Deadlock, StreamRace, or Disagreement of a loss."""
     plan = Plan.parse(f"{text} microbatches=4 partition=params")
-    devices: Sequence[Any] = (None, SimulatedAccelerators(timing="random", seed=seed))
+    devices: Sequence[Any] = (None, SimulatedAccelerators(timing="random", seed=seed, waits_at_launch=waits))
     plain, delayed = (run(plan.pp, _losses, args=(plan, steps), **({} if on is None else {"on": on})) for on in devices)
     agree(delayed, plain, bound=1e-9)
 
@@ -55,11 +56,13 @@ def main() -> None:
     parser.add_argument("schedules", nargs="*", default=list(STAGED))
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--waits", action="store_true")
     flags = parser.parse_args()
     for schedule in flags.schedules:
         begun = time.perf_counter()
         for part in range(0, flags.steps, 500):
-            random_delays(STAGED[schedule], steps=min(500, flags.steps - part), seed=flags.seed + part)
+            steps = min(500, flags.steps - part)
+            random_delays(STAGED[schedule], steps=steps, seed=flags.seed + part, waits=flags.waits)
         seconds = time.perf_counter() - begun
         print(f"{schedule:12} {flags.steps} steps with random delays, no deadlock, in {seconds:.0f} s", flush=True)
 

@@ -29,6 +29,9 @@ class SimulatedAccelerators:
     """When queued work of a stream runs: as late as a wait allows, as early as possible, or by chance in between."""
     seed: int = 0
     """Seed of the chances of `random`, and of copies from memory that is not pinned."""
+    waits_at_launch: bool = False
+    """Let the host wait for all queued work of the device before each operation, as CUDA may where it loads a kernel at
+    its first launch, and where it frees memory."""
     watches: bool = True
     """Raise StreamRace at a race. False: a race shows only in the values."""
 
@@ -53,7 +56,14 @@ class _Machine:
         self._queues = WorkQueues(rendezvous, timing=setting.timing, seed=setting.seed)
         self._host = SimulatedHost(self._queues)
         self._host.devices += [
-            SimulatedStreams(self._host, rank=rank, watches=setting.watches, modes=on_device) for rank in range(size)
+            SimulatedStreams(
+                self._host,
+                rank=rank,
+                watches=setting.watches,
+                waits_at_launch=setting.waits_at_launch,
+                modes=on_device,
+            )
+            for rank in range(size)
         ]
         self._nccl = SimulatedNccl(self._queues)
 

@@ -192,6 +192,8 @@ class _Operations(TorchDispatchMode):
         stream, text = self._streams.current(), f"{func} at {place_of_call()}"
         reads = () if func in _EMPTY else uses  # a shape is no value
         self._streams.races.use(stream.name, uses=reads, text=text)
+        if func not in (*_EMPTY, _aten._local_scalar_dense.default):
+            self._streams.before_launch()
         result: list[Any] = []
         stream.put(lambda: result.append(func(*args, **kwargs)), text=text, defers=False)
         if func in _READS_VALUE:

@@ -136,14 +136,15 @@ class SimulatedHost:
 class SimulatedStreams(Streams):
     """Streams of one simulated device; the `Streams` that a `World` on it uses."""
 
-    def __init__(self, host: SimulatedHost, *, rank: int, watches: bool, modes: "Modes") -> None:
-        """`rank`: rank that computes on the device, and number of the device. `watches`: report races. `modes`: lets
-        the tensors of a thread lie on the device."""
+    def __init__(self, host: SimulatedHost, *, rank: int, watches: bool, waits_at_launch: bool, modes: "Modes") -> None:
+        """`rank`: rank that computes on the device, and number of the device. `watches`: report races.
+        `waits_at_launch`: see `before_launch`. `modes`: lets the tensors of a thread lie on the device."""
         self.host = host
         self.queues = host.queues
         self.rank = rank
         self.device = torch.device("cuda", rank)
         self.races = RaceDetector(watches=watches)
+        self._waits_at_launch = waits_at_launch
         self._modes = modes
         self._pools = {
             urgent: [
@@ -257,6 +258,12 @@ class SimulatedStreams(Streams):
     def generator(self) -> torch.Generator:
         """Return the random generator of the device."""
         return self._generator
+
+    def before_launch(self) -> None:
+        """Block the host until all work of the device is done, if it waits at launches. For the race detector this is
+        no wait: it need not happen."""
+        if self._waits_at_launch:
+            self.queues.force([work for stream in self._streams for work in stream.queued], rank=self.rank)
 
     def host_waits(self, works: Sequence[QueuedWork], *, clock: Clock) -> None:
         """Block the host until works of the device are done."""

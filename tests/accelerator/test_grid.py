@@ -4,6 +4,7 @@ Two steps of AdamW with clipping, in float64: loss, norm, every gradient and eve
 A race between streams, memory that is freed too early, and ranks that wait for each other are errors."""
 
 import zlib
+from collections.abc import Sequence
 from typing import Literal
 
 import pytest
@@ -104,9 +105,13 @@ NARROW = CheapValues(
 TIMINGS: tuple[Literal["late", "early"], ...] = ("late", "early")
 
 
-def timings(plan: str, config: pytest.Config) -> tuple[Literal["late", "early"], ...]:
-    """Return both timings for the whole grid, and otherwise one, chosen by the plan's text."""
-    return TIMINGS if config.getoption("--whole-grids") else (TIMINGS[zlib.crc32(plan.encode()) % 2],)
+def devices(plan: str, config: pytest.Config) -> Sequence[SimulatedAccelerators]:
+    """Return accelerators of both timings and, for plans without tiers, of a host that waits at each launch. If not the
+    whole grid runs, return one of them, chosen by the plan's text."""
+    found = [SimulatedAccelerators(timing=timing) for timing in TIMINGS]
+    if "offload=" not in plan or "offload=none" in plan:
+        found.append(SimulatedAccelerators(waits_at_launch=True))
+    return found if config.getoption("--whole-grids") else [found[zlib.crc32(plan.encode()) % len(found)]]
 
 
 @pytest.mark.grid(GRID)
@@ -114,8 +119,8 @@ def test_a_plan_is_one_process(
     split: str, zero: int, offload: str, recompute: str, precision: str, pytestconfig: pytest.Config
 ) -> None:
     plan = plan_of({"split": split, "zero": zero, "offload": offload, "recompute": recompute, "precision": precision})
-    for timing in timings(plan, pytestconfig):
-        check(plan, on=SimulatedAccelerators(timing=timing))
+    for on in devices(plan, pytestconfig):
+        check(plan, on=on)
 
 
 @pytest.mark.grid(NARROW)
@@ -123,8 +128,8 @@ def test_a_plan_in_a_narrow_dtype_is_that_of_the_cpu(
     split: str, zero: int, offload: str, recompute: str, precision: str, pytestconfig: pytest.Config
 ) -> None:
     plan = plan_of({"split": split, "zero": zero, "offload": offload, "recompute": recompute, "precision": precision})
-    for timing in timings(plan, pytestconfig):
-        check(plan, on=SimulatedAccelerators(timing=timing))
+    for on in devices(plan, pytestconfig):
+        check(plan, on=on)
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
@@ -135,6 +140,13 @@ def test_parameters_that_arrive_in_the_next_forward(plan: str, timing: Literal["
 
 def test_experts_of_one_rank_are_there_at_once_and_others_arrive() -> None:
     check("dp=4 ep=2 zero=2 overlap_gather=1", on=SimulatedAccelerators(timing="late"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", STAGED)
+def test_no_rank_waits_for_ever_where_the_host_waits_at_each_launch(schedule: str, ranks: int) -> None:
+    plan = STAGED[schedule].replace("pp=2", f"pp={ranks}")
+    check_losses(f"{plan} microbatches={2 * ranks}", on=SimulatedAccelerators(waits_at_launch=True))
 
 
 # ---- schedules with every split inside a stage -------------------------------------------------------------------
@@ -182,8 +194,8 @@ def test_stages_that_are_split_are_one_process(
     schedule: str, inner: str, zero: int, pytestconfig: pytest.Config
 ) -> None:
     plan = split_plan({"schedule": schedule, "inner": inner, "zero": zero})
-    for timing in timings(plan, pytestconfig):
-        check(plan, on=SimulatedAccelerators(timing=timing))
+    for on in devices(plan, pytestconfig):
+        check(plan, on=on)
 
 
 def test_the_part_has_each_schedule_and_each_split_and_zero_inside_of_stages() -> None:

@@ -44,6 +44,7 @@ class Fault:
     instead: str = "pass"
     model: Callable[[], nn.Module] | None = None
     """None: the model of `training.model_of`."""
+    waits_at_launch: bool = False
 
 
 HOST, DISK, TIERS = (
@@ -135,11 +136,12 @@ FAULTS = (
     Fault("pipeline.run.schedule_interpreter:_ScheduleRun._release", "work.wait()", STAGES, FREED),
     Fault("data_parallel.staged_engine:Engine._sum_tie", "work.wait()", STAGES, f"{UNREAD}|{FREED}"),
     Fault(
-        "comm.network.nccl_world:NcclWorld.prepare",
-        "new = sorted(key for key in keys if key not in self._communicators.made)",
-        STAGES,
+        "pipeline.run.schedule_interpreter:_rows_and_starts",
+        "receive_starts(kept)",
+        "pp=2 microbatches=4 schedule=looped virtual_stages=2",
         "every rank waits for another",
-        "new = []",
+        "{}",
+        waits_at_launch=True,
     ),
 )
 
@@ -170,8 +172,9 @@ def test_the_faults_are_distinct_lines() -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.place.split(':')[1]}: {fault.line[:40]}")
 def test_a_planted_fault_is_caught(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(fault, monkeypatch)
+    on = SimulatedAccelerators(waits_at_launch=fault.waits_at_launch)
     with pytest.raises(CAUGHT) as caught:
-        check_losses(fault.plan, on=SimulatedAccelerators(), model=fault.model)
+        check_losses(fault.plan, on=on, model=fault.model)
     assert re.search(fault.message, str(caught.value)), str(caught.value)
     if isinstance(caught.value, StreamRace):
         assert re.search(r"first: .* at .*:\d+ ", str(caught.value))

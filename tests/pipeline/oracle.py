@@ -10,6 +10,7 @@ from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.pipeline_stage import Stage, make_stage
 from meshwise.pipeline.run.schedule_interpreter import pack, tensor_specs, unpack
 from meshwise.reference import GPT, GPTConfig, next_token_loss
+from meshwise.testing import agree
 
 Call = Callable[[nn.Module], Any]
 
@@ -67,5 +68,5 @@ def is_the_model(model: nn.Module, call: Call, cut: ModelCut) -> list[Stage]:
     expected = gradients(model)
     result = run_stages(stages, call)
     torch.testing.assert_close(result, whole.detach(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(gradients(model), expected, rtol=1e-12, atol=1e-15)
+    agree(gradients(model), expected, bound=1e-12)  # of the largest of a tensor: gradients of keys' biases are zero
     return stages

@@ -446,7 +446,7 @@ class World(abc.ABC):
 
     def recv_value(self, *, axis: str, source: int) -> Any:
         """Block until group index `source` along one axis has sent a value by `send_value`, and return the value."""
-        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        length = torch.empty(1, dtype=torch.int64, device=self.device)  # zeros would launch a kernel: `receive_starts`
         self.recv(length, axis=axis, source=source).wait()
         data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self.recv(data, axis=axis, source=source).wait()

@@ -1,7 +1,7 @@
 """Choose and make the World of a job whose ranks are processes, by the devices and hosts of the ranks.
 
-docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on a GPU unless NCCL_SHARES_GPUS is set.
-One rank has a `GlooWorld`.
+docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on a GPU, unless `NCCL_SHARES_GPUS`
+is 1. One rank has a `GlooWorld`.
 
 torch's default process group is not used: a job may call `init_process_group` as well.
 `gloo_calls` returns torch's own gloo collectives, with which benchmarks compare the collectives of this package."""
@@ -114,8 +114,9 @@ def default_device() -> torch.device:
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
-    """Return the devices of all ranks, by rank: `cuda` and the UUID of the GPU, or `cpu` and the value of `comm`. Where
-    NCCL may share GPUs, ranks have different ones. Raises ValueError when the ranks differ in the type of device or in `comm`: they would wait for each other."""
+    """Return the devices of all ranks, by rank: `cuda` and the UUID of the GPU, or `cpu` and the value of `comm`. If
+    NCCL may share GPUs, all differ. Raises ValueError when the ranks differ in the type of device or in `comm`: they
+    would wait for each other."""
     own = f"cuda {gpu_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
     if device.type == "cuda" and os.environ.get(NCCL_SHARES_GPUS) == "1":
         own += f" shared by rank {rank}"

@@ -2,7 +2,7 @@
 
 The table sets the order of computations and messages; `validate` has checked that no rank waits for ever.
 
-    | 2RECV_F0                  receive: started as soon as its shapes are known; at this action, the rank waits for it
+    | 2RECV_F0                  receive: started where `receive_starts` says; at this action, the rank waits for it
     | 2F0                       forward of the stage; if the next stage is on this rank, it gets the output directly
     | 2SEND_F0                  start a send; its memory is freed when the receiver has answered, or at the row's end
     | 2B0 2I0 2W0               the backward, whole or in two parts (`stage_backward.py`)
@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import Work, World
 from meshwise.pipeline.run.pipeline_stage import Stage, StageError, signature
 from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input, split_pays
+from meshwise.pipeline.schedules.receive_starts import receive_starts
 from meshwise.pipeline.schedules.schedule_table import (
     COMPUTE,
     RECEIVES,
@@ -136,12 +138,11 @@ class _ScheduleRun:
         self._stages, self._storages, self._trained = owner._stages, owner._storages, owner._trained
         self._world, self._rank, self._agreed = owner._world, owner._rank, owner._agreed
         self._ranks, self._jobs = schedule.rank_of, jobs
-        self._rows = [[one for one in row if one.microbatch is None or one.microbatch in jobs] for row in schedule.rows]
+        self._rows, self._starts = _rows_and_starts(schedule, frozenset(jobs))
         self._flights: dict[Place, _Flight] = defaultdict(_Flight)
         self._leaving: dict[tuple[ActionKind, Place], tuple[Header | None, Sequence[Tensor]]] = {}
         self._returned: dict[int, Any] = {}
-        self._coming = deque(action for action in self._rows[self._rank] if action.kind in RECEIVES)
-        self._posted: tuple[Sequence[Tensor], Sequence[Work]] | None = None
+        self._started: dict[Action, tuple[Sequence[Tensor], Sequence[Work]]] = {}
         self._sending: dict[int, deque[list[Work]]] = defaultdict(deque)
         self._waited: dict[int, int] = defaultdict(int)
         self._acknowledged = self._acknowledgements()
@@ -153,7 +154,8 @@ class _ScheduleRun:
         for action in self._rows[self._rank]:
             self._world.flight_recorder.doing = action
             try:
-                self._post()
+                for receive in self._starts.get(action, ()):
+                    self._start(receive)
                 self._do(action)
             except Exception as error:
                 batch = "" if action.microbatch is None else f", micro-batch {action.microbatch}"
@@ -218,7 +220,8 @@ class _ScheduleRun:
             self._agreed.setdefault((stage.index, job.shapes), (skeleton, stage.state.shapes))
             self._deliver((stage.index + 1, index), skeleton, detached)
         else:
-            self._leaving[ActionKind.SEND_F, place] = self._header(stage, index, skeleton), detached
+            header, sent = self._header(stage, index, skeleton), [part.contiguous() for part in detached]
+            self._leaving[ActionKind.SEND_F, place] = header, sent
 
     def _keep_gradients(self, stage: Stage, index: int, specs: Sequence[Tensor]) -> None:
         """Let gradients come back for the same tensors in each step, even if other parameters are frozen.
@@ -255,7 +258,7 @@ class _ScheduleRun:
             if self._ranks[stage - 1] == self._rank:
                 self._flights[stage - 1, index].gradients = back
             else:
-                self._leaving[ActionKind.SEND_B, place] = None, back
+                self._leaving[ActionKind.SEND_B, place] = None, [part.contiguous() for part in back]
 
     def _deliver(self, place: Place, skeleton: Mapping[str, Any], arrived: Sequence[Tensor]) -> None:
         """Make the arrived tensors the received values of a stage, as leaves that may require gradients."""
@@ -288,7 +291,7 @@ class _ScheduleRun:
     def _send(self, action: Action) -> None:
         rank, (header, parts) = self._other_end(action), self._leaving.pop((action.kind, _place(action)))
         sends = [] if header is None else self._world.send_value(header, axis="pp", to=rank)
-        sends += [self._world.send(part.contiguous(), axis="pp", to=rank) for part in parts if part.numel()]
+        sends += [self._world.send(part, axis="pp", to=rank) for part in parts if part.numel()]
         self._sending[rank].append(sends)
 
     def _acknowledgements(self) -> dict[Action, int]:
@@ -315,35 +318,33 @@ class _ScheduleRun:
 
     # ---- receiving ---------------------------------------------------------------------------------------------
 
-    def _post(self) -> None:
-        """Post the next receive of the row, if no other receive is posted and its shapes are known."""
-        if self._posted is not None or not self._coming:
-            return
-        action = self._coming[0]
-        if (expected := self._expected(action)) is not None:
-            self._coming.popleft()
-            made = [torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device) for spec in expected]
-            source = self._other_end(action)
-            self._posted = (made, [self._world.recv(part, axis="pp", source=source) for part in made if part.numel()])
+    def _start(self, action: Action) -> None:
+        """Start a receive; wait for its header first, if it has one."""
+        source = self._other_end(action)
+        made = [
+            torch.empty(spec.shape, dtype=spec.dtype, device=self._world.device)
+            for spec in self._expected(action, source=source)
+        ]
+        self._started[action] = (made, [self._world.recv(x, axis="pp", source=source) for x in made if x.numel()])
 
-    def _expected(self, action: Action) -> Sequence[Tensor] | None:
-        """Return tensors with the shapes of the next message, or None while they are unknown."""
-        stage, index = _place(action)
+    def _expected(self, action: Action, *, source: int) -> Sequence[Tensor]:
+        """Return tensors with the shapes of a message."""
+        stage, index = place = _place(action)
         if action.kind is ActionKind.RECV_B:
-            flight = self._flights.get((stage, index))
-            return None if flight is None else flight.outputs
-        agreed = self._agreed.get((stage - 1, self._jobs[index].shapes))
-        return None if agreed is None else tensor_specs(agreed[0])
+            outputs = self._flights[place].outputs
+            assert outputs is not None
+            return outputs
+        key = (stage - 1, self._jobs[index].shapes)
+        if key not in self._agreed:
+            values, shapes = self._world.recv_value(axis="pp", source=source)
+            self._agreed[key] = {self._stages[stage].receives[number]: value for number, value in values}, shapes
+        return tensor_specs(self._agreed[key][0])
 
     def _receive(self, action: Action) -> None:
         stage, index = place = _place(action)
-        if self._posted is None:
-            values, shapes = self._world.recv_value(axis="pp", source=self._other_end(action))
-            skeleton = {self._stages[stage].receives[number]: value for number, value in values}
-            self._agreed[stage - 1, self._jobs[index].shapes] = skeleton, shapes
-            self._post()
-        assert self._posted is not None
-        (arrived, works), self._posted = self._posted, None
+        if action not in self._started:
+            self._start(action)
+        arrived, works = self._started.pop(action)
         for work in works:
             work.wait()
         self._release(self._other_end(action), self._acknowledged[action])
@@ -351,6 +352,20 @@ class _ScheduleRun:
             self._flights[place].gradients = list(arrived)
         else:
             self._deliver(place, self._agreed[stage - 1, self._jobs[index].shapes][0], arrived)
+
+
+@lru_cache(maxsize=8)
+def _rows_and_starts(
+    schedule: Schedule, microbatches: frozenset[int]
+) -> tuple[Sequence[Sequence[Action]], Mapping[Action, Sequence[Action]]]:
+    """Return the rows of a schedule without the micro-batches that do not run, and its `receive_starts`."""
+    kept = Schedule(
+        tuple(
+            tuple(one for one in row if one.microbatch is None or one.microbatch in microbatches)
+            for row in schedule.rows
+        )
+    )
+    return kept.rows, receive_starts(kept)
 
 
 def _place(action: Action) -> Place:
