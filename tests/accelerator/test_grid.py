@@ -3,17 +3,19 @@
 Two steps of AdamW with clipping, in float64: loss, norm, every gradient and every parameter to 1e-9, on every rank.
 A race between streams, memory that is freed too early, and ranks that wait for each other are errors."""
 
+import functools
 import zlib
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import pytest
 
 from accelerator.random_delays import random_delays
 from accelerator.simulated_accelerators import SimulatedAccelerators
-from accelerator.training import check, check_losses
+from accelerator.training import check, check_losses, losses
 from grid import Cell, Grid
 from meshwise.plan import Plan, PlanError
+from meshwise.testing import agree, run
 
 WHOLE = {"dp": "dp=2", "tp": "tp=2", "cp": "cp=2 context=ring", "window": "cp=2 context=window"}
 STAGED = {
@@ -147,6 +149,23 @@ def test_experts_of_one_rank_are_there_at_once_and_others_arrive() -> None:
 def test_no_rank_waits_for_ever_where_the_host_waits_at_each_launch(schedule: str, ranks: int) -> None:
     plan = STAGED[schedule].replace("pp=2", f"pp={ranks}")
     check_losses(f"{plan} microbatches={2 * ranks}", on=SimulatedAccelerators(waits_at_launch=True))
+
+
+SETTINGS: Sequence[tuple[str, Mapping[str, Any]]] = (
+    ("gossip", {}),
+    ("gossip", {"graph": "exponential"}),
+    ("gossip", {"graph": "torus"}),
+    ("local", {"group": 2}),
+    ("slowmo", {}),
+    ("diloco", {"fragments": 2, "delay": 1}),
+)
+
+
+@pytest.mark.parametrize("sync, settings", SETTINGS, ids=str)
+def test_replicas_that_agree_across_steps_are_those_of_the_cpu(sync: str, settings: Mapping[str, Any]) -> None:
+    plan = Plan.parse(f"dp=4 sync={sync} every=2")
+    main, on = functools.partial(losses, sync=settings), SimulatedAccelerators(waits_at_launch=True)
+    agree(run(4, main, on=on, args=(plan,)), run(4, main, args=(plan,)), bound=1e-9)
 
 
 # ---- schedules with every split inside a stage -------------------------------------------------------------------

@@ -78,9 +78,21 @@ class Replicas:
         self.jobs = None if alone else self._joined()
         """The other jobs; None without the setting `join`, and in a rehearsal."""
         self.moved = 0
+        self._connect()
         self._in_flight: dict[int, list[_SentTensor]] = {}
         """By fragment: a tensor for each bucket, the optimizer state if `state=mean`, and the sum of the weights."""
         self._restart()
+
+    def _connect(self) -> None:
+        """Open the connections between neighbours (collective): two that both sent first would deadlock under NCCL."""
+        graphs = [
+            graph for graph in (self.scheme.graph, f"groups:{self.scheme.group}") if graph not in ("all", "groups:0")
+        ]
+        rounds = range(self.size.bit_length())
+        rows = [mixing_weights(graph, size=self.size, round_number=number) for graph in graphs for number in rounds]
+        ranks = self._world.group(self._axes).ranks
+        takes = [(giver, taker) for row in rows for taker, givers in enumerate(row) for giver in givers]
+        self._world.prepare(lines={(ranks[giver], ranks[taker]) for giver, taker in takes if giver != taker})
 
     def _restart(self) -> None:
         """Begin the first round: the present parameters count as agreed."""
