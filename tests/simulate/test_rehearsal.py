@@ -311,6 +311,15 @@ def test_attention_that_drops_is_fused_where_torch_draws(plan: str, precision: s
     assert (names["bmm"] == 0) == local
 
 
+@pytest.mark.parametrize("precision, kernel", [("bf16", "flash"), ("fp32", "efficient")])
+def test_large_attention_that_drops_under_global_masks_runs_two_fused_kernels(precision: str, kernel: str) -> None:
+    """As on a GPU, where FlexAttention runs twice, and dropout of other tensors is one kernel each way."""
+    names = _names(replace(CONFIG, dropout=0.1, context=1024, width=128), f"dp=1 random=global precision={precision}")
+    assert names[f"_scaled_dot_product_{kernel}_attention"] == 2 * CONFIG.layers
+    assert names["bmm"] == 0
+    assert names["native_dropout"] == names["native_dropout_backward"] > CONFIG.layers
+
+
 @pytest.mark.parametrize("plan", ["dp=1 precision=bf16", "dp=1 precision=bf16 recompute=selective"])
 def test_shared_keys_are_not_copied_on_a_gpu(plan: str) -> None:
     assert _names(replace(CONFIG, kv_heads=1), plan) == _names(CONFIG, plan)

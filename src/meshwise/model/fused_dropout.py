@@ -152,10 +152,16 @@ def can_drop(x: Tensor) -> bool:
 
 def can_attend(given: Mapping[str, Any]) -> bool:
     """Return whether `attention` serves these arguments of scaled_dot_product_attention, and no mode still has to."""
+    no_mode = not dispatch_mode_count() and not function_mode_count()
+    query = given["query"]
+    return query.is_cuda and fits(given) and no_mode and works(_try_attention, device=query.device)
+
+
+def fits(given: Mapping[str, Any]) -> bool:
+    """Return whether `attention` takes the shapes and dtypes of these arguments."""
     query, key, value, seen = given["query"], given["key"], given["value"], given.get("attn_mask")
     return (
-        query.is_cuda
-        and query.dim() == 4
+        query.dim() == 4
         and query.dtype == key.dtype == value.dtype != torch.float64
         and query.size(0) == key.size(0) == value.size(0)
         and (query.size(1) == key.size(1) == value.size(1) or bool(given.get("enable_gqa")))
@@ -163,9 +169,6 @@ def can_attend(given: Mapping[str, Any]) -> bool:
         and min(query.size(-1), value.size(-1)) >= _LEAST_FEATURES
         and min(query.size(2), key.size(2)) > 1
         and (seen is None or not seen.requires_grad)
-        and not dispatch_mode_count()
-        and not function_mode_count()
-        and works(_try_attention, device=query.device)
     )
 
 
