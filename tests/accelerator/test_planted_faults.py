@@ -136,8 +136,8 @@ FAULTS = (
     Fault("pipeline.run.schedule_interpreter:_ScheduleRun._release", "work.wait()", STAGES, FREED),
     Fault("data_parallel.staged_engine:Engine._sum_tie", "work.wait()", STAGES, f"{UNREAD}|{FREED}"),
     Fault(
-        "pipeline.run.schedule_interpreter:_rows_and_starts",
-        "receive_starts(kept)",
+        "pipeline.run.schedule_interpreter:_row_order",
+        "receive_starts(Schedule(tuple(map(tuple, rows))))",
         "pp=2 microbatches=4 schedule=looped virtual_stages=2",
         "every rank waits for another",
         "{}",

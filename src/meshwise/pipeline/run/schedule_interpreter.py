@@ -38,6 +38,7 @@ from meshwise.pipeline.schedules.schedule_table import (
     ActionKind,
     Schedule,
     counterpart,
+    other_end,
 )
 
 
@@ -138,23 +139,20 @@ class _ScheduleRun:
         self._stages, self._storages, self._trained = owner._stages, owner._storages, owner._trained
         self._world, self._rank, self._agreed = owner._world, owner._rank, owner._agreed
         self._ranks, self._jobs = schedule.rank_of, jobs
-        self._rows, self._starts = _rows_and_starts(schedule, frozenset(jobs))
+        self._order = _row_order(schedule, frozenset(jobs), rank=owner._rank)
         self._flights: dict[Place, _Flight] = defaultdict(_Flight)
         self._leaving: dict[tuple[ActionKind, Place], tuple[Header | None, Sequence[Tensor]]] = {}
         self._returned: dict[int, Any] = {}
         self._started: dict[Action, tuple[Sequence[Tensor], Sequence[Work]]] = {}
         self._sending: dict[int, deque[list[Work]]] = defaultdict(deque)
         self._waited: dict[int, int] = defaultdict(int)
-        self._acknowledged = self._acknowledgements()
-        computed = [action for action in self._rows[self._rank] if action.kind in COMPUTE]
-        self._adjacent = {_place(one) for one, next_ in pairwise(computed) if next_ == one._replace(kind=ActionKind.W)}
 
     def run(self) -> dict[int, Any]:
         """Run the actions of this rank's row in order; an error gets a note with the action and the rank."""
-        for action in self._rows[self._rank]:
+        for action in self._order.row:
             self._world.flight_recorder.doing = action
             try:
-                for receive in self._starts.get(action, ()):
+                for receive in self._order.starts.get(action, ()):
                     self._start(receive)
                 self._do(action)
             except Exception as error:
@@ -243,7 +241,7 @@ class _ScheduleRun:
         assert flight.outputs is not None
         flight.weights = WeightBackward()
         trained = self._trained[stage]
-        whole = whole or (place in self._adjacent and not split_pays(flight.leaves, parameters=trained))
+        whole = whole or (place in self._order.adjacent and not split_pays(flight.leaves, parameters=trained))
         given = zip(flight.outputs, flight.gradients, strict=True)
         pairs = [(output, gradient) for output, gradient in given if output.requires_grad]  # else all is frozen
         outputs, gradients = [output for output, _ in pairs], [gradient for _, gradient in pairs]
@@ -294,18 +292,6 @@ class _ScheduleRun:
         sends += [self._world.send(part, axis="pp", to=rank) for part in parts if part.numel()]
         self._sending[rank].append(sends)
 
-    def _acknowledgements(self) -> dict[Action, int]:
-        """Return, for each receive of this rank, how many of its messages the sender has received before it sends."""
-        found: dict[Action, int] = {}
-        for row in self._rows:
-            count = 0
-            for action in row:
-                if action.kind in RECEIVES | SENDS and self._other_end(action) == self._rank:
-                    count += action.kind in RECEIVES
-                    if action.kind in SENDS:
-                        found[counterpart(action)] = count
-        return found
-
     def _release(self, rank: int, count: int) -> None:
         """Wait for the first `count` messages to a rank, which has received them, and free their memory."""
         while self._waited[rank] < count:
@@ -347,25 +333,41 @@ class _ScheduleRun:
         arrived, works = self._started.pop(action)
         for work in works:
             work.wait()
-        self._release(self._other_end(action), self._acknowledged[action])
+        self._release(self._other_end(action), self._order.acknowledged[action])
         if action.kind is ActionKind.RECV_B:
             self._flights[place].gradients = list(arrived)
         else:
             self._deliver(place, self._agreed[stage - 1, self._jobs[index].shapes][0], arrived)
 
 
-@lru_cache(maxsize=8)
-def _rows_and_starts(
-    schedule: Schedule, microbatches: frozenset[int]
-) -> tuple[Sequence[Sequence[Action]], Mapping[Action, Sequence[Action]]]:
-    """Return the rows of a schedule without the micro-batches that do not run, and its `receive_starts`."""
-    kept = Schedule(
-        tuple(
-            tuple(one for one in row if one.microbatch is None or one.microbatch in microbatches)
-            for row in schedule.rows
-        )
-    )
-    return kept.rows, receive_starts(kept)
+@dataclass(frozen=True)
+class _RowOrder:
+    """Row of a rank without the micro-batches that do not run, and what follows from the table for it."""
+
+    row: Sequence[Action]
+    starts: Mapping[Action, Sequence[Action]]
+    """Receives to start before an action (`receive_starts`)."""
+    acknowledged: Mapping[Action, int]
+    """For each receive, how many messages of this rank the sender has received before it sends."""
+    adjacent: frozenset[Place]
+    """Stages and micro-batches of an I that its own W follows."""
+
+
+@lru_cache(maxsize=32)
+def _row_order(schedule: Schedule, microbatches: frozenset[int], *, rank: int) -> _RowOrder:
+    rows = [[one for one in row if one.microbatch is None or one.microbatch in microbatches] for row in schedule.rows]
+    acknowledged: dict[Action, int] = {}
+    for row in rows:
+        received = 0
+        for action in row:
+            if action.kind in RECEIVES | SENDS and other_end(action, schedule=schedule) == rank:
+                received += action.kind in RECEIVES
+                if action.kind in SENDS:
+                    acknowledged[counterpart(action)] = received
+    computed = [action for action in rows[rank] if action.kind in COMPUTE]
+    adjacent = {_place(one) for one, next_ in pairwise(computed) if next_ == one._replace(kind=ActionKind.W)}
+    starts = receive_starts(Schedule(tuple(map(tuple, rows))))
+    return _RowOrder(rows[rank], starts, acknowledged, frozenset(adjacent))
 
 
 def _place(action: Action) -> Place:

@@ -11,7 +11,7 @@ themselves."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from functools import lru_cache
 
 from meshwise.pipeline.schedules.schedule_table import (
     COMPUTE,
@@ -25,6 +25,7 @@ from meshwise.pipeline.schedules.schedule_table import (
 )
 
 
+@lru_cache(maxsize=8)
 def receive_starts(schedule: Schedule) -> Mapping[Action, Sequence[Action]]:
     """Return, for actions of a table with transfers, the receives that their rank starts before the action.
 
@@ -52,7 +53,8 @@ class _CarefulRun:
 
     def next_action(self, rank: int) -> Action | None:
         """Return the next action of a rank; None at the end of its row."""
-        return next(islice(self._schedule.rows[rank], self._places[rank], None), None)
+        row, place = self._schedule.rows[rank], self._places[rank]
+        return row[place] if place < len(row) else None
 
     def exchange(self) -> bool:
         """Let each rank do its actions up to its next computation, or to a message that it waits for."""
@@ -94,7 +96,8 @@ class _CarefulRun:
 
     def _start_next(self, rank: int) -> None:
         """Start the rank's next receive if its message is sent."""
-        rest = islice(self._schedule.rows[rank], self._places[rank], None)
+        row = self._schedule.rows[rank]
+        rest = (row[place] for place in range(self._places[rank], len(row)))
         receive = next((action for action in rest if action.kind in RECEIVES), None)
         if receive in self._sent:
             self._start(receive)
