@@ -5,9 +5,8 @@ such work, and it is done when the other rank has sent. If the other rank sends 
 launched here, both wait for ever. The same holds for a started send.
 
 So a receive starts early, to overlap with computations, but not before its message depends on nothing that its rank
-has still to launch. The order is found by running the table with ranks that start a computation only when all their
-messages are under way: their sends have receives, and their receives have sends. Sends and receives launch no kernel
-themselves."""
+has still to launch. The order is found by a careful run of the table. In it a rank starts a computation only when all its sends
+have receives, and all its started receives have sends. Sends and receives launch no kernel themselves."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
