@@ -4,9 +4,9 @@ CUDA loads a kernel at its first launch and frees memory only when all work of t
 such work, and it is done when the other rank has sent. If the other rank sends only after an answer that is not yet
 launched here, both wait for ever. The same holds for a started send.
 
-So a receive starts early, to overlap with computations, but not before its message depends on nothing that its rank
-has still to launch. The order is found by a careful run of the table. In it a rank starts a computation only when all its sends
-have receives, and all its started receives have sends. Sends and receives launch no kernel themselves."""
+So a receive starts early, to overlap with computations, but only once its message needs nothing that this rank has
+still to launch. The order is found by a careful run of the table: there a rank starts a computation only when all its
+sends have receives, and all its started receives have sends. Sends and receives launch no kernel themselves."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
