@@ -5,7 +5,7 @@ such work, and it is done when the other rank has sent. If the other rank sends 
 launched here, both wait for ever. The same holds for a started send.
 
 So a receive starts early, to overlap with computations, but only once its message needs nothing that this rank has
-still to launch. The order is found by a careful run of the table: there a rank starts a computation only when all its
+still to launch. The order is found by a careful run of the table. There a rank starts a computation only when all its
 sends have receives, and all its started receives have sends. Sends and receives launch no kernel themselves."""
 
 from collections import defaultdict
