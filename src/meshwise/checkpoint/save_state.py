@@ -314,15 +314,13 @@ class PendingSave:
 
     def _all_written(self, rows: Sequence[Path]) -> bool:
         """Wait for the files of all ranks. Return False after `cancel`, or when the time after `detach` is over."""
-        left = [row for row in rows if not row.exists()]
-        nap, deadline = _SHORTEST_NAP, math.inf
-        while left:
+        left, nap, deadline = rows, _SHORTEST_NAP, math.inf
+        while left := [row for row in left if not row.exists()]:
             if self._cancelled.wait(nap) or time.monotonic() > deadline:
                 return False
             if deadline == math.inf and (self._detached.is_set() or not threading.main_thread().is_alive()):
                 deadline = time.monotonic() + _GRACE_SECONDS
             nap = min(2 * nap, _LONGEST_NAP)
-            left = [row for row in left if not row.exists()]
         return True
 
     def _row(self, rank: int) -> Path:
