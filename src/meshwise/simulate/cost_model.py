@@ -196,10 +196,7 @@ def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) ->
     if on_host:
         operations = (entry for part in tape.steady for entry in part.entries if isinstance(entry, TapeOperation))
         updates = sum(one.bytes for one in operations if one.name.startswith("_fused_"))
-    along, after = (_seconds(traffic, cluster) for traffic in (tape.microbatch_traffic, tape.update_traffic))
-    return max(took, along) + max(after, updates * cluster.ranks_per_node / cluster.host.memory)
-
-
-def _seconds(traffic: TierTraffic, cluster: Cluster) -> float:
-    """Return the seconds of traffic: the slower of the rank's link, and of the disk that a node's ranks share."""
-    return max(traffic.link / cluster.host.link, traffic.disk * cluster.ranks_per_node / cluster.host.disk)
+    host, sharing = cluster.host, cluster.ranks_per_node  # a node's ranks share its disk, and have a link each
+    moved = (tape.microbatch_traffic, tape.update_traffic)
+    along, after = (max(one.link / host.link, one.disk * sharing / host.disk) for one in moved)
+    return max(took, along) + max(after, updates * sharing / host.memory)
