@@ -263,13 +263,8 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
     def curve(kind: str) -> Curve:
         """Return the bus bandwidth by bytes, without the time before the first byte."""
         before = latency if kind == SEND_RECV else whole
-        return tuple(
-            sorted(
-                (float(size), rate * took / max(took - before, took / 10))
-                for (one, size), (took, rate) in measured_links.items()
-                if one == kind and size > smallest
-            )
-        )
+        rows = [(size, *row) for (one, size), row in sorted(measured_links.items()) if one == kind and size > smallest]
+        return tuple((float(size), rate * took / max(took - before, took / 10)) for size, took, rate in rows)
 
     apart = {kind: curve(kind) for kind in (*sums[1:], SEND_RECV)}
     return Link(latency=latency, bandwidth=curve("all_reduce"), collectives=apart)

@@ -232,21 +232,12 @@ def _call(world: World, call: Call, buffers: tuple[Tensor, Tensor], calls: int) 
 def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
     """Return one flat dict for each measurement, sorted by collective: seconds, and bandwidths in bytes per second.
     `share_of_copy` is bus bandwidth / copy bandwidth, for a plain copy of as many bytes by as many ranks."""
-    return [
-        {
-            "collective": one.kind,
-            "ranks": one.ranks,
-            "bytes": one.bytes,
-            "on": one.on,
-            "median_seconds": one.median_seconds,
-            "min_seconds": one.min_seconds,
-            "algorithm_bandwidth": one.algorithm_bandwidth,
-            "bus_bandwidth": one.bus_bandwidth,
-            "copy_bandwidth": copy,
-            "share_of_copy": one.bus_bandwidth / copy,
-        }
-        for one, copy in _beside_copies(measurements)
-    ]
+    names = ("ranks", "bytes", "on", "median_seconds", "min_seconds", "algorithm_bandwidth", "bus_bandwidth")
+    found: list[dict[str, str | int | float]] = []
+    for one, copy in _beside_copies(measurements):
+        own = {name: getattr(one, name) for name in names}
+        found.append({"collective": one.kind, **own, "copy_bandwidth": copy, "share_of_copy": one.bus_bandwidth / copy})
+    return found
 
 
 def _beside_copies(measurements: Sequence[Measurement]) -> list[tuple[Measurement, float]]:

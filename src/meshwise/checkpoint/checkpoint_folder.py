@@ -84,7 +84,7 @@ def spans(source: SourceFile, *, entry: str, rectangle: Rectangle, target: Tenso
 
     The rectangle's offsets count from the first element of the entry."""
     found = source.entries[entry]
-    strides = _strides(found.shape)
+    strides = torch.empty(found.shape, device="meta").stride()
     first = sum(map(int.__mul__, rectangle.offsets, strides))
     reach = sum((size - 1) * stride for size, stride in zip(rectangle.sizes, strides, strict=True))
     width = found.dtype.itemsize
@@ -115,7 +115,8 @@ def read_spans(wanted: Iterable[ByteSpan]) -> None:
                     data = buffer[span.start - start : span.stop - start]
                     if data.storage_offset() % span.entry.dtype.itemsize:
                         data = data.clone()
-                    span.target.copy_(data.view(span.entry.dtype).as_strided(span.sizes, _strides(span.entry.shape)))
+                    strides = torch.empty(span.entry.shape, device="meta").stride()
+                    span.target.copy_(data.view(span.entry.dtype).as_strided(span.sizes, strides))
 
 
 def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor) -> None:
@@ -158,11 +159,6 @@ def _windows(ordered: Sequence[ByteSpan], *, size: int) -> Iterator[tuple[int, i
         stop = max(stop, end)
     if group:
         yield start, stop, group
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor, in elements."""
-    return tuple(itertools.accumulate(reversed(shape[1:]), int.__mul__, initial=1))[::-1] if shape else ()
 
 
 _T = TypeVar("_T")

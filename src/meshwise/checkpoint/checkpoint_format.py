@@ -259,14 +259,9 @@ def plain_name(name: str) -> str:
 
 def _stored(name: str, row: Mapping[str, Any], files: Mapping[str, CheckpointFile]) -> StoredTensor:
     dtype, shape = DTYPES[row["dtype"]], tuple(int(size) for size in row["shape"])
-    parts = tuple(
-        StoredRectangle(
-            part["file"],
-            str(part["entry"]),
-            Rectangle(tuple(map(int, part["offsets"])), tuple(map(int, part["sizes"]))),
-        )
-        for part in row["parts"]
-    )
+    places = [Rectangle(tuple(map(int, part["offsets"])), tuple(map(int, part["sizes"]))) for part in row["parts"]]
+    named = zip(row["parts"], places, strict=True)
+    parts = tuple(StoredRectangle(part["file"], str(part["entry"]), place) for part, place in named)
     if any(part.file not in files for part in parts):
         raise ValueError(f"{name!r} has a part in a file that the index does not list")
     whole = Rectangle((0,) * len(shape), shape)

@@ -24,7 +24,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,33 +149,6 @@ _GRACE_SECONDS = 20.0
 """Seconds that rank 0 still waits for the other ranks' files after `detach` or the end of the main thread."""
 
 
-@dataclass(frozen=True)
-class RankFile:
-    """The data file that this rank is going to write.
-
-    | head       bytes of the header
-    | tensors    the tensors in the order of the file
-    | blocking   True if `PendingSave()` waits until all tensors are staged: the unstable ones are too large to clone
-    | rows       the rank's part of the index: dtype, shape and rectangles, by logical tensor"""
-
-    name: str
-    head: bytes
-    tensors: Sequence[Tensor]
-    blocking: bool
-    rows: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, holdings: Iterable[StoredSlice], *, name: str) -> "RankFile":
-        """Return the file, with small tensors that are not `stable` cloned. Raises ValueError for unstorable values."""
-        parts = list(holdings)
-        # Widest elements first: then every tensor begins at a multiple of its element size.
-        written = sorted((part for part in parts if part.rectangle.numel), key=lambda part: -part.tensor.itemsize)
-        unstable = sum(part.tensor.nbytes for part in written if not part.stable)
-        specs = [TensorSpec(_entry(part), part.tensor.dtype, tuple(part.tensor.shape)) for part in written]
-        tensors = [part.tensor if part.stable or unstable > CHUNK_BYTES else part.tensor.clone() for part in written]
-        return cls(name, header(specs, metadata={}), tensors, unstable > CHUNK_BYTES, _rows(parts, name))
-
-
 class PendingSave:
     """A save that runs in the background on this rank.
 
@@ -214,24 +186,34 @@ class PendingSave:
         self._problem: str | None = None
         self._outcome: str | None = None
         self.finished = False
-        self._rank_file, self._partial = file, partial = self._begin(holdings)
-        self._writer = BufferedWriter(
-            partial / file.name, head=file.head, tensors=file.tensors, streams=world.streams, read=read
-        )
+        self._name = f"rank-{world.rank:05}.safetensors"
+        self._rows: Mapping[str, Any] = {}
+        self._partial, written, head = self._begin(holdings)
+        # Tensors that may change are cloned, or if they are too large, staged before this method returns.
+        clones = sum(part.tensor.nbytes for part in written if not part.stable) <= CHUNK_BYTES
+        tensors = [part.tensor.clone() if clones and not part.stable else part.tensor for part in written]
+        path = self._partial / self._name
+        self._writer = BufferedWriter(path, head=head, tensors=tensors, streams=world.streams, read=read)
         self._thread = threading.Thread(target=self._run, name=f"save {folder.name}")
         self._thread.start()
-        if file.blocking:
+        if not clones:
             self.wait_staged()
 
-    def _begin(self, holdings: Iterable[StoredSlice]) -> "tuple[RankFile, Path]":
-        """Return this rank's file, and the partial folder, which rank 0 creates. Raises SaveError on every rank."""
-        rank, partial, rank_file, problem = self._world.rank, "", None, None
+    def _begin(self, holdings: Iterable[StoredSlice]) -> tuple[Path, list[StoredSlice], bytes]:
+        """Return the partial folder, which rank 0 creates, and the slices and the header of this rank's file. Sets the
+        rank's rows of the index. Raises SaveError on every rank."""
+        rank, partial, problem = self._world.rank, "", None
+        written, head = list[StoredSlice](), b""
         try:
             json.dumps(self._more, allow_nan=False)
         except (TypeError, ValueError) as error:
             problem = f"extra has to be JSON: {error}"
         try:
-            rank_file = RankFile.of(holdings, name=f"rank-{rank:05}.safetensors")
+            parts = list(holdings)
+            # Widest elements first: then every tensor begins at a multiple of its element size.
+            written = sorted((part for part in parts if part.rectangle.numel), key=lambda part: -part.tensor.itemsize)
+            specs = [TensorSpec(_entry(part), part.tensor.dtype, tuple(part.tensor.shape)) for part in written]
+            head, self._rows = header(specs, metadata={}), _rows(parts, self._name)
             partial = str(make_partial_folder(self.folder)) if rank == 0 else ""
         except (ValueError, OSError) as error:
             problem = _message(error)
@@ -241,8 +223,7 @@ class PendingSave:
             if rank == 0 and partial:
                 shutil.rmtree(partial, ignore_errors=True)
             raise SaveError(f"{self.folder} was not saved: {'; '.join(problems)}")
-        assert rank_file is not None
-        return rank_file, Path(partial)
+        return Path(partial), written, head
 
     def wait_staged(self) -> None:
         """Wait until all tensors are staged; from then on, they may change."""
@@ -297,7 +278,7 @@ class PendingSave:
         try:
             file = self._writer.write()
             row = {"bytes": file.size, "crc32": [f"{checksum:08x}" for checksum in file.checksums]}
-            text = json.dumps({"files": {self._rank_file.name: row}, "tensors": self._rank_file.rows})
+            text = json.dumps({"files": {self._name: row}, "tensors": self._rows})
             _write(self._row(self._world.rank), text)
         except Exception as error:  # noqa: BLE001 - `wait` raises it on every rank
             self._problem = _message(error)
@@ -333,15 +314,13 @@ class PendingSave:
 
     def _all_written(self, rows: Sequence[Path]) -> bool:
         """Wait for the files of all ranks. Return False after `cancel`, or when the time after `detach` is over."""
-        left = [row for row in rows if not row.exists()]
-        nap, deadline = _SHORTEST_NAP, math.inf
-        while left:
+        left, nap, deadline = rows, _SHORTEST_NAP, math.inf
+        while left := [row for row in left if not row.exists()]:
             if self._cancelled.wait(nap) or time.monotonic() > deadline:
                 return False
             if deadline == math.inf and (self._detached.is_set() or not threading.main_thread().is_alive()):
                 deadline = time.monotonic() + _GRACE_SECONDS
             nap = min(2 * nap, _LONGEST_NAP)
-            left = [row for row in left if not row.exists()]
         return True
 
     def _row(self, rank: int) -> Path:

@@ -214,14 +214,15 @@ def main(arguments: Sequence[str]) -> int:
     title = f"{job.optimizer.name} on {job.model.name}: {', '.join(map(str, job.batches))} samples a step"
     table = "".join(f"{','.join(row)}\n" for row in study.rows())
     write_and_say(folder / "study.csv", write=lambda path: path.write_text(table, "utf-8"))
-    write_and_say(folder / "study.png", write=lambda path: path.write_bytes(picture(study)))
-    page = _page(study, lines=[*lines, f"meshwise batch {' '.join(arguments)}"], title=title)
-    write_and_say(folder / "study.html", write=lambda path: path.write_text(page, "utf-8"))
+    png = picture(study)
+    write_and_say(folder / "study.png", write=lambda path: path.write_bytes(png))
+    text = "".join(f"<p>{escape(line)}</p>" for line in (*lines, f"meshwise batch {' '.join(arguments)}"))
+    image = f'<img alt="" style="max-width:100%" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    body = f'<h1>{escape(title)}</h1>{text}{image}<div class="wide">{html_table(study.rows())}</div>'
+    write_and_say(folder / "study.html", write=lambda path: path.write_text(html_document(body, title=title), "utf-8"))
     if left:
-        print(
-            f"{counted(left, of='trial')} not begun after {job.minutes:g} minutes; the same command continues",
-            file=sys.stderr,
-        )
+        late = f"{counted(left, of='trial')} not begun after {job.minutes:g} minutes; the same command continues"
+        print(late, file=sys.stderr)
     return 0
 
 
@@ -275,13 +276,3 @@ def picture(study: BatchStudy) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, dpi=110, format="png")
     return file.getvalue()
-
-
-def _page(study: BatchStudy, *, lines: Sequence[str], title: str) -> str:
-    image = base64.b64encode(picture(study)).decode()
-    text = "".join(f"<p>{escape(line)}</p>" for line in lines)
-    return html_document(
-        f'<h1>{escape(title)}</h1>{text}<img alt="" style="max-width:100%" src="data:image/png;base64,{image}">'
-        f'<div class="wide">{html_table(study.rows())}</div>',
-        title=title,
-    )

@@ -5,7 +5,7 @@ doctor` on all nodes, then `meshwise train` with `--train.resume auto`. Before t
 in the folder of the run, so that the run saves a checkpoint and ends."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path, PurePosixPath
@@ -18,13 +18,6 @@ from meshwise.train.flags_and_toml import from_toml, parse_flags
 from meshwise.train.job import Job, JobError, check_least
 
 Recipe = Literal["slurm", "kubernetes", "ray", "sagemaker", "azureml"]
-_FILES: Mapping[str, str] = {
-    "slurm": "slurm.sbatch",
-    "kubernetes": "kubernetes.yaml",
-    "ray": "ray.py.txt",
-    "sagemaker": "sagemaker.json",
-    "azureml": "azureml.yaml",
-}
 _PLACE = re.compile(r"\{\{(\w+)\}\}")
 _PLAIN = re.compile(r"[\w./:@+-]+")
 
@@ -78,6 +71,8 @@ def recipe(flags: LaunchFlags, *, job: Job) -> str:
         raise JobError(f"{flags.job}: train.save_every = 0: a restart would begin from step 0; set train.save_every")
     ranks, seconds = flags.nodes * flags.ranks_per_node, 3600 * flags.hours
     job.plan.resolve(ranks)
+    recipes = resources.files("meshwise.cli").joinpath("launch_recipes").iterdir()
+    source = next(file for file in recipes if file.name.startswith(f"{flags.recipe}."))
     values = {name: str(value) for name, value in vars(flags).items()} | {
         "name": re.sub(r"[^a-z0-9]+", "-", flags.job.stem.lower()).strip("-") or "job",
         "ranks": str(ranks),
@@ -86,9 +81,8 @@ def recipe(flags: LaunchFlags, *, job: Job) -> str:
         "attempts": str(max(1, flags.restarts)),
         "output": job.train.output,
         "stop": str(PurePosixPath(flags.folder, job.train.output, "stop")),
-        "file": str(flags.write or _FILES[flags.recipe].removesuffix(".txt")),
+        "file": str(flags.write or source.name.removesuffix(".txt")),
     }
     if odd := [f"{name} = {value!r}" for name, value in values.items() if not _PLAIN.fullmatch(value)]:
         raise JobError(f"{', '.join(odd)}: write paths and images without blanks and quotes, as /shared/run-1")
-    text = resources.files("meshwise.cli").joinpath("launch_recipes", _FILES[flags.recipe]).read_text("utf-8")
-    return _PLACE.sub(lambda place: values[place[1]], text)
+    return _PLACE.sub(lambda place: values[place[1]], source.read_text("utf-8"))

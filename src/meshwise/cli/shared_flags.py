@@ -96,12 +96,10 @@ def require_matplotlib(png: Path | None) -> None:
 def read_step(run: Path) -> MeasuredStep:
     """Return the measured step of a run, given its folder or timeline.json. Raises JobError if it cannot be read."""
     path = run / TIMELINE if run.is_dir() else run
-    try:
+    with as_job_error(OSError):
+        if not path.exists():
+            raise JobError(f"{path} is not there; train with --train.timeline=3 to measure three steps of a run")
         return MeasuredStep.read(path)
-    except FileNotFoundError:
-        raise JobError(f"{path} is not there; train with --train.timeline=3 to measure three steps of a run") from None
-    except (ValueError, OSError) as error:
-        raise JobError(str(error)) from error
 
 
 def write_drawings(accounts: Sequence[PlanAccount], *, files: DrawingFiles, title: str) -> None:

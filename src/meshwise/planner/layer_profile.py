@@ -254,17 +254,16 @@ def profile_layers(
     names = _names(pieces.cut)
     joined = {module.module for unit in partition(pieces.model) for module in unit[1:]}
     many, copies = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)
-    found: list[ModelPiece] = []
     known: dict[int, ModelPiece] = {}
-    for index, (tape, step) in enumerate(zip(rehearsal.tapes, steps, strict=True)):
-        own = id(tape)
-        if own not in known:
-            single = copies[own] == many[index] == 1
-            reader = _StepReader(cost_model, glue=_glue(steps, index), alone=single, joined=names[index] in joined)
-            piece = reader.piece(step, rest=memory[index].rest)
-            known[own] = dataclasses.replace(piece, states={}, update=0.0) if index in tied else piece
-        found.append(known[own])
-    return LayerProfile(key, tuple(found[index] for index in pieces.like), cluster.device.kernel)
+    for index, tape in enumerate(rehearsal.tapes):
+        if id(tape) not in known:
+            single = copies[id(tape)] == many[index] == 1
+            work = partial(_work, cost_model=cost_model, alone=single, joined=names[index] in joined)
+            piece = _piece(steps[index], glue=_glue(steps, index), work=work, cost_model=cost_model)
+            more = {"update": 0.0} if index in tied else {"states": memory[index].rest}
+            known[id(tape)] = dataclasses.replace(piece, **more)
+    found = tuple(known[id(rehearsal.tapes[index])] for index in pieces.like)
+    return LayerProfile(key, found, cluster.device.kernel)
 
 
 def _glue(steps: Sequence[Sequence[TapeSegment]], index: int) -> int:
@@ -279,56 +278,44 @@ def _forward(step: Sequence[TapeSegment]) -> list[TapeOperation]:
     return [entry for entry in entries if isinstance(entry, TapeOperation)]
 
 
-@dataclass(frozen=True)
-class _StepReader:
-    """Reader that sums up a piece's recorded step.
+def _piece(
+    step: Sequence[TapeSegment], *, glue: int, work: Callable[[Iterable[Entry]], PieceWork], cost_model: CostModel
+) -> ModelPiece:
+    """Return the costs of a piece from its recorded step, without the bytes between steps.
 
-    glue     number of operations at the start of a forward that belong to no piece; every stage runs them once, so they
-             do not count
-    alone    True if no other piece equals this one; its collectives depend on the neighbours, so they do not count
-    joined   True if an earlier piece is in the same unit: one operation copies the gradients of both, counted there"""
+    | glue   number of operations at the start of a forward that belong to no piece; every stage runs them once, so they
+    |        do not count
+    | work   function that returns the cost of an action's entries"""
+    entries = {part.kind: part.entries for part in step}
+    messages = [call.record for part in step if part.kind is ActionKind.SEND_F for call in part.calls()]
+    sends = sum(record.bytes for record in messages if record.kind == "send")
+    updates = (entry for part in step if part.activity is StepPhase.UPDATE for entry in part.entries)
+    update = sum(cost_model.seconds(one) for one in updates if isinstance(one, TapeOperation))
+    forward = work(_after(entries.get(ActionKind.F, ()), glue))
+    forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
+    backward = work(entries.get(ActionKind.B) or entries.get(ActionKind.I, ()))
+    return ModelPiece(forward, backward, work(entries.get(ActionKind.W, ())), {}, update, sends)
 
-    cost_model: CostModel
-    glue: int
-    alone: bool
-    joined: bool
 
-    def piece(self, step: Iterable[TapeSegment], *, rest: Mapping[Category, int]) -> ModelPiece:
-        """Return the costs of a piece from its recorded step; `rest`: bytes of the rank between steps, by category."""
-        forward = backward = weight = PieceWork()
-        update, sends = 0.0, 0
-        for segment in step:
-            kind = segment.kind
-            if kind is ActionKind.F:
-                forward = self.work(_after(segment.entries, self.glue))
-            elif kind in (ActionKind.B, ActionKind.I):
-                backward = self.work(segment.entries)
-            elif kind is ActionKind.W:
-                weight = self.work(segment.entries)
-            elif kind is ActionKind.SEND_F:
-                sends += sum(call.record.bytes for call in segment.calls() if call.record.kind == "send")
-            elif segment.activity is StepPhase.UPDATE:
-                update += sum(self.cost_model.seconds(one) for one in segment.entries if isinstance(one, TapeOperation))
-        forward = dataclasses.replace(forward, keeps=max(0, forward.keeps - sends))
-        return ModelPiece(forward, backward, weight, rest, update, sends)
+def _work(entries: Iterable[Entry], *, cost_model: CostModel, alone: bool, joined: bool) -> PieceWork:
+    """Return the cost of an action's entries, as if the host always launched operations in time.
 
-    def work(self, entries: Iterable[Entry]) -> PieceWork:
-        """Return the cost of an action's entries, as if the host always launched operations in time."""
-        counted = tuple(entry for entry in entries if not (self.alone and isinstance(entry, TapeCall)))
-        now = waits = 0.0
-        kernels = level = top = 0
-        alone = TapeSegment(StepPhase.UPDATE, counted)
-        for _, entry, start, stop in entry_times([alone], cost_model=self.cost_model):
-            if isinstance(entry, TapeCall):
-                continue
-            now = stop
-            kernels += isinstance(entry, TapeOperation) and not (self.joined and entry.name.startswith("_foreach"))
-            if isinstance(entry, TapeWait):
-                waits += stop - start
-            elif isinstance(entry, MemoryChange) and entry.category is Category.ACTIVATIONS and not entry.host:
-                level += entry.bytes
-                top = max(top, level)
-        return PieceWork(now, waits, kernels, level, top)
+    | alone    True if no other piece equals this one; its collectives depend on the neighbours, so they do not count
+    | joined   True if an earlier piece is in the same unit: one operation copies both gradients, counted there"""
+    counted = tuple(entry for entry in entries if not (alone and isinstance(entry, TapeCall)))
+    now = waits = 0.0
+    kernels = level = top = 0
+    for _, entry, start, stop in entry_times([TapeSegment(StepPhase.UPDATE, counted)], cost_model=cost_model):
+        if isinstance(entry, TapeCall):
+            continue
+        now = stop
+        kernels += isinstance(entry, TapeOperation) and not (joined and entry.name.startswith("_foreach"))
+        if isinstance(entry, TapeWait):
+            waits += stop - start
+        elif isinstance(entry, MemoryChange) and entry.category is Category.ACTIVATIONS and not entry.host:
+            level += entry.bytes
+            top = max(top, level)
+    return PieceWork(now, waits, kernels, level, top)
 
 
 def _after(entries: Iterable[Entry], count: int) -> Iterator[Entry]:

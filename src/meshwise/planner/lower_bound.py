@@ -56,52 +56,30 @@ class PlanFigures:
         return {"compute": compute, "bubble": self.bubble, **waits}
 
 
-@dataclass(frozen=True)
 class _Stage:
-    """Costs of a stage for one micro-batch: sums over its pieces."""
+    """Costs of a stage for one micro-batch: sums over its pieces.
 
-    pieces: Sequence[ModelPiece]
-    states: Mapping[Category, int]
-    """Bytes of the stage on a rank between steps, by category, without sharding over dp."""
-    forward: float
-    """Minimum seconds of a forward."""
-    backward: float
-    """Minimum seconds of a backward, or of its first part if it has two."""
-    weight: float
-    """Minimum seconds of the second part of a backward; 0 if it has one part."""
-    busy: float
-    """Seconds of operations and waits, without launches by the host."""
-    waits: float
-    """Seconds in which the stage only waits for collectives."""
-    keeps: int
-    """Bytes of activations that are kept from a forward to its backward."""
-    top_forward: int
-    top_backward: int
-    """Peak bytes of activations in a forward and in a backward, minus their bytes when it begins."""
+    | states                   bytes of the stage on a rank between steps, by category, without sharding over dp
+    | forward                  minimum seconds of a forward
+    | backward, weight         minimum seconds of the two parts of a backward; if it has one part, `weight` is 0
+    | busy                     seconds of operations and waits, without launches by the host
+    | waits                    seconds in which the stage only waits for collectives
+    | keeps                    bytes of activations that are kept from a forward to its backward
+    | top_forward, _backward   peak bytes of activations in a forward and in a backward, minus those when it begins"""
 
-    @classmethod
-    def of(cls, pieces: Sequence[ModelPiece], *, launch: float) -> "_Stage":
-        """Return the costs of a stage of these pieces. `launch`: seconds of the host per operation; 0 on a CPU."""
+    def __init__(self, pieces: Sequence[ModelPiece], *, launch: float) -> None:
+        """`launch`: seconds of the host per operation; 0 on a CPU."""
+        self.pieces, self.states = pieces, Counter[Category]()
+        for piece in pieces:
+            self.states.update(piece.states)
         forwards, backwards = [piece.forward for piece in pieces], [piece.backward for piece in pieces]
         works = (forwards, backwards, [piece.weight for piece in pieces])
         busy = [sum(work.seconds for work in each) for each in works]
         launches = [launch * sum(work.kernels for work in each) for each in works]
-        forward, backward, weight = map(max, busy, launches)
-        states = Counter[Category]()
-        for piece in pieces:
-            states.update(piece.states)
-        return cls(
-            pieces,
-            states,
-            forward,
-            backward,
-            weight,
-            busy=sum(busy),
-            waits=sum(work.waits for each in works for work in each),
-            keeps=sum(work.keeps for work in forwards),
-            top_forward=_top(forwards),
-            top_backward=_top(backwards[::-1]),
-        )
+        self.forward, self.backward, self.weight = map(max, busy, launches)
+        self.busy, self.waits = sum(busy), sum(work.waits for each in works for work in each)
+        self.keeps = sum(work.keeps for work in forwards)
+        self.top_forward, self.top_backward = _top(forwards), _top(backwards[::-1])
 
     @property
     def parts(self) -> tuple[float, float]:
@@ -137,7 +115,7 @@ def bound(
     `cut`: pieces of each stage. `sums`: False if the optimizer exchanges momenta, not gradients. `exact`: time
     the schedule's table (some ms); the profile must have the plan's key."""
     launch = 0.0 if cluster.device.kind == "cpu" else cluster.device.launch
-    stages = [_Stage.of([profile.pieces[index] for index in own], launch=launch) for own in cut]
+    stages = [_Stage([profile.pieces[index] for index in own], launch=launch) for own in cut]
     holder = _rank_of(plan.schedule, plan.pp, plan.virtual_stages)
     ranks = [[s for s, rank in enumerate(holder) if rank == r] for r in range(plan.pp)]
     shard = _Shard(plan, cluster, sums and not plan.codec)
@@ -289,7 +267,7 @@ class _Shard:
         If collectives overlap computation, the reduction can begin with the last backward; else its time is added.
         Under zero=3, each forward and each backward gathers parameters (the last piece may still be gathered), and
         gradients are reduced after each backward."""
-        count, rest = self.plan.microbatches, _Stage.of(stage.pieces[:-1], launch=0.0)
+        count, rest = self.plan.microbatches, _Stage(stage.pieces[:-1], launch=0.0)
         moved = self.reduce(stage)
         if self.plan.zero == 3:
             moved = count * (self.gather_seconds(stage) + self.gather_seconds(rest) + moved)

@@ -145,7 +145,7 @@ class PlanSearch:
         self._subject = dataclasses.replace(subject, model=self._source.module)
         self._pieces = ModelPieces.of(self._subject, source=self._source)
         self._space = dataclasses.replace(space, pieces=self._pieces.count) if self._pieces else space
-        self._profiles: dict[ProfileKey, LayerProfile | None] = {}
+        self._profiles: dict[ProfileKey | None, LayerProfile | None] = {}
         self._scaled: dict[tuple[ProfileKey, ProfileKey], LayerProfile] = {}
         rows = dataclasses.replace(space.base, dp=1, pp=self._space.pieces, **UNDIVIDED)
         self._whole = ProfileKey(rows, self._space.most_rows)
@@ -223,7 +223,7 @@ class PlanSearch:
         elif isinstance(outcome, ValueError | RuntimeError):  # this model cannot be trained under the plan
             reason = f"{outcome}; {READS_VALUES}" if is_meta_tensor_error(outcome) else str(outcome)
             own = self._key(candidate.plan, EstimateLevel.REHEARSED)
-            if self._profiles.get(own) is None:  # type: ignore[arg-type]
+            if self._profiles.get(own) is None:
                 self._refused[own] = reason
             self._settle(dataclasses.replace(candidate, refused=reason), tiers=tiers)
         else:
@@ -266,13 +266,13 @@ class PlanSearch:
 
     def _key(self, plan: Plan, level: EstimateLevel) -> ProfileKey | None:
         """Return the key of the profile for a level; None if the model has fewer than two pieces."""
-        if self._pieces is None or self._pieces.count < 2:
+        if self._pieces is None:
             return None
         own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
         if level >= EstimateLevel.PROFILED:
             return own
-        if level is EstimateLevel.COUNTED:
-            return self._undivided(own)
+        if level is EstimateLevel.COUNTED:  # with at least as many rows as `own`: costs scaled up are no bounds
+            return dataclasses.replace(self._whole, rows=max(self._whole.rows, own.rows))
         plain = dataclasses.replace(own.plan, recompute="none", offload="none", schedule="1f1b")
         return ProfileKey(plain, max(self._space.most_rows, own.rows))
 
@@ -287,10 +287,6 @@ class PlanSearch:
                 self._splits[split] = str(error)
         return self._splits.get(split, "")
 
-    def _undivided(self, own: ProfileKey) -> ProfileKey:
-        """Return the key for level `COUNTED`, with at least as many rows as `own`: costs scaled up are no bounds."""
-        return dataclasses.replace(self._whole, rows=max(self._whole.rows, own.rows))
-
     def _bounded(self, candidate: Candidate, level: EstimateLevel, profile: LayerProfile) -> Candidate:
         plan, pieces = candidate.plan, self._pieces
         assert pieces is not None
@@ -303,11 +299,9 @@ class PlanSearch:
             sums=needs_of(self._subject.optimizer) != "replicas",
             exact=level is EstimateLevel.TIMED,
         )
-        before = candidate.figures
-        if figures.seconds < before.seconds:
-            figures = dataclasses.replace(before, memory=figures.memory)
-        memory = max(figures.memory, before.memory)
-        return dataclasses.replace(candidate, level=level, at=at, figures=dataclasses.replace(figures, memory=memory))
+        slower = max(figures, candidate.figures, key=lambda one: one.seconds)
+        slower = dataclasses.replace(slower, memory=max(figures.memory, candidate.figures.memory))
+        return dataclasses.replace(candidate, level=level, at=at, figures=slower)
 
     def _as(self, key: ProfileKey, *, profile: LayerProfile) -> LayerProfile:
         """Return the profile scaled to `key`; results are kept, because many plans share a profile."""
@@ -322,8 +316,7 @@ class PlanSearch:
         where = self._subject.options.cut.at
         if where or plan.pp == 1 or self._pieces is None:
             return where
-        own = ProfileKey.of(plan, batch=self._space.batch, pieces=self._pieces.count)
-        whole = self._profiles.get(self._undivided(own)) or self._profiles.get(self._whole)
+        whole = self._profiles.get(self._key(plan, EstimateLevel.COUNTED)) or self._profiles.get(self._whole)
         if whole is None:
             return where
         number = plan.pp * plan.virtual_stages

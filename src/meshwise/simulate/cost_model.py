@@ -3,7 +3,7 @@
 `CostModel` has the seconds of one entry of a tape, and `entry_times` the start and stop of each entry.
 
 `step_seconds` adds the time of offloaded state. The bytes that it moves between device, host and disk in a step are
-computed by `microbatch_traffic` and `update_traffic`:
+computed by `step_traffic`:
 
     | offloaded     in every micro-batch                  at the update, after the norm of all gradients is known
     | activations   written, read
@@ -169,29 +169,22 @@ _AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "
 """Number of reads and writes at the update, by kind of state."""
 
 
-def microbatch_traffic(tiers: Offload, *, sizes: Mapping[str, int], microbatches: int, on_gpu: bool) -> TierTraffic:
-    """Return the bytes that a rank moves between tiers during all micro-batches of a step.
+def step_traffic(
+    tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], microbatches: int, on_gpu: bool
+) -> tuple[TierTraffic, TierTraffic]:
+    """Return the bytes that a rank moves between tiers in a step: during all micro-batches, and at the update.
 
-    `sizes`: bytes of a rank off the device by kind of state; for activations, the bytes of one micro-batch.
-    `on_gpu`: the rank computes on a GPU, so its transfers cross the link to the host."""
+    | sizes     bytes of a rank off the device by kind of state; for activations, the bytes of one micro-batch
+    | updated   bytes of `params` and `gradients` in the rank's update
+    | on_gpu    True if the rank computes on a GPU, so its transfers cross the link to the host"""
     times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
-    moved = {what: many * sizes.get(what, 0) for what, many in times.items()}
-    on_disk = sum(size for what, size in moved.items() if getattr(tiers, what) == "disk")
-    return TierTraffic(link=sum(moved.values()) if on_gpu else 0, disk=on_disk)
-
-
-def update_traffic(
-    tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], on_gpu: bool
-) -> TierTraffic:
-    """Return the bytes that a rank moves between tiers at the update.
-
-    `sizes`, `on_gpu`: as in `microbatch_traffic`. `updated`: bytes of `params` and `gradients` in the rank's update."""
-    crossing = (what for what in updated if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
-    on_disk = (what for what in _AT_UPDATE if getattr(tiers, what) == "disk")
-    return TierTraffic(
-        link=sum(updated[what] for what in crossing) if on_gpu else 0,
-        disk=sum(_AT_UPDATE[what] * sizes.get(what, 0) for what in on_disk),
+    along = sum(many * sizes.get(what, 0) for what, many in times.items())
+    crossing = sum(size for what, size in updated.items() if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
+    disk, disk_after = (
+        sum(many * sizes.get(what, 0) for what, many in moves.items() if getattr(tiers, what) == "disk")
+        for moves in (times, _AT_UPDATE)
     )
+    return TierTraffic(along * on_gpu, disk), TierTraffic(crossing * on_gpu, disk_after)
 
 
 def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) -> float:
@@ -203,10 +196,7 @@ def step_seconds(tape: Tape, *, took: float, cluster: Cluster, on_host: bool) ->
     if on_host:
         operations = (entry for part in tape.steady for entry in part.entries if isinstance(entry, TapeOperation))
         updates = sum(one.bytes for one in operations if one.name.startswith("_fused_"))
-    along, after = (_seconds(traffic, cluster) for traffic in (tape.microbatch_traffic, tape.update_traffic))
-    return max(took, along) + max(after, updates * cluster.ranks_per_node / cluster.host.memory)
-
-
-def _seconds(traffic: TierTraffic, cluster: Cluster) -> float:
-    """Return the seconds of traffic: the slower of the rank's link, and of the disk that a node's ranks share."""
-    return max(traffic.link / cluster.host.link, traffic.disk * cluster.ranks_per_node / cluster.host.disk)
+    host, sharing = cluster.host, cluster.ranks_per_node  # a node's ranks share its disk, and have a link each
+    moved = (tape.microbatch_traffic, tape.update_traffic)
+    along, after = (max(one.link / host.link, one.disk * sharing / host.disk) for one in moved)
+    return max(took, along) + max(after, updates * sharing / host.memory)

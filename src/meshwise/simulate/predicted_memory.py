@@ -20,6 +20,7 @@ A cgroup counts the page cache as memory in use. As in container runtimes, its i
 
 import math
 import os
+import re
 import resource
 import statistics
 from collections import Counter
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -48,18 +49,11 @@ from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
-@dataclass(frozen=True)
-class _Version:
-    """Names of one cgroup version: folder, file of the limit, file of the memory in use, key of inactive page cache."""
-
-    folder: str
-    most: str
-    now: str
-    idle: str
-
-
-_FIRST = _Version("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_SECOND = _Version("", "memory.max", "memory.current", "inactive_file")
+_VERSIONS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Names in cgroups of version 2 and 1: folder, file of the limit, file of the used memory, key of inactive cache."""
 
 
 def room_left(device: torch.device, *, ranks: int = 1, used: int = 0) -> int:
@@ -84,19 +78,14 @@ def cgroup_bytes_left(own: str, *, root: Path) -> Iterator[int]:
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
             continue
-        version = _FIRST if kinds else _SECOND
-        top = root / version.folder
+        place, limit, used, idle = _VERSIONS[bool(kinds)]
+        top = root / place
         group = top / path.strip("/")
         for folder in (group, *group.parents):
-            most = folder / version.most
-            if folder.is_relative_to(top) and most.exists() and (limit := most.read_text().strip()) != "max":
-                yield max(0, int(limit) - _used_bytes(folder, version))
-
-
-def _used_bytes(folder: Path, version: _Version) -> int:
-    now = int((folder / version.now).read_text())
-    rows = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return now - next((int(size) for name, size in rows if name == version.idle), 0)
+            most = folder / limit
+            if folder.is_relative_to(top) and most.exists() and (text := most.read_text().strip()) != "max":
+                inactive = re.findall(rf"^{idle} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+                yield max(0, int(text) - int((folder / used).read_text()) + sum(map(int, inactive)))
 
 
 def _left_by_limits() -> Iterator[int]:
@@ -195,12 +184,15 @@ class ActionMemory:
 
     label: str
     """Activity, such as `2F0` or `update`; "" for the time before the step."""
-    bytes: int
-    """Bytes on the device at the peak, over all categories."""
-    before: tuple[Mapping[Category, int], Mapping[Category, int]]
+    before: "_Sizes"
     """Bytes by category when the action begins: on the device, and in the host's memory."""
-    more: tuple[Mapping[Category, int], Mapping[Category, int]] = ({}, {})
+    more: "_Sizes" = (Counter(), Counter())
     """Bytes by category that the action adds: on the device until its peak, and on the host the largest increase."""
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes on the device at the peak, over all categories."""
+        return self.before[0].total() + self.more[0].total()
 
     @cached_property
     def device(self) -> Mapping[Category, int]:
@@ -236,14 +228,20 @@ class RankMemory:
 
 def memory_of(rehearsal: Rehearsal) -> tuple[RankMemory, ...]:
     """Return the memory of every rank along pp, in order."""
-    known: dict[int, _Change] = {}
+    known: dict[int, tuple[_Sizes, _Sizes]] = {}
     ranks = []
     for index, tape in enumerate(rehearsal.tapes):
-        level = _Level(apart=rehearsal.device != "cpu", known=known)
-        for segment in (tape.build, *tape.first):
-            level.play(segment)
-        start = ActionMemory("", sum(level.device.values()), (level.device, level.host))
-        ranks.append(RankMemory(index, (start, *map(level.play, rehearsal.step(index))), tape.off_device))
+        moments: list[ActionMemory] = []
+        before: _Sizes = (Counter(), Counter())
+        earlier = (tape.build, *tape.first)
+        for segment in (*earlier, *rehearsal.step(index)):
+            if id(segment.entries) not in known:
+                known[id(segment.entries)] = _changes(segment, apart=rehearsal.device != "cpu")
+            after, most = known[id(segment.entries)]
+            moments.append(ActionMemory(str(segment.activity), before, most))
+            before = _sum(before[0], after[0]), _sum(before[1], after[1])
+        steady = moments[len(earlier) :]
+        ranks.append(RankMemory(index, (ActionMemory("", steady[0].before), *steady), tape.off_device))
     return tuple(ranks)
 
 
@@ -252,66 +250,31 @@ def fullest(ranks: Iterable[RankMemory]) -> RankMemory:
     return max(ranks, key=lambda rank: rank.peak.bytes)
 
 
-@dataclass(frozen=True)
-class _Change:
-    """Memory changes of a segment: in total, and up to its peak on the device."""
+_Sizes: TypeAlias = tuple[Counter[Category], Counter[Category]]
+"""Bytes by category on the device, and in the host's memory."""
 
-    device: Counter[Category]
-    host: Counter[Category]
-    """Changes by the end of the segment, on the device and on the host."""
-    most: Counter[Category]
-    most_host: Counter[Category]
-    """Changes up to the device's peak, and the largest change of each category on the host."""
-    total: int
-    highest: int
-    """Bytes on the device over all categories: at the end, and at the peak."""
 
-    @classmethod
-    def of(cls, segment: TapeSegment, *, apart: bool) -> "_Change":
-        """Return the memory changes of a segment; `apart`: the host's memory is separate from the device's."""
-        device, host = Counter[Category](), Counter[Category]()
-        total = highest = 0
-        most, most_host = Counter[Category](), Counter[Category]()
-        for entry in segment.entries:
-            if not isinstance(entry, MemoryChange):
-                continue
-            if entry.host and apart:
-                host[entry.category] += entry.bytes
-                most_host |= host
-                continue
+def _changes(segment: TapeSegment, *, apart: bool) -> tuple[_Sizes, _Sizes]:
+    """Return the memory changes by the end of a segment, and up to the device's peak (on the host, the largest ones).
+
+    `apart`: the host's memory is separate from the device's."""
+    device, host, most, most_host = (Counter[Category]() for _ in range(4))
+    total = highest = 0
+    for entry in segment.entries:
+        if isinstance(entry, MemoryChange) and entry.host and apart:
+            host[entry.category] += entry.bytes
+            most_host |= host
+        elif isinstance(entry, MemoryChange):
             device[entry.category] += entry.bytes
             total += entry.bytes
             if total > highest:
                 highest, most = total, Counter(device)
-        return cls(device, host, most, most_host, total, highest)
+    return (device, host), (most, most_host)
 
 
-class _Level:
-    """Current bytes of each category while segments are applied in order."""
-
-    def __init__(self, *, apart: bool, known: dict[int, _Change]) -> None:
-        """`known`: changes of segments by the `id` of their entries; this object adds to it."""
-        self.apart = apart
-        self.device: Mapping[Category, int] = {}
-        self.host: Mapping[Category, int] = {}
-        self._total = 0
-        self._known = known
-
-    def play(self, segment: TapeSegment) -> ActionMemory:
-        """Apply the memory changes of a segment and return its peak."""
-        change = self._known.get(id(segment.entries))
-        if change is None:
-            change = self._known[id(segment.entries)] = _Change.of(segment, apart=self.apart)
-        before, more = (self.device, self.host), (change.most, change.most_host)
-        moment = ActionMemory(str(segment.activity), self._total + change.highest, before, more)
-        self._total += change.total
-        self.device = _sum(self.device, change.device) if change.device else self.device
-        self.host = _sum(self.host, change.host) if change.host else self.host
-        return moment
-
-
-def _sum(one: Mapping[Category, int], other: Mapping[Category, int]) -> Counter[Category]:
-    found = Counter(one)
+def _sum(one: Counter[Category], other: Counter[Category]) -> Counter[Category]:
+    """Return the sums of two counts, `one` itself if nothing is added; `+` of counters would drop negative sums."""
+    found = Counter(one) if other else one
     found.update(other)
     return found
 

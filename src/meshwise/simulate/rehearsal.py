@@ -25,6 +25,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, TypeAlias
 
@@ -48,7 +49,7 @@ from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.plan_keys import Offload
-from meshwise.simulate.cost_model import microbatch_traffic, update_traffic
+from meshwise.simulate.cost_model import step_traffic
 from meshwise.simulate.step_tape import Category, MemoryChange, Tape, TapeSegment, TapeWait
 from meshwise.simulate.tape_recorder import (
     KernelChoice,
@@ -215,17 +216,14 @@ class TapeRecording:
                 saved = 0 if trainer.activations is None else trainer.activations.mover.peak
                 trainer.step(self.subject.batch, only=self.only)
                 steady = _with_gathers_first(self._run(recorder), first=first)
-        tiers, on_gpu = self.plan.tiers, self.device == "cuda"
-        sizes = {**trainer.tiers.disk_bytes, "activations": saved}
-        return Tape(
-            index,
-            build[0],
-            first,
-            steady,
-            self._away(trainer, saved=saved),
-            microbatch_traffic(tiers, sizes=sizes, microbatches=self.plan.microbatches, on_gpu=on_gpu),
-            update_traffic(tiers, sizes=sizes, updated=_updated(trainer), on_gpu=on_gpu),
+        traffic = step_traffic(
+            self.plan.tiers,
+            sizes={**trainer.tiers.disk_bytes, "activations": saved},
+            updated=_updated(trainer),
+            microbatches=self.plan.microbatches,
+            on_gpu=self.device == "cuda",
         )
+        return Tape(index, build[0], first, steady, self._away(trainer, saved=saved), *traffic)
 
     def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
         """Return the bytes off the device by tier (`cpu`, `disk`). `saved`: offloaded activations per micro-batch."""
@@ -322,7 +320,6 @@ class Rehearsal:
     tapes: tuple[Tape, ...]
     """Tape for each index along pp; ranks of one kind share a tape."""
     device: Device
-    _steps: dict[int, tuple[TapeSegment, ...]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def replicas(self) -> int:
@@ -333,12 +330,13 @@ class Rehearsal:
         """Return the segments of a whole step, after the first one, of the rank with this index along pp.
 
         Recorded micro-batches are copied for the micro-batches that did not run."""
-        if index not in self._steps:
-            self._steps[index] = self._step(index)
         return self._steps[index]
 
-    def _step(self, index: int) -> tuple[TapeSegment, ...]:
-        tape, row = self.tapes[index], self.schedule.rows[index]
+    @cached_property
+    def _steps(self) -> list[tuple[TapeSegment, ...]]:
+        return [self._step(tape, index) for index, tape in enumerate(self.tapes)]
+
+    def _step(self, tape: Tape, index: int) -> tuple[TapeSegment, ...]:
         mine, theirs = (self.schedule.stages_of(rank) for rank in (index, tape.index))
         names = dict(zip(theirs, mine, strict=True))
         own = lambda each: each._replace(stage=names[each.stage]) if isinstance(each, Action) else each  # noqa: E731
@@ -346,7 +344,7 @@ class Rehearsal:
         stand_ins = _stand_ins(found)
         during = [
             TapeSegment(action, part.entries)
-            for action in row
+            for action in self.schedule.rows[index]
             if (part := found.get(action) or stand_ins.get((action.stage, action.kind))) is not None
         ]
         around = [segment for activity, segment in found.items() if not isinstance(activity, Action)]

@@ -162,7 +162,7 @@ class Prediction:
     @property
     def model_flops(self) -> float:
         """Flops of the model in a step over all ranks, without recomputation: at most 3 times the forwards' flops."""
-        once = sum(each_flops(self.rehearsal, kinds=tuple(ActionKind), repeated=False))
+        once = sum(each_flops(self.rehearsal, kinds=tuple(ActionKind)))
         return min(3.0 * sum(each_flops(self.rehearsal, kinds=(ActionKind.F,))), float(once)) * self.rehearsal.replicas
 
     @property
@@ -285,21 +285,23 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     return Prediction(rehearsal, cluster, whole, whole - took, sent, clocked, ranks)
 
 
-def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind], repeated: bool = True) -> list[int]:
-    """Return the flops of a step in these kinds of action, for each rank along pp.
+def _distinct(parts: Sequence[TapeSegment]) -> list[tuple[TapeSegment, int]]:
+    """Return the last of all segments with the same entries, and their number."""
+    times = Counter(id(part.entries) for part in parts)
+    return [(part, times[key]) for key, part in {id(part.entries): part for part in parts}.items()]
 
-    `repeated`: also count the forwards that a backward repeats. Equal segments are counted once and multiplied."""
+
+def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind]) -> list[int]:
+    """Return the flops of a step in these kinds of action, without recomputation, for each rank along pp."""
     found: dict[int, int] = {}
     for index in {tape.index for tape in rehearsal.tapes}:
         parts = [part for part in rehearsal.step(index) if part.kind in kinds]
-        times = Counter(id(part.entries) for part in parts)
-        once = {id(part.entries): part for part in parts}
         found[index] = sum(
-            times[key] * entry.flops
-            for key, part in once.items()
+            times * entry.flops
+            for part, times in _distinct(parts)
             for entry in part.entries
-            if isinstance(entry, TapeOperation)
-            and (repeated or part.kind is ActionKind.F or not entry.recomputed)  # no operation repeats in a forward
+            # No operation repeats in a forward.
+            if isinstance(entry, TapeOperation) and (part.kind is ActionKind.F or not entry.recomputed)
         )
     return [found[tape.index] for tape in rehearsal.tapes]
 
@@ -323,11 +325,9 @@ class _Rank:
 
     def __init__(self, parts: Sequence[TapeSegment], cost_model: CostModel) -> None:
         self.cost_model, self._parts = cost_model, parts
-        counted = Counter(id(part.entries) for part in parts)
-        once = {id(part.entries): part for part in parts}
         self._around = [part for part in parts if part.kind is None]
-        actions = ((key, part.activity, part) for key, part in once.items())
-        self._actions = [(one, part, counted[key]) for key, one, part in actions if isinstance(one, Action)]
+        actions = ((part.activity, part, times) for part, times in _distinct(parts))
+        self._actions = [(one, part, times) for one, part, times in actions if isinstance(one, Action)]
         self._alone: dict[int, PlayedSegment] = {}
 
     def play(self, segments: Iterable[TapeSegment]) -> Iterator[PlayedSegment]:
@@ -377,18 +377,13 @@ class _Rank:
             calls = map(self.cost_model.collective, part.calls())
             took = self.alone(part).stop if action.kind in COMPUTE else sum(calls)
             found[action.stage][action.kind].append((took, times))
-        return {
-            stage: ActionCost(
-                forward=_mean(times[ActionKind.F]),
-                input=_mean(times[ActionKind.I]),
-                weight=_mean(times[ActionKind.W]),
-                backward=_mean(times[ActionKind.B]) if times[ActionKind.B] else None,
-                link=_mean(times[ActionKind.SEND_F]) or _mean(times[ActionKind.RECV_B]),
-                gather=_mean(times[ActionKind.GATHER]),
-                reduce=_mean(times[ActionKind.REDUCE]),
-            )
-            for stage, times in sorted(found.items())
-        }
+        costs: dict[int, ActionCost] = {}
+        for stage, kinds in sorted(found.items()):
+            mean = defaultdict(float, {kind: _mean(each) for kind, each in kinds.items()})
+            work = (mean[ActionKind.F], mean[ActionKind.I], mean[ActionKind.W], mean.get(ActionKind.B))
+            link = mean[ActionKind.SEND_F] or mean[ActionKind.RECV_B]
+            costs[stage] = ActionCost(*work, link, mean[ActionKind.GATHER], mean[ActionKind.REDUCE])
+        return costs
 
     def sent(self) -> dict[str, float]:
         """Return the bytes that this rank sends in a step `inside` a node and `between` nodes.

@@ -247,12 +247,9 @@ def _product(func: OpOverload, args: Any, inputs: list[Tensor], outputs: list[Te
         return _windows(args[1], args[2], args[0], transposed=args[7], groups=args[9])
     if packet in (aten.addmm, aten.baddbmm):
         inputs = inputs[1:]
-    if packet in (aten.mm, aten.addmm):
-        (m, k), n = inputs[0].shape, inputs[1].shape[1]
-        return MatrixProduct(1, m, k, n)
-    if packet in (aten.bmm, aten.baddbmm):
-        (batch, m, k), n = inputs[0].shape, inputs[1].shape[2]
-        return MatrixProduct(batch, m, k, n)
+    if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+        *products, m, k = inputs[0].shape
+        return MatrixProduct(math.prod(products), m, k, inputs[1].shape[-1])
     if packet is aten._grouped_mm:
         return _grouped(inputs[0], inputs[1], outputs[0])
     if "attention" in packet.__name__:

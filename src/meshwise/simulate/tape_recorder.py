@@ -21,7 +21,6 @@ import threading
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -182,18 +181,11 @@ def _category(doing: Activity) -> Category:
     return Category.ACTIVATIONS if computes else Category.COMMUNICATION
 
 
-@dataclass(frozen=True)
-class _Known:
-    """Cost and results of an operation on tensors of given shapes."""
-
-    operation: TapeOperation | None
-    outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
-    """Size, strides and dtype of each result; None for a result that is None."""
-    single: bool
-
-
-OperationMemo: TypeAlias = dict[Any, _Known]
-"""Cache of operations' costs and result shapes. A model repeats its blocks, and shape inference is slow."""
+_Made: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
+"""Size, strides and dtype of a result."""
+OperationMemo: TypeAlias = dict[Any, tuple[TapeOperation | None, tuple[_Made | None, ...], bool]]
+"""Cache of operations' costs and results, and whether there is one result. A model repeats its blocks, and shape
+inference is slow."""
 
 
 class OperationRecorder(LightDispatchMode):
@@ -213,11 +205,11 @@ class OperationRecorder(LightDispatchMode):
         if reads and self._recorder.flight_recorder.doing is StepPhase.UPDATE:
             return 1.0  # Adafactor reads norms; their values do not matter here
         key = (func, _described(args), _described(tuple(kwargs.items()))) if returns_only_new(func) else None
-        known = self._memo.get(key) if key else None
-        if known is not None:
-            made = tuple(one and torch.empty_strided(*one[:2], dtype=one[2], device="meta") for one in known.outputs)
-            self._recorder.record_operation(known.operation, output=made)
-            return made[0] if known.single else made
+        if key and (known := self._memo.get(key)):
+            cost, results, single = known
+            made = tuple(one and torch.empty_strided(*one[:2], dtype=one[2], device="meta") for one in results)
+            self._recorder.record_operation(cost, output=made)
+            return made[0] if single else made
         output = run_on_meta(func, args=args, kwargs=kwargs)
         cost = None if moves_nothing(func) else count_operation(func, args=args, kwargs=kwargs, output=output)
         self._recorder.record_operation(cost, output=output)
@@ -225,7 +217,7 @@ class OperationRecorder(LightDispatchMode):
         tensors = isinstance(outputs, list | tuple) and all(t is None or isinstance(t, Tensor) for t in outputs)
         if key and tensors and all(t is None or (t.is_meta and not t.is_sparse) for t in outputs):
             described = tuple(None if t is None else (t.size(), t.stride(), t.dtype) for t in outputs)
-            self._memo[key] = _Known(cost, described, isinstance(output, Tensor))
+            self._memo[key] = (cost, described, isinstance(output, Tensor))
         return output
 
 

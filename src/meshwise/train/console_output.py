@@ -152,7 +152,8 @@ class ProgressLines:
                 return
         if isinstance(event, run_events.Sample | run_events.End):
             self._progress.stop()
-        self._console.print(Text(_text(event, of=self._unit), style=_STYLES.get(type(event), "")), soft_wrap=True)
+        text = "\n".join(_lines(event, of=self._unit))
+        self._console.print(Text(text, style=_STYLES.get(type(event), "")), soft_wrap=True)
 
     def close(self) -> None:
         """Stop redrawing the progress line; it stays as it is."""
@@ -166,8 +167,8 @@ class ProgressLines:
         return replace(step, rate=tokens / seconds if seconds else 0.0)
 
 
-def _text(event: RunEvent, *, of: str) -> str:
-    """Return the event as text; `of`: the unit that the loss counts, `token` or `sample`."""
+def _lines(event: RunEvent, *, of: str) -> Iterator[str]:
+    """Yield the event as lines of text; `of`: the unit that the loss counts, `token` or `sample`."""
     match event:
         case run_events.Start():
             steps = f"{counted(event.steps, of='step')} of {counted(event.batch, of='sample')}"
@@ -175,84 +176,77 @@ def _text(event: RunEvent, *, of: str) -> str:
                 f"{kind.replace('_', ' ')} {size_text(size)}" for kind, size in event.memory.items() if size
             )
             trained = "" if event.trained == event.parameters else f", {event.trained:,} of them trained"
-            return "\n".join(
-                [
-                    f"plan     {event.plan}   (on {event.device})",
-                    *_indented(event.mesh),
-                    *_indented(event.stages),
-                    f"model    {counted(event.parameters, of='parameter')}{trained}; on rank 0: {held}",
-                    f"dtypes   {_dtypes(event.precision)}",
-                    f"data     {event.data}",
-                    f"run      {steps}, into {event.output}",
-                ]
-            )
+            yield f"plan     {event.plan}   (on {event.device})"
+            yield from _indented(event.mesh)
+            yield from _indented(event.stages)
+            yield f"model    {counted(event.parameters, of='parameter')}{trained}; on rank 0: {held}"
+            yield f"dtypes   {_dtypes(event.precision)}"
+            yield f"data     {event.data}"
+            yield f"run      {steps}, into {event.output}"
         case Step():
-            return f"step {event.step}/{event.steps}  {_numbers(event, of=of)}"
+            yield f"step {event.step}/{event.steps}  {_numbers(event, of=of)}"
         case run_events.Budgeted():
-            return "\n".join(f"budget   {line}" for line in event.table.splitlines())
+            yield from (f"budget   {line}" for line in event.table.splitlines())
         case run_events.Noise():
             found = "is hidden by noise" if event.critical is None else f"is about {event.critical:.0f} samples"
-            return f"noise    after step {event.step}: the critical batch {found}"
+            yield f"noise    after step {event.step}: the critical batch {found}"
         case run_events.NonFinite():
-            return f"NOT FINITE at step {event.step}: {event.problem}"
+            yield f"NOT FINITE at step {event.step}: {event.problem}"
+        case run_events.Resume(path=""):
+            yield "resume   no checkpoint yet: from the start"
         case run_events.Resume():
-            return "\n".join(_resumed(event))
-        case run_events.Slow() | run_events.Shares():
-            return _pace(event)
+            samples = counted(event.samples, of="sample")
+            yield f"resume   after step {event.step:,} ({samples}), from {event.path}"
+            yield from (f"         DAMAGED, skipped: {damage}" for damage in event.damaged)
+            yield from (f"         changed: {change}" for change in event.changes)
+        case run_events.Slow():
+            steps = ", ".join(map(str, event.steps[:_MOST_STEPS])) + " …" * (len(event.steps) > _MOST_STEPS)
+            yield (
+                f"slow     rank {event.rank} made the other ranks wait in step{'s' * (len(event.steps) > 1)} {steps}: "
+                f"busy for {event.seconds:.2f} s, the other ranks for {event.others:.2f} s"
+            )
+        case run_events.Shares():
+            rows, times = " ".join(map(str, event.rows)), " ".join(f"{each:.3f}" for each in event.seconds)
+            yield f"shares   from the next step on the replicas get {rows} rows; they were busy for {times} s a step"
+        case _:
+            yield from _output_lines(event, of=of)
+
+
+def _output_lines(event: RunEvent, *, of: str) -> Iterator[str]:
+    """Yield the lines of events about loads, measurements, checkpoints, validations, and the end of a run."""
+    match event:
         case run_events.ExpertLoad():
-            return "\n".join(_loads(event))
+            if loads := event.mixtures:
+                name, mean = max(loads, key=loads.__getitem__), statistics.mean(loads.values())
+                head = f"experts  the busiest one got {loads[name]:.2f} times its even share, in {name}"
+                yield f"{head}; {mean:.2f} times on average over the mixtures"
+            if event.dropped:
+                dropped, pairs = map(sum, zip(*event.dropped.values(), strict=True))
+                share = f"{dropped / max(1, pairs):.1%}"
+                yield f"dropped  {dropped:,} of {pairs:,} choices of experts ({share}), by their capacity"
         case run_events.Measured():
-            head = f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
-            return "\n".join([head, *_indented(event.table)])
+            yield f"time     of a step, the median of {event.steps}; drawn by meshwise draw timeline {event.path}"
+            yield from _indented(event.table)
         case run_events.Saved():
             times = f"{event.seconds:.1f} s, {event.held:.2f} s of it blocking"
-            return f"saved    step {event.step} in {event.path} ({times})"
+            yield f"saved    step {event.step} in {event.path} ({times})"
         case run_events.SaveFailed():
-            return f"NOT SAVED at step {event.step}: {event.problem}"
+            yield f"NOT SAVED at step {event.step}: {event.problem}"
         case run_events.Stopped():
-            return f"stopped  after step {event.step}, as {event.by} asked\nnext: {event.following}"
+            yield f"stopped  after step {event.step}, as {event.by} asked\nnext: {event.following}"
         case run_events.Validation():
-            return f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
+            yield f"validation after step {event.step}: loss {event.loss:.4f} over {counted(event.tokens, of=of)}"
         case run_events.Sample():
+            yield "the model writes:"
             text = event.prompt + event.text  # an untrained model may generate control characters
             lines = "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in text).split("\n")
-            return "\n".join(["the model writes:", *(f"  | {line}".rstrip() for line in lines)])
+            yield from (f"  | {line}".rstrip() for line in lines)
         case run_events.End():
-            rows = [f"  {name:<12} {path}" for name, path in event.outputs.items()]
-            head = f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
-            return "\n".join([head, *rows, f"next: {event.following}"])
-    raise TypeError(f"{type(event).__name__} has no text")
-
-
-def _loads(event: run_events.ExpertLoad) -> Iterator[str]:
-    if loads := event.mixtures:
-        name, mean = max(loads, key=loads.__getitem__), statistics.mean(loads.values())
-        head = f"experts  the busiest one got {loads[name]:.2f} times its even share, in {name}"
-        yield f"{head}; {mean:.2f} times on average over the mixtures"
-    if event.dropped:
-        dropped, pairs = map(sum, zip(*event.dropped.values(), strict=True))
-        yield f"dropped  {dropped:,} of {pairs:,} choices of experts ({dropped / max(1, pairs):.1%}), by their capacity"
-
-
-def _pace(event: run_events.Slow | run_events.Shares) -> str:
-    if isinstance(event, run_events.Shares):
-        rows, seconds = " ".join(map(str, event.rows)), " ".join(f"{each:.3f}" for each in event.seconds)
-        return f"shares   from the next step on the replicas get {rows} rows; they were busy for {seconds} s a step"
-    steps = ", ".join(map(str, event.steps[:_MOST_STEPS])) + " …" * (len(event.steps) > _MOST_STEPS)
-    return (
-        f"slow     rank {event.rank} made the other ranks wait in step{'s' * (len(event.steps) > 1)} {steps}: "
-        f"busy for {event.seconds:.2f} s, the other ranks for {event.others:.2f} s"
-    )
-
-
-def _resumed(event: run_events.Resume) -> list[str]:
-    if not event.path:
-        return ["resume   no checkpoint yet: from the start"]
-    return [
-        f"resume   after step {event.step:,} ({counted(event.samples, of='sample')}), from {event.path}",
-        *(f"         DAMAGED, skipped: {damage}" for damage in event.damaged),
-        *(f"         changed: {change}" for change in event.changes),
-    ]
+            yield f"done: {counted(event.steps, of='step')} in {_time(event.seconds)}, loss {event.loss:.4f}"
+            yield from (f"  {name:<12} {path}" for name, path in event.outputs.items())
+            yield f"next: {event.following}"
+        case _:
+            raise TypeError(f"{type(event).__name__} has no text")
 
 
 def _numbers(step: Step, *, of: str) -> str:

@@ -22,7 +22,7 @@ import tyro
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.plan import Plan, PlanError
-from meshwise.train.job import Job, JobError, StudiedJob
+from meshwise.train.job import Job, JobError, StudiedJob, as_job_error
 
 T = TypeVar("T")
 Key = tuple[str, ...]
@@ -153,20 +153,17 @@ def read_job(arguments: Sequence[str], *, prog: str, kind: type[J]) -> J:
 def from_toml(path: Path, *, kind: type[J]) -> J:
     """Return the job of a TOML file, of class `kind`. Raises JobError that names the file and every wrong key."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with as_job_error(of=f"{path} is not TOML: "):
+            text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise JobError(f"cannot read the job {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise JobError(f"{path} is not TOML: {error}") from error
     return from_text(text, source=str(path), kind=kind)
 
 
 def from_text(text: str, *, source: str, kind: type[J]) -> J:
     """Return the job of a TOML text, of class `kind`. Raises JobError that names `source` and every wrong key."""
-    try:
+    with as_job_error(of=f"{source} is not TOML: "):
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{source} is not TOML: {error}") from error
     if issubclass(kind, StudiedJob):
         table.pop("restarts", None)
     flags = dict(flags_of(table, leaves=_mappings(kind())))

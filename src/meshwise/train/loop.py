@@ -365,8 +365,7 @@ class _Run:
         size = length(self._data.validation)
         most = size if job.validate_batches is None else min(size, job.validate_batches * job.batch)
         batches = self._read(self._data.validation, range(0, most, job.batch), SampleOrder(size, seed=0))
-        averaged = self._average.applied() if self._average and self._progress.updates else contextlib.nullcontext()
-        with averaged:
+        with self._average.applied() if self._average and self._progress.updates else contextlib.nullcontext():
             result = self._trainer.evaluate(batches, local=self._data.collate is None)
         self._validation, best = result.loss, self._progress.best
         self._emit(run_events.Validation(step, result.loss, result.tokens))

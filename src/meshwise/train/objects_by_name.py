@@ -172,13 +172,11 @@ def _tried_optimizer(name: str, arguments: dict[str, Any], *, key: str) -> Optim
         hint = near if known in near else f"{near} The classes are {known}"
         raise JobError(f"{key}.name = {name!r} is no class of torch.optim; {hint}. Or write 'module:Class'")
     found: Any = kinds[name] if name in kinds else locate(name, key=f"{key}.name")
-    try:
+    with as_job_error(TypeError, of=f"{key}.name = {name!r} with {arguments}: "):
         found = whole(found) if is_whole else found
         access = {"logical": None} if needs_of(found) else {}
         bind(partial(found, [], **access), arguments=arguments, key=key)
         _trial(found, arguments)
-    except (TypeError, ValueError) as error:
-        raise JobError(f"{key}.name = {name!r} with {arguments}: {error}") from error
     return found, arguments
 
 
@@ -220,10 +218,8 @@ def bind(function: Callable[..., Any], *, arguments: Mapping[str, Any], key: str
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     if unknown and not takes_all:
         raise JobError(f"{key}: unknown argument {unknown[0]!r}; {name_hint(unknown[0], known=signature.parameters)}")
-    try:
+    with as_job_error(TypeError, of=f"{key}: "):
         signature.bind(**arguments)
-    except TypeError as error:
-        raise JobError(f"{key}: {error}") from error
     return partial(function, **arguments)
 
 

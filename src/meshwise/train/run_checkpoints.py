@@ -76,21 +76,20 @@ class RunStart:
     folder: Path | None = None
     roots: tuple[Path, ...] = ()
 
-    def candidate(self) -> Path | None:
-        """Return the checkpoint to restore, or None. If loading it finds damage, an older checkpoint is restored."""
-        return next(filter(None, (newest_valid(root)[0] for root in self.roots)), None)
-
 
 def find_run_start(job: Job, *, attempt: JobAttempt | None) -> RunStart:
     """Return where the run of this job begins. `attempt`: this start of the ranks by torchrun; None without torchrun.
 
     Raises JobError when `train.resume` names no checkpoint."""
     start = _resume_start(job)
-    folder = None if attempt is None else _folder_of(attempt, Path(job.train.output))
-    if folder is None:
+    if attempt is None or not (attempt.is_named or attempt.restarts):
         return start
-    own = folder / CHECKPOINTS
-    return RunStart(folder, (own, *(root for root in start.roots if root != own)))
+    names = [path / LAUNCH for path in itertools.takewhile(Path.exists, _numbered(Path(job.train.output)))]
+    mine = [name.parent for name in names if name.exists() and name.read_text(encoding="utf-8") == attempt.job_name]
+    if not mine:
+        return start
+    own = mine[-1] / CHECKPOINTS
+    return RunStart(mine[-1], (own, *(root for root in start.roots if root != own)))
 
 
 def _resume_start(job: Job) -> RunStart:
@@ -112,15 +111,6 @@ def _resume_start(job: Job) -> RunStart:
     if not checkpoints(root):
         raise JobError(f"train.resume = {resume!r}: no checkpoint there; name a run, a checkpoint, or 'auto'")
     return RunStart(roots=(root,))
-
-
-def _folder_of(attempt: JobAttempt, output: Path) -> Path | None:
-    """Return the folder that an earlier attempt of this job has made; None if there is none."""
-    if not attempt.is_named and not attempt.restarts:
-        return None
-    names = [path / LAUNCH for path in itertools.takewhile(Path.exists, _numbered(output))]
-    mine = [name.parent for name in names if name.exists() and name.read_text(encoding="utf-8") == attempt.job_name]
-    return mine[-1] if mine else None
 
 
 def _numbered(wanted: Path) -> Iterator[Path]:
@@ -196,10 +186,10 @@ class RunProgress:
 def checked_run_start(prepared: PreparedJob, *, attempt: JobAttempt | None) -> RunStart:
     """Return where the run begins. Raises JobError if the checkpoint is of another job, or `train.resume` is wrong."""
     start = find_run_start(prepared.job, attempt=attempt)
-    if (candidate := start.candidate()) is not None:
-        saved = read_index(candidate).extra["user"]
-        if "job" in saved:
-            job_changes(saved, job=prepared.job, content=prepared.data.content)
+    candidate = next(filter(None, (newest_valid(root)[0] for root in start.roots)), None)
+    saved = {} if candidate is None else read_index(candidate).extra["user"]
+    if "job" in saved:
+        job_changes(saved, job=prepared.job, content=prepared.data.content)
     return start
 
 
@@ -211,7 +201,11 @@ def restore_run(
     A checkpoint of a script or an import has no job: the run continues at its `steps`, each of one batch of the job.
 
     Raises JobError for a checkpoint of another job, and DamageError when there are checkpoints but no valid one."""
-    found = _restored(trainer, start, own=prepared.hyperparameters)
+    groups = trainer.optimizer.param_groups
+    kept = [{name: group[name] for name in prepared.hyperparameters & group.keys()} for group in groups]
+    found: RestoredState | None = next(filter(None, map(trainer.restore, start.roots)), None)
+    for group, values in zip(groups, kept, strict=True):  # hyperparameters that the job sets keep its values
+        group.update(values)
     if found is None:
         if start.folder is not None:
             emit(Resume(0, 0, "", [], []))
@@ -239,16 +233,6 @@ def run_extra(prepared: PreparedJob, *, progress: RunProgress, ranks: int) -> di
         "ranks": ranks,
         "progress": progress.to_json(),
     }
-
-
-def _restored(trainer: Trainer, start: RunStart, *, own: frozenset[str]) -> RestoredState | None:
-    """Restore and return the newest valid checkpoint, or None. Hyperparameters in `own` keep the job's values."""
-    groups = trainer.optimizer.param_groups
-    wanted = [{name: group[name] for name in own & group.keys()} for group in groups]
-    found = next(filter(None, map(trainer.restore, start.roots)), None)
-    for group, values in zip(groups, wanted, strict=True):
-        group.update(values)
-    return found
 
 
 def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str]:
@@ -302,26 +286,27 @@ class RunCheckpoints:
         self._keep_last = keep_last
         self._emit = emit
         self._saving: PendingSave | None = None
-        self._step, self._name = 0, ""
-        self._began = self._held = 0.0
-        self._reported = True
+        self._unreported: Callable[[], Saved] | None = None
+        self._step = 0
         self._failed: SaveError | None = None
 
     def save(self, step: int, *, name: str, extra: Mapping[str, Any]) -> None:
         """Wait for the previous save, then start to save the state after `step`, and `extra` (JSON values), into the
         folder `name`. If one of the two saves fails, `SaveFailed` is emitted and nothing is raised."""
         self._await()
-        self._step, self._name, self._began, self._reported = step, name, time.monotonic(), False
+        began, folder, self._step = time.monotonic(), self._root / name, step
         try:
-            self._saving = self._trainer.save(self._root / name, extra=extra, wait=False, keep_last=self._keep_last)
+            self._saving = self._trainer.save(folder, extra=extra, wait=False, keep_last=self._keep_last)
         except SaveError as error:
             self._fail(error)
-        self._held = time.monotonic() - self._began
+            return
+        held = time.monotonic() - began
+        self._unreported = lambda: Saved(step, str(folder), time.monotonic() - began, held)
 
     def report_published(self) -> None:
         """Emit `Saved` once, if the save in progress is complete; do nothing otherwise."""
         saving = self._saving
-        if saving is not None and not self._reported and saving.done and (saving.folder / INDEX).is_file():
+        if saving is not None and self._unreported and saving.done and (saving.folder / INDEX).is_file():
             self._report()
 
     def finish(self) -> None:
@@ -333,22 +318,20 @@ class RunCheckpoints:
             raise self._failed
 
     def _await(self) -> None:
-        if self._saving is None:
-            return
         saving, self._saving = self._saving, None
-        try:
-            saving.wait()
-        except SaveError as error:
-            self._fail(error)
-            return
-        self._failed = None
-        if not self._reported:
+        if saving is not None:
+            try:
+                saving.wait()
+                self._failed = None
+            except SaveError as error:
+                self._fail(error)
             self._report()
 
     def _report(self) -> None:
-        self._reported = True
-        self._emit(Saved(self._step, str(self._root / self._name), time.monotonic() - self._began, self._held))
+        if self._unreported is not None:
+            self._emit(self._unreported())
+            self._unreported = None
 
     def _fail(self, error: SaveError) -> None:
-        self._reported, self._failed = True, error
+        self._unreported, self._failed = None, error
         self._emit(SaveFailed(self._step, str(error)))

@@ -173,14 +173,9 @@ class StepComparison:
         own = torch.tensor(list(digests.values()), dtype=torch.int64, device=world.device)
         everyone = own.new_empty(world.size, own.numel())
         world.all_gather(own, into=everyone, axes=world.mesh.names).wait()
+        unequal, detail = BoundedDifference(math.inf, 0.0, step), "the ranks have different values of one parameter"
         others = [
-            Divergence(
-                f"{_VALUE} {name} on rank {rank}",
-                step,
-                BoundedDifference(math.inf, 0.0, step),
-                _owner(name),
-                "the ranks have different values of one parameter",
-            )
+            Divergence(f"{_VALUE} {name} on rank {rank}", step, unequal, _owner(name), detail)
             for column, name in enumerate(digests)
             for rank in (everyone[:, column] != everyone[0, column]).nonzero().flatten().tolist()
         ]
@@ -267,17 +262,8 @@ class ReplayedSide(ReferenceSide):
     algorithm. This class runs the algorithm on full parameters of all replicas, without ranks, buckets and messages.
     Loss, gradients and norm are from the first replica; the parameters are the mean over the replicas."""
 
-    def __init__(
-        self,
-        subject: VerificationInputs,
-        *,
-        judge: BoundJudge,
-        device: torch.device,
-        scheme: SyncScheme,
-        units: Mapping[str, int],
-        replicas: int,
-    ) -> None:
-        """`units`: number of the unit of each parameter, by name. Raises ValueError unless the bound is exact."""
+    def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, trainer: Trainer, scheme: SyncScheme) -> None:
+        """Make the reference run of each replica. Raises ValueError unless the bound is exact."""
         if not judge.exact:
             raise ValueError(
                 "replicas that agree across steps are replayed in float64 only; verify with dtype=torch.float64, and "
@@ -285,12 +271,13 @@ class ReplayedSide(ReferenceSide):
             )
         outputs = subject.listener()
         self.outputs = [outputs]
-        arguments = subject.arguments(outputs)
-        self.runs = [ReferenceRun(subject.prepared(), device=device, **arguments) for _ in range(replicas)]
+        arguments, replicas = {**subject.arguments(outputs), "device": trainer.world.device}, trainer.plan.dp or 1
+        self.runs = [ReferenceRun(subject.prepared(), **arguments) for _ in range(replicas)]
         outputs.listen(*(run.model for run in self.runs))
         self._undecided = {}
         self._scheme = scheme
-        self._fragment = {name: unit % scheme.fragments for name, unit in units.items()}
+        units = enumerate(trainer.table.units)
+        self._fragment = {row.name: number % scheme.fragments for number, unit in units for row in unit.rows}
         self._agreed = {name: value.clone() for name, value in self.runs[0].parameters()}
         self._momentum = {name: torch.zeros_like(value) for name, value in self._agreed.items()}
         self._mean: dict[str, Tensor] = {}

@@ -73,11 +73,9 @@ def verify(
 
 
 def _reference(subject: VerificationInputs, trainer: Trainer, judge: BoundJudge) -> ReferenceSide:
-    device, scheme = trainer.world.device, trainer.scheme
-    if scheme is None:
-        return ReferenceSide(subject, judge=judge, device=device)
-    units = {row.name: number for number, unit in enumerate(trainer.table.units) for row in unit.rows}
-    return ReplayedSide(subject, judge=judge, device=device, scheme=scheme, units=units, replicas=trainer.plan.dp or 1)
+    if trainer.scheme is None:
+        return ReferenceSide(subject, judge=judge, device=trainer.world.device)
+    return ReplayedSide(subject, judge=judge, trainer=trainer, scheme=trainer.scheme)
 
 
 def _verify(world: World, subject: VerificationInputs) -> Report:
@@ -101,29 +99,28 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
         comparison.step(number, batch=batch)
     trainer.close()
     gap = None if reference is None else reference.outputs[0].choices.smallest
-    notes, first = tuple(subject.notes(trial)), comparison.first
+    notes, first = list[str](), comparison.first
+    if replayed:
+        notes.append(
+            f"contract: replay. Replicas under sync={plan.sync} differ between agreements, so the plan was "
+            "compared with replicas in one process: the mean of their parameters, and the first one's gradients"
+        )
+    notes += subject.notes(trial)
     if subject.training.get("codec") == "none":
-        notes += (f"note: {subject.training['optimizer'].__name__} was compared with codec='none'",)
+        notes.append(f"note: {subject.training['optimizer'].__name__} was compared with codec='none'")
     inexact = plan.gather != "exact"
     contracts = {codec_contract: plan.codec, staleness_contract: plan.asynchronous, gather_contract: inexact}
     for contract in (contract for contract, applies in contracts.items() if applies):
         note, broken = contract(subject, world=world)
-        notes, first = (*notes, note), first or broken
-    if replayed:
-        notes = (
-            (
-                f"contract: replay. Replicas under sync={plan.sync} differ between agreements, so the plan was "
-                "compared with replicas in one process: the mean of their parameters, and the first one's gradients"
-            ),
-            *notes,
-        )
+        notes.append(note)
+        first = first or broken
     if gap is not None:
-        notes = (*notes, f"note: routers chose by scores that were at least {gap:.1e} apart, relative to the largest")
+        notes.append(f"note: routers chose by scores that were at least {gap:.1e} apart, relative to the largest")
     many = "s" * (len(subject.batches) > 1)
     report = Report(
         plan=str(trainer.plan),
         setting=f"{world.size} x {world.device.type}, {len(subject.batches)} step{many}, {judge}",
-        notes=notes,
+        notes=tuple(notes),
         steps=tuple(comparison.steps),
         parameters=tuple(comparison.parameters()),
         first=first,

@@ -8,7 +8,7 @@ all plans, `page` an HTML page about them. docs/view.md shows examples."""
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from itertools import pairwise
 
@@ -68,7 +68,7 @@ def timeline_picture(
 ) -> Picture:
     """Return a picture. `rows`: names of the ranks (default: numbers); `span`: time of the width (default: step)."""
     names = rows or [f"rank {rank}" for rank in range(timeline.ranks)]
-    drawing = _Drawing.of(timeline, names)
+    drawing = _Drawing(timeline, names)
     height = drawing.pitch * timeline.ranks
     plot = Plot(LEFT, _TITLE, WIDTH - LEFT - RIGHT, height, span or timeline.seconds, unit, ())
     bars = [bars for rank in range(timeline.ranks) for bars in drawing.bars(rank, plot)]
@@ -93,30 +93,18 @@ def time_axis(plot: Plot) -> Iterator[Shape]:
         yield PictureText(time_text(time, unit=plot.unit), x, plot.height + 13, "faint", 10, "middle")
 
 
-@dataclass(frozen=True)
 class _Drawing:
-    """Layout of a timeline: heights, tracks, and the events of each rank."""
+    """Layout of a timeline: the height of a bar and of a row, the tracks below a bar, and the events of each rank."""
 
-    timeline: Timeline
-    names: Sequence[str]
-    bar: float
-    tracks: tuple[TimelineRow, ...]
-    events: Mapping[int, Sequence[Event]]
-
-    @classmethod
-    def of(cls, timeline: Timeline, names: Sequence[str]) -> "_Drawing":
-        events: dict[int, list[Event]] = defaultdict(list)
+    def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
+        self.timeline, self.names = timeline, names
+        self.events: dict[int, list[Event]] = defaultdict(list)
         for event in timeline.events:
-            events[event.rank].append(event)
+            self.events[event.rank].append(event)
         beside = {event.row for event in timeline.events if event.is_background and event.seconds > 0}
-        tracks = tuple(stream for stream in _BESIDE if stream in beside)
-        bar = next(height for most, height in _HEIGHTS if timeline.ranks <= most)
-        return cls(timeline, names, bar, tracks, events)
-
-    @property
-    def pitch(self) -> float:
-        """Distance from one row to the next."""
-        return self.bar + _TRACK * len(self.tracks) + (6 if self.bar > _HEIGHTS[-1][1] else 3)
+        self.tracks = [row for row in _BESIDE if row in beside]
+        self.bar = next(height for most, height in _HEIGHTS if timeline.ranks <= most)
+        self.pitch = self.bar + _TRACK * len(self.tracks) + (6 if self.bar > _HEIGHTS[-1][1] else 3)
 
     def bars(self, rank: int, plot: Plot) -> Iterator[Bars]:
         """Yield the bars of a rank, grouped by paint, with the waits last so that they are drawn on top."""
