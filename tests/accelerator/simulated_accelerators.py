@@ -31,7 +31,7 @@ class SimulatedAccelerators:
     """Seed of the chances of `random`, and of copies from memory that is not pinned."""
     waits_at_launch: bool = False
     """Let the host wait for all queued work of the device before each operation, as CUDA may where it loads a kernel at
-    its first launch, and where it frees memory."""
+    its first launch. Copies from and to the host need no kernel."""
     watches: bool = True
     """Raise StreamRace at a race. False: a race shows only in the values."""
 

@@ -220,6 +220,8 @@ class _Operations(TorchDispatchMode):
             target, source = args[:2]
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         stream, text = streams.current(), f"{'copy' if fresh else 'copy_'} at {place_of_call()}"
+        if streams.number_of(source) is not None and streams.number_of(target) is not None:
+            streams.before_launch()
         into, memory = streams.races.memory_of(target), streams.races.memory_of(source)
         hosts = [one for one in (into, memory) if one is None or one.device is None]
         pinned = all(one is not None and one.pinned for one in hosts)

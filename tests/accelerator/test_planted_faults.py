@@ -143,6 +143,13 @@ FAULTS = (
         "{}",
         waits_at_launch=True,
     ),
+    Fault(
+        "comm.network.nccl_world:NcclWorld.prepare",
+        "new = sorted(key for key in keys if key not in self._communicators.made)",
+        "dp=4 sync=gossip every=1",
+        "every rank waits for another",
+        "new = []",
+    ),
 )
 
 

@@ -69,6 +69,7 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         ),
         ({**EXPANDABLE, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}, 2, "", ""),
         (EXPANDABLE, 4, "4 ranks share 2 GPUs", "start 2 ranks"),
+        ({**EXPANDABLE, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}, 4, "", ""),
     ],
 )
 def test_settings_of_gpus_are_advised_on(environment: Mapping[str, str], ranks: int, what: str, remedy: str) -> None:

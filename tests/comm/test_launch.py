@@ -24,6 +24,7 @@ from meshwise.comm.api.job_processes import RankLostError
 from meshwise.comm.launch import connect as connecting
 from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.launch.launch import NoSemaphoresError, cores
+from meshwise.comm.network.process_world import takes_nccl
 from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
@@ -350,6 +351,20 @@ def test_a_way_to_join_ranks_that_there_is_not_is_refused(monkeypatch: pytest.Mo
 def test_an_environment_that_says_nothing_leaves_it_to_where_ranks_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHWISE_COMM", "")
     assert connecting.comm_from_environment() == "auto"
+
+
+@pytest.mark.parametrize(
+    "devices, takes",
+    [
+        (["cuda A", "cuda B"], True),
+        (["cuda A", "cuda A"], False),
+        (["cuda A shared", "cuda A shared"], True),
+        (["cuda A shared", "cuda A"], False),
+        (["cuda A shared", "cuda B"], True),
+    ],
+)
+def test_ranks_use_nccl_if_each_has_a_gpu_or_all_may_share_theirs(devices: list[str], takes: bool) -> None:
+    assert takes_nccl(devices) == takes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -9,22 +9,24 @@ import pytest
 from meshwise.pipeline.schedules.named_schedules import SCHEDULES, planned_schedule
 from meshwise.pipeline.schedules.receive_starts import receive_starts
 from meshwise.pipeline.schedules.schedule_table import (
-    COMPUTE,
     RECEIVES,
     SENDS,
     Action,
+    ActionKind,
     Schedule,
     ScheduleError,
     counterpart,
     lower,
+    other_end,
+    validate,
 )
 
 Starts = Mapping[Action, Sequence[Action]]
 
 
 def stuck(schedule: Schedule, starts: Starts, *, seed: int) -> dict[int, str]:
-    """The action at which each rank waits for ever, by rank, if ranks go on by chance, and a computation begins when
-    all sends and receives that its rank has started have their other ends."""
+    """The action at which each rank waits for ever, by rank, if ranks go on by chance, and all but a message begins
+    when all sends and receives that its rank has started have their other ends."""
     chances, places, begun = random.Random(seed), [0] * schedule.ranks, set[Action]()
     own: list[set[Action]] = [set() for _ in schedule.rows]
 
@@ -36,9 +38,9 @@ def stuck(schedule: Schedule, starts: Starts, *, seed: int) -> dict[int, str]:
 
     def moves(rank: int) -> bool:
         action = schedule.rows[rank][places[rank]]
-        if action.kind in COMPUTE:
-            return all(counterpart(one) in begun for one in own[rank])
-        return action.kind not in RECEIVES or counterpart(action) in begun
+        if action.kind in SENDS | RECEIVES:
+            return action.kind in SENDS or counterpart(action) in begun
+        return all(counterpart(one) in begun for one in own[rank])
 
     left = {rank for rank, row in enumerate(schedule.rows) if row}
     while left:
@@ -67,7 +69,7 @@ def one_ahead(schedule: Schedule) -> Starts:
 
 
 def tables() -> list[tuple[str, int, int]]:
-    sizes = [(2, 4), (2, 5), (3, 6), (4, 8), (4, 3), (8, 16)]
+    sizes = [(2, 4), (2, 5), (2, 12), (3, 6), (3, 9), (4, 8), (4, 3), (8, 16)]
     return [(name, ranks, batches) for name in SCHEDULES for ranks, batches in sizes]
 
 
@@ -78,17 +80,56 @@ def table(name: str, ranks: int, batches: int, *, gathers: bool = False) -> Sche
 
 @pytest.mark.parametrize("name, ranks, batches", tables())
 def test_no_rank_waits_for_ever(name: str, ranks: int, batches: int) -> None:
-    schedule = table(name, ranks, batches, gathers=batches % 2 == 0)
-    starts = receive_starts(schedule)
-    for seed in range(3):
-        assert not stuck(schedule, starts, seed=seed)
-    for row in schedule.rows:
-        order = [one for action in row for one in (*starts.get(action, ()), action) if one.kind in RECEIVES]
-        first = list(dict.fromkeys(order))
-        for kind in RECEIVES:
-            for stage in {one.stage for one in row}:  # of one sender: in its order
-                sent = [one for one in row if one.kind is kind and one.stage == stage]
-                assert [one for one in first if one.kind is kind and one.stage == stage] == sent
+    for gathers in (False, True):
+        schedule = table(name, ranks, batches, gathers=gathers)
+        starts = receive_starts(schedule)
+        assert not any(stuck(schedule, starts, seed=seed) for seed in range(2))
+        assert_in_order_of_sends(schedule, starts)
+
+
+def random_table(seed: int) -> Schedule:
+    """A table that `validate` accepts: any placement of the stages, any order of what is ready, any B in two parts."""
+    chances = random.Random(seed)
+    ranks, batches = chances.randint(2, 5), chances.randint(1, 6)
+    owner = [*range(ranks), *(chances.randrange(ranks) for _ in range(chances.randint(0, 2 * ranks)))]
+    chances.shuffle(owner)
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    last, urgent = len(owner) - 1, chances.choice([ActionKind.F, ActionKind.W, None])
+    ready = [Action(0, ActionKind.F, index) for index in range(batches)]
+    while ready:
+        first = [action for action in ready if action.kind is urgent] or ready
+        action = chances.choice(first if chances.random() < 0.8 else ready)
+        ready.remove(action)
+        rows[owner[action.stage]].append(action)
+        stage, kind, index = action
+        back = chances.choice([ActionKind.B, ActionKind.I])
+        if kind is ActionKind.F:
+            ready.append(Action(stage + 1, kind, index) if stage < last else Action(stage, back, index))
+        elif kind is not ActionKind.W:
+            ready += [Action(stage - 1, back, index)] if stage else []
+            ready += [Action(stage, ActionKind.W, index)] if kind is ActionKind.I else []
+    return Schedule(tuple(map(tuple, rows)))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_rank_of_a_random_table_waits_for_ever(seed: int) -> None:
+    table = random_table(seed)
+    validate(table)
+    lowered = lower(table, gathers=seed % 2 == 0)
+    starts = receive_starts(lowered)
+    assert not stuck(lowered, starts, seed=seed)
+    assert_in_order_of_sends(lowered, starts)
+
+
+def assert_in_order_of_sends(schedule: Schedule, starts: Starts) -> None:
+    """NCCL has no tags: the receives from a rank start in the order of its sends."""
+    for rank, row in enumerate(schedule.rows):
+        begun = [one for action in row for one in (*starts.get(action, ()), action) if one.kind in RECEIVES]
+        for source, sender in enumerate(schedule.rows):
+            sent = [counterpart(one) for one in sender if one.kind in SENDS]
+            assert [one for one in dict.fromkeys(begun) if other_end(one, schedule=schedule) == source] == [
+                one for one in sent if schedule.rank_of[one.stage] == rank
+            ]
 
 
 def test_a_receive_one_ahead_of_its_turn_can_wait_for_ever() -> None:

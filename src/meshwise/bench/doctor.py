@@ -32,6 +32,7 @@ from meshwise.comm.api.flight_recorder import ranks_text
 from meshwise.comm.api.job_processes import launch_error
 from meshwise.comm.launch.rank_process import threads_from_environment
 from meshwise.comm.network.job_store import RollCallEntry, is_opened_by_launcher, roll_call
+from meshwise.comm.network.process_world import NCCL_SHARES_GPUS
 
 _SHARED_MEMORY = 1 << 30
 _OPEN_FILES = 4096
@@ -125,7 +126,7 @@ def check_gpu_settings(environment: Mapping[str, str], *, machine: Machine, rank
             f"{queues} queue{'s' if int(queues) > 1 else ''} of the GPU, and wait for each other",
             remedy="unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 32",
         )
-    if ranks > len(machine.gpus):
+    if ranks > len(machine.gpus) and environment.get(NCCL_SHARES_GPUS) != "1":
         yield note(
             f"{ranks} ranks share {len(machine.gpus)} GPUs; NCCL refuses this, so they use gloo, which is slower",
             remedy=f"start {len(machine.gpus)} ranks here, one for each GPU",

@@ -8,17 +8,20 @@ al., arXiv 2412.05496) knows no mask after the softmax, but it returns the logar
 10000 subtracted from dropped scores it returns out' and lse', of the kept keys alone. With all scores, and 16 features
 of V, it returns lse. Then (P * M) V = out' · exp(lse' - lse)."""
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from meshwise.comm.api.streams import gpu_count, streams_of
@@ -29,6 +32,9 @@ _DROPPED = 10_000.0  # subtracted from a dropped score, so that its exponential 
 _LEAST_FEATURES = 16
 _LEAST_SCORES = 2**21
 """Attentions with at most so many scores run without the kernel, and need not wait for the compiler."""
+
+
+_REHEARSED = ContextVar("rehearsed", default=False)
 
 
 class MaskNumbers(NamedTuple):
@@ -58,6 +64,8 @@ def _dropped(x: Tensor, first: Tensor, factor: Tensor, column: Tensor, most: int
 
 
 def _drop(x: Tensor, numbers: MaskNumbers) -> Tensor:
+    if _is_rehearsed(x):
+        return x.clone()
     if not x.is_cuda or dispatch_mode_count():  # a mode sees operations of torch alone
         rows = (*x.shape[:-1], 1)
         return _dropped(x, *numbers._replace(first=numbers.first.view(rows), factor=numbers.factor.view(rows)))
@@ -106,6 +114,9 @@ def attention(given: Mapping[str, Any], *, numbers: MaskNumbers) -> Tensor:
 
     `numbers`: of the mask of (samples, heads, queries, keys)."""
     query, key, value, bias = given["query"], given["key"], given["value"], given.get("attn_mask")
+    if _is_rehearsed(query):
+        twice = [functional.scaled_dot_product_attention(**{**given, "dropout_p": 0.0}) for _ in range(2)]
+        return twice[0] * twice[1]
     shape = *query.shape[:3], key.size(2)
     causal = _causal_blocks(shape[2], shape[3], query.device) if given.get("is_causal") else None
     if bias is not None and bias.dtype == torch.bool:
@@ -147,17 +158,35 @@ def _causal_blocks(queries: int, keys: int, device: torch.device) -> BlockMask:
 
 def can_drop(x: Tensor) -> bool:
     """Return whether `dropout` serves a tensor: on a GPU that has the kernels, and too large for a mask drawn ahead."""
-    return x.is_cuda and x.numel() > BLOCK and x.is_floating_point() and works(_try_dropout, device=x.device)
+    if x.numel() <= BLOCK or not x.is_floating_point():
+        return False
+    return _is_rehearsed(x) or (x.is_cuda and works(_try_dropout, device=x.device))
 
 
 def can_attend(given: Mapping[str, Any]) -> bool:
     """Return whether `attention` serves these arguments of scaled_dot_product_attention, and no mode still has to."""
     no_mode = not dispatch_mode_count() and not function_mode_count()
     query = given["query"]
-    return query.is_cuda and fits(given) and no_mode and works(_try_attention, device=query.device)
+    if not _fits(given):
+        return False
+    return _is_rehearsed(query) or (query.is_cuda and no_mode and works(_try_attention, device=query.device))
 
 
-def fits(given: Mapping[str, Any]) -> bool:
+def _is_rehearsed(x: Tensor) -> bool:
+    return x.is_meta and _REHEARSED.get()
+
+
+@contextlib.contextmanager
+def rehearsed(*, kernels: bool) -> Iterator[None]:
+    """Let meta tensors take the kernels' place in costs inside the block: one operation, or two fused attentions."""
+    token = _REHEARSED.set(kernels)
+    try:
+        yield
+    finally:
+        _REHEARSED.reset(token)
+
+
+def _fits(given: Mapping[str, Any]) -> bool:
     """Return whether `attention` takes the shapes and dtypes of these arguments."""
     query, key, value, seen = given["query"], given["key"], given["value"], given.get("attn_mask")
     return (

@@ -38,7 +38,6 @@ from meshwise.comm.api.world import Axes, Group, Work
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.shared_segment import KEPT, fits
-from meshwise.model import fused_dropout
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.model.shape_constants import run_on_meta
 from meshwise.model.torch_private import LightDispatchMode, without_dispatch_modes
@@ -239,7 +238,7 @@ class KernelChoice(ForwardAndBackwardMode):
     """Mode in which meta tensors use the kernels of a device of type `kind`, and `Tensor.is_cpu` answers for it.
 
     `local`: dropout is torch's own, so a GPU's fused attention can apply it. Otherwise dropout masks are equal under
-    every plan: FlexAttention applies them on a GPU, and plain operations elsewhere."""
+    every plan, and are made outside of torch's kernels (`model/fused_dropout.py`)."""
 
     def __init__(self, kind: str, *, local: bool = False) -> None:
         super().__init__()
@@ -254,12 +253,8 @@ class KernelChoice(ForwardAndBackwardMode):
             given = {**ATTENTION_DEFAULTS, **dict(zip(ATTENTION_DEFAULTS, args, strict=False)), **kwargs}
             if not given["query"].is_meta:
                 return func(*args, **kwargs)
-            if not given["dropout_p"] or (self._local and self._kind == "cuda"):
-                return _attention(self._kind, given)
-            if self._kind == "cuda" and fused_dropout.fits(given):  # FlexAttention runs twice
-                sums = _attention(self._kind, {**given, "dropout_p": 0.0, "value": given["key"]})
-                return _attention(self._kind, given) * sums[..., :1]
-            return torch._scaled_dot_product_attention_math(**given)[0]
+            fused = not given["dropout_p"] or (self._local and self._kind == "cuda")
+            return _attention(self._kind, given) if fused else torch._scaled_dot_product_attention_math(**given)[0]
         return func(*args, **kwargs)
 
 

@@ -495,7 +495,7 @@ class World(abc.ABC):
 
     def _sender(self, record: CallRecord, group: Group, sources: Sequence[int]) -> int | None:
         """Return one of `sources` that has sent a message which this rank has not received; None if there is none."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.medium} cannot wait for one of several senders; use ranks on CPUs")
 
     def _meet_to_close(self) -> None:
         """Block until every rank has called this method. The record of the call has the kind `close`, so a rank that

@@ -39,6 +39,8 @@ COMM_VARIABLE = "MESHWISE_COMM"
 NCCL_SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Environment variable: if it is 1, NCCL accepts several ranks on one GPU. NCCL 2.30 is the first that knows it."""
 
+_SHARES = " shared"
+
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 """Environment variables in which launchers number the ranks of a host; the first one that is set is used."""
 
@@ -55,13 +57,19 @@ def process_world(device: torch.device, *, store: c10d.Store | None = None, comm
         return GlooWorld(rank=rank, mesh=mesh, device=device, transport=None)
     own = c10d.PrefixStore(f"meshwise/{device.type}", found)
     devices = _devices(own, rank, size, device, comm)
-    if device.type == "cuda" and len(set(devices)) == size:
+    if device.type == "cuda" and takes_nccl(devices):
         return NcclWorld(rank=rank, mesh=mesh, device=device, communicators=Communicators(nccl(own)))
     host = _share_memory(own, rank, size, comm) if device.type == "cpu" and comm != "gloo" else None
     if host is not None:
         return LocalWorld(rank=rank, mesh=mesh, queues=GroupQueues(host))
     transport = GlooTransport(c10d.PrefixStore("gloo", own), rank=rank, size=size)
     return GlooWorld(rank=rank, mesh=mesh, device=device, transport=transport)
+
+
+def takes_nccl(devices: Sequence[str]) -> bool:
+    """Return whether ranks with these GPUs (`_devices`) use NCCL: each has its own, or all of them may share."""
+    gpus = {name.removesuffix(_SHARES) for name in devices}
+    return len(gpus) == len(devices) or all(name.endswith(_SHARES) for name in devices)
 
 
 def _share_memory(store: c10d.Store, rank: int, size: int, comm: Comm) -> HostConnection | None:
@@ -114,12 +122,12 @@ def default_device() -> torch.device:
 
 
 def _devices(store: c10d.Store, rank: int, size: int, device: torch.device, comm: Comm) -> list[str]:
-    """Return the devices of all ranks, by rank: `cuda` and the UUID of the GPU, or `cpu` and the value of `comm`. If
-    NCCL may share GPUs, all differ. Raises ValueError when the ranks differ in the type of device or in `comm`: they
-    would wait for each other."""
+    """Return the devices of all ranks, by rank: `cuda` and the UUID of the GPU, or `cpu` and the value of `comm`. Ranks
+    whose GPU NCCL may share have `_SHARES` at the end. Raises ValueError when the ranks differ in the type of device or
+    in `comm`: they would wait for each other."""
     own = f"cuda {gpu_properties(device).uuid}" if device.type == "cuda" else f"{device.type} {comm}"
     if device.type == "cuda" and os.environ.get(NCCL_SHARES_GPUS) == "1":
-        own += f" shared by rank {rank}"
+        own += _SHARES
     store.set(f"device/{rank}", own)
     devices = [text.decode() for text in store.multi_get([f"device/{other}" for other in range(size)])]
     types = {text.split()[0]: other for other, text in enumerate(devices)}

@@ -150,10 +150,10 @@ class _ScheduleRun:
     def run(self) -> dict[int, Any]:
         """Run the actions of this rank's row in order; an error gets a note with the action and the rank."""
         for action in self._order.row:
-            self._world.flight_recorder.doing = action
             try:
                 for receive in self._order.starts.get(action, ()):
                     self._start(receive)
+                self._world.flight_recorder.doing = action
                 self._do(action)
             except Exception as error:
                 batch = "" if action.microbatch is None else f", micro-batch {action.microbatch}"

@@ -1,11 +1,10 @@
 """Choose when each rank starts its receives, so that the host may wait for a GPU at any launch (`receive_starts`).
 
-CUDA loads a kernel at its first launch and frees memory only when all work of the device is done. A started receive is
-such work, and it is done when the other rank has sent. If the other rank sends only after an answer that is not yet
-launched here, both wait for ever. The same holds for a started send.
+CUDA may load a kernel at its first launch only when all work of the device is done. A started receive is such work. If
+its sender needs a later action of this rank first, both ranks wait for ever. The same holds for a started send.
 
-So a receive starts early, to overlap with computations, but only once its message needs nothing that this rank has
-still to launch. The order is found by a careful run of the table. There a rank starts a computation only when all its
+So a receive starts early, to overlap with computations, but only if its sender needs no later action of this rank. The
+order is found by a careful run of the table. There a rank starts a computation, gather or reduction only when all its
 sends have receives, and all its started receives have sends. Sends and receives launch no kernel themselves."""
 
 from collections import defaultdict
@@ -13,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from meshwise.pipeline.schedules.schedule_table import (
-    COMPUTE,
     RECEIVES,
     SENDS,
     Action,
@@ -39,7 +37,7 @@ def receive_starts(schedule: Schedule) -> Mapping[Action, Sequence[Action]]:
 
 
 class _CarefulRun:
-    """Run of a table in which each computation takes one unit of time. `starts`: see `receive_starts`."""
+    """Run of a table in which each action but a message takes one unit of time. `starts`: see `receive_starts`."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -56,17 +54,17 @@ class _CarefulRun:
         return row[place] if place < len(row) else None
 
     def exchange(self) -> bool:
-        """Let each rank do its actions up to its next computation, or to a message that it waits for."""
+        """Let each rank send and receive up to its next other action, or to a message that it waits for."""
         before = [*self._places]
         for rank in range(self._schedule.ranks):
             self._exchange(rank)
         return before != self._places
 
     def compute(self) -> bool:
-        """Do a computation on each rank whose sends all have receives; return whether there is one."""
+        """Do the next action, no message, of each rank whose sends all have receives; return whether there is one."""
         for rank in set(range(self._schedule.ranks)).difference(self._sent.values()):
             action = self.next_action(rank)
-            if action is not None and action.kind in COMPUTE:
+            if action is not None and action.kind not in RECEIVES | SENDS:
                 self._running[rank] = action
                 self._places[rank] += 1
         computed = [*self._running]
@@ -87,7 +85,7 @@ class _CarefulRun:
             if action.kind in SENDS:
                 self._sent[counterpart(action)] = rank
                 self._start_next(other_end(action, schedule=self._schedule))
-            elif action.kind in COMPUTE | RECEIVES:
+            else:
                 self._start_next(rank)
                 if action not in self._started:
                     return
