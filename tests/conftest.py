@@ -79,7 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="patches of this process do not reach ranks on a GPU"))
     if config.getoption("--on") != "threads":
         for item in items:
-            if marker := item.get_closest_marker("threads"):
+            marker = item.get_closest_marker("threads")
+            if marker and (config.getoption("--on") == "processes" or not marker.kwargs.get("or_gpus")):
                 item.add_marker(pytest.mark.skip(reason=f"of threads alone: {marker.args[0]}"))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")

@@ -43,6 +43,8 @@ from worker_job import WorkerAnswer
 
 _SECONDS = 120
 _GRACE_SECONDS = 2.0
+_MOST_ON_GPU = 20
+"""Processes of one worker of pytest that may have memory of the GPU at once: the largest tests have 16 ranks."""
 ON_GPU = "MESHWISE_TESTS_ON_GPU"
 """Variable that is set where ranks of tests share a GPU, in the ranks too."""
 
@@ -69,7 +71,7 @@ class _OnGpu:
     """Runner of ranks on the first GPU; their processes are kept, since each needs seconds to begin with CUDA."""
 
     def __init__(self) -> None:
-        self._processes = Processes(device="cuda:0")
+        self._processes = Processes(device="cuda:0", most=_MOST_ON_GPU)
         self._cloudpickle = importlib.import_module("cloudpickle")  # not of `dev`; pickle takes no closures
 
     def __call__(self, size: int, main: Callable[..., Any], *, args: Sequence[Any] = ()) -> list[Any]:

@@ -140,7 +140,11 @@ def test_the_average_is_exported(tmp_path: Path) -> None:
         return trainer.state_dict()
 
     agree(run(2, load)[0], averaged, bound=0.0)
-    run(1, lambda world: made(world, "dp=1").save(tmp_path / "without"))
+
+    def without(world: World) -> None:
+        made(world, "dp=1").save(tmp_path / "without")
+
+    run(1, without)
     with pytest.raises(ValueError, match="no average to export"):
         export(tmp_path / "without", into=tmp_path / "other", build=build, average=True)
 

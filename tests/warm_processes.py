@@ -36,11 +36,13 @@ class Processes:
     """Crews of processes, one for each world size in use. Close it, or use it as a context manager.
 
     timeout: seconds a job may take on the slowest rank, the start of the processes included when it is the first.
-    device: of every rank."""
+    device: of every rank. most: number of processes that may live at once, each with memory of its device; the crews
+    whose last job is longest ago end first."""
 
-    def __init__(self, *, timeout: float = 120.0, device: str = "cpu") -> None:
+    def __init__(self, *, timeout: float = 120.0, device: str = "cpu", most: int | None = None) -> None:
         self.timeout = timeout
         self._device = device
+        self._most = most
         self._crews: dict[int, _Crew] = {}
         # At exit, before multiprocessing waits for them.
         util.Finalize(self, _close, args=(self._crews,), exitpriority=0)
@@ -52,12 +54,21 @@ class Processes:
         RuntimeError when a rank ended, and TimeoutError, with the Python stack of every rank that had not answered.
         ValueError when `main` cannot be imported by another process."""
         job = WorkerJob.of(main, args=args)
-        crew = self._crews.get(size) or self._crews.setdefault(size, _Crew(size, self._device))
+        crew = self._crew(size)
         try:
             return crew.run(job, self.timeout)
         except BaseException:
             self._crews.pop(size).kill()
             raise
+
+    def _crew(self, size: int) -> _Crew:
+        crew = self._crews.pop(size, None)
+        if crew is None:
+            while self._most is not None and self._crews and sum(self._crews) + size > self._most:
+                self._crews.pop(next(iter(self._crews))).close()
+            crew = _Crew(size, self._device)
+        self._crews[size] = crew  # as the last one
+        return crew
 
     def close(self) -> None:
         """Ask all processes to end, and end those that do not. Safe to call twice; `run` starts new ones."""

@@ -173,6 +173,8 @@ class _Operations(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         uses = list(_uses(func, args, kwargs))
         is_meta = stated is not None and stated.type == "meta"
+        if func is _aten.lift_fresh.default and torch._C._is_torch_function_all_disabled() and uses[0][0].dim():
+            self._streams.place(uses[0][0], number=self._streams.rank)  # `.to(x.device)` sees no device there
         if _is_view(func) or is_meta or any(tensor.is_meta for tensor, _ in uses):
             return func(*args, **kwargs)
         on = {number for tensor, _ in uses if (number := self._streams.number_of(tensor)) is not None}

@@ -17,6 +17,8 @@ from typing import TypeAlias
 
 from torch import Tensor, UntypedStorage
 
+from meshwise.tensor.core.vocab_parallel import GlobalShapeTensor
+
 Clock: TypeAlias = dict[str, int]
 """For each stream, by name, the number of its operations that are known to be over."""
 
@@ -67,7 +69,8 @@ class RaceDetector:
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """Return the memory of a tensor; None for host memory that no stream has used."""
-        return self._memories.get(tensor.untyped_storage()._cdata)
+        own = tensor.local if isinstance(tensor, GlobalShapeTensor) else tensor
+        return self._memories.get(own.untyped_storage()._cdata)
 
     def add(self, tensor: Tensor, *, memory: Memory) -> Memory:
         """Register the memory of a new tensor, or of one that a stream uses for the first time."""

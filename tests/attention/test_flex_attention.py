@@ -63,7 +63,7 @@ class Flexible(nn.Module):
             return 2 * torch.tanh(score / 2) - slopes[h] * (q - k)
 
         length = tokens.size(1)
-        block = create_block_mask(mask_mod, tokens.size(0), HEADS, length, length, device="cpu")
+        block = create_block_mask(mask_mod, tokens.size(0), HEADS, length, length, device=tokens.device)
         call = compiled if self.way == "compiled" else flex_attention
         out, aux = call(q, k, v, score_mod, block, enable_gqa=True, return_aux=AuxRequest(lse=True))  # type: ignore[arg-type]
         return out, aux.lse
@@ -79,7 +79,8 @@ class Dense(Flexible):
 
     def attention(self, tokens: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ids = before(tokens)[:, None]
-        places, heads = torch.arange(TOKENS), torch.arange(HEADS)[:, None, None]
+        places, heads = (torch.arange(size, device=tokens.device) for size in (TOKENS, HEADS))
+        heads = heads[:, None, None]
         distance = places[:, None] - places
         scores = q @ k.repeat_interleave(HEADS // KV_HEADS, 1).mT / FEATURES**0.5
         scores = 2 * torch.tanh(scores / 2) - self.slopes[:, None, None] * distance

@@ -1,5 +1,6 @@
 """What cannot work with split tokens is refused, with a change that works."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,7 @@ class OwnMask(nn.Module):
     [
         (lambda tokens: tokens[:, None], 8, "Use is_causal=True, or a pattern"),
         (
-            lambda tokens: torch.arange(tokens.size(1))[None],
+            lambda tokens: torch.arange(tokens.size(1), device=tokens.device)[None],
             2,
             "one of 2 tokens: a row and a column",
         ),
@@ -94,7 +95,7 @@ def test_prediction_and_evaluation_are_of_whole_sequences() -> None:
     total, count = next_token_loss(expected, (tokens, tokens))
 
     def main(world: World) -> tuple[Tensor, float, int]:
-        trainer = parallelize(model, "cp=2", loss=next_token_loss, world=world)
+        trainer = parallelize(copy.deepcopy(model), "cp=2", loss=next_token_loss, world=world)
         result = trainer.evaluate([(tokens, tokens)])
         return trainer.predict(tokens), result.loss, result.tokens
 

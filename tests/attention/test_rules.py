@@ -133,7 +133,7 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         if self.masked:
-            mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), dtype=x.dtype)
+            mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), x.device, x.dtype)
             x = self.encoder(x, mask=mask)
         else:
             x = self.encoder(x, src_key_padding_mask=tokens < 4)
@@ -155,7 +155,7 @@ class Biased(nn.Module):
         self.slopes = nn.Parameter(torch.linspace(0.1, 0.7, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.size(1))
+        places = torch.arange(x.size(1), device=x.device)
         distance = places[None, :] - places.unsqueeze(1)
         bias = (self.slopes.view(-1, 1, 1) * distance).masked_fill(places[:, None] < places, -torch.inf)
         q = x.unflatten(2, (4, -1)).transpose(1, 2)

@@ -1,5 +1,6 @@
 """Attention over ranks that split the tokens equals torch's attention over all tokens: output and every gradient."""
 
+import itertools
 import math
 from typing import Any
 
@@ -67,6 +68,13 @@ def expected(pattern: Pattern, kv_heads: int) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, inputs, do)]
 
 
+def ring(world: World) -> World:
+    """Return a world with all ranks in `ring`, where each rank may send to each other rank at once."""
+    world = world.over(Mesh((("ring", world.size),)))
+    world.prepare(lines=itertools.permutations(range(world.size), 2))
+    return world
+
+
 def exchange_of(kind: str, world: World, order: Any, pattern: Pattern) -> KeyExchange:
     if kind == "direct":
         return DirectExchange(world, "ring", order, pattern)
@@ -90,9 +98,9 @@ def test_every_exchange_gives_the_output_and_gradients_of_torch(
     shares = token_order(order, length=LENGTH, parts=cp)
 
     def main(world: World) -> list[Tensor]:
-        world = world.over(Mesh((("ring", cp),)))
+        world = ring(world)
         mine = shares[world.rank]
-        q, k, v, do = (mine.take(x, dim=2).clone() for x in tensors(kv_heads))
+        q, k, v, do = (mine.take(x, dim=2).to(world.device, copy=True) for x in tensors(kv_heads))
         inputs = [x.requires_grad_() for x in (q, k, v)]
         rules = ScoreRules(PATTERNS[pattern], 1 / math.sqrt(FEATURES))
         tiles, keys = TiledAttention(rules, queries=mine), exchange_of(exchange, world, shares, rules.pattern)
@@ -140,11 +148,11 @@ def test_half_precision_is_merged_in_fp32() -> None:
     exact = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def main(world: World) -> Tensor:
-        world = world.over(Mesh((("ring", 4),)))
+        world = ring(world)
         shares = token_order("zigzag", length=LENGTH, parts=4)
         mine = shares[world.rank]
         rules = ScoreRules(causal(), 1 / math.sqrt(FEATURES))
-        q, k, v = (mine.take(x, dim=2) for x in inputs)
+        q, k, v = (mine.take(x, dim=2).to(world.device) for x in inputs)
         tiles = TiledAttention(rules, queries=mine)
         return split_attention((q, k, v), tiles=tiles, exchange=RingExchange(world, "ring", shares))[0]
 
@@ -158,9 +166,10 @@ def test_a_ring_passes_on_n_minus_1_blocks_forward_and_2n_minus_1_backward() -> 
     ranks, length = 4, 32
 
     def main(world: World) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-        world = world.over(Mesh((("ring", ranks),)))
+        world = ring(world)
         shares = token_order("zigzag", length=length, parts=ranks)
-        q, k, v = (torch.randn(1, 2, length // ranks, 4, requires_grad=True) for _ in range(3))
+        shape = 1, 2, length // ranks, 4
+        q, k, v = (torch.randn(shape, device=world.device, requires_grad=True) for _ in range(3))
         tiles = TiledAttention(ScoreRules(causal(), 0.5), queries=shares[world.rank])
         with world.record() as forward:
             out, _ = split_attention((q, k, v), tiles=tiles, exchange=RingExchange(world, "ring", shares))
@@ -178,9 +187,9 @@ def test_a_window_sends_only_the_halo() -> None:
     ranks, length, size = 4, 1024, 65
 
     def main(world: World) -> int:
-        world = world.over(Mesh((("ring", ranks),)))
+        world = ring(world)
         shares = token_order("contiguous", length=length, parts=ranks)
-        q, k, v = (torch.randn(1, 1, length // ranks, 4) for _ in range(3))
+        q, k, v = (torch.randn(1, 1, length // ranks, 4, device=world.device) for _ in range(3))
         rules = ScoreRules(causal() & window(size), 0.5)
         with world.record() as calls:
             exchange = DirectExchange(world, "ring", shares, rules.pattern)

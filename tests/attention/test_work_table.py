@@ -94,7 +94,10 @@ def test_a_layer_receives_the_elements_of_the_formula(
         plan = Plan.parse(f"cp=4 context={context}")
         world = world.over(plan.mesh())
         split = ContextParallel(plan, world=world)
-        q, k, v = (torch.randn(1, n, length // 4, width, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+        groups, lines = split.attention.connections()
+        world.prepare(groups=groups, lines=lines)
+        shapes = [(1, n, length // 4, width) for n in (heads, kv_heads, kv_heads)]
+        q, k, v = (torch.randn(shape, device=world.device, requires_grad=True) for shape in shapes)
         with split.mode.running(SampleRows(0, 1)):
             split.on_own_tokens(lambda *_: None)(torch.nn.Identity(), torch.zeros(1, length))
             with world.record() as there:

@@ -14,6 +14,7 @@ from meshwise.data_parallel.reduction import Reduction
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.engine.step import StepAfterBackward
 from meshwise.memory.chunked_update import ChunkedUpdate
+from meshwise.memory.tiers import Tiers
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterTable
 from meshwise.optim.flat_optimizer import build_optimizer
@@ -32,7 +33,7 @@ class HandMade:
 
     def __post_init__(self) -> None:
         source = ParameterSource(self.module, record=None)
-        storage = StorageConfig(self.reduction)
+        storage = StorageConfig(self.reduction, tiers=Tiers(streams=self.world.streams))
         self._stage = DataParallel(source, table=self.table, world=self.world, storage=storage)
         self.engine = Engine({0: self._stage}, ranks=[0], world=self.world)
         groups = [{"params": owned, **dict(options)} for options, owned in self.engine.slices().items()]

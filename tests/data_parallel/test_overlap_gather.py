@@ -178,7 +178,7 @@ def test_the_module_waits_when_the_script_calls_it() -> None:
         trainer = made(world, "dp=2 zero=1")
         trainer.step(batches()[0])
         with torch.no_grad():
-            output = trainer.model(batches()[1][0])
+            output = trainer.model(batches()[1][0].to(world.device))
         torch.testing.assert_close(output, trainer.predict(batches()[1]), rtol=0, atol=0)
 
     run(2, main)

@@ -59,8 +59,8 @@ def hand_made(joined: World, *, zero: int) -> HandMade:
 def train(training: HandMade, *, step: int) -> dict[str, Tensor]:
     """Return the gradients of all ranks, added up, after a step on them."""
     generator = torch.Generator().manual_seed(10 * step + training.world.rank)
-    x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
-    plain = model()
+    x = torch.randn(4, 3, generator=generator, dtype=torch.float64).to(training.world.device)
+    plain = model().to(training.world.device)
     with torch.no_grad():
         for name, value in training.engine.full_parameters():
             plain.get_parameter(name).copy_(value)
@@ -107,9 +107,9 @@ def test_sent_and_error_add_up_to_the_gradients_across_a_change_of_plan(
         training.state.load(tmp_path / "saved")
         exact = [*earlier, train(training, step=2)]
         for name, kept in state(training).items():
-            wanted = torch.stack([gradients[name] for gradients in exact]).sum(0)
+            wanted = torch.stack([gradients[name].cpu() for gradients in exact]).sum(0)
             assert float(kept["error"].abs().max()) > 0
-            torch.testing.assert_close(kept["sent"] + kept["error"], wanted, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close((kept["sent"] + kept["error"]).cpu(), wanted, rtol=1e-12, atol=1e-12)
 
     earlier = run(before[0], first)[0]
     run(after[0], second)

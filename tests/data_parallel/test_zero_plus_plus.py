@@ -182,6 +182,7 @@ def test_a_unit_is_gathered_from_all_ranks_once_for_each_update(m: int) -> None:
     )
 
 
+@pytest.mark.threads("ranks of a host that share memory have one copy of the parameters", or_gpus=True)
 def test_a_second_shard_counts_as_memory() -> None:
     def main(world: World, plan: str) -> tuple[int, int]:
         trainer = parallelize(build(), plan, world=world, loss=next_token_loss, lr=1e-3)

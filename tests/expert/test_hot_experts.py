@@ -93,7 +93,7 @@ def test_a_rank_without_a_pair_for_a_hot_expert_takes_part_in_its_backward() -> 
         trainer = parallelize(built, "dp=2 ep=2 replicate=1", world=world, **training())
         for block in (0, 1):
             router = trainer.model.get_submodule(f"blocks.{block}.mlp.router")
-            own = torch.tensor([0, 1] if world.rank == 0 else [2, 3])
+            own = torch.tensor([0, 1] if world.rank == 0 else [2, 3], device=world.device)
             router.register_forward_hook(
                 lambda _m, _g, output, own=own: (own.expand_as(output[0]).clone(), *output[1:])
             )

@@ -77,6 +77,7 @@ def moved(plan: str) -> list[dict[str, tuple[int, int]]]:
     return run(Plan.parse(plan).mesh().size, main)
 
 
+@pytest.mark.threads("ranks of a host that share memory have one copy of the parameters", or_gpus=True)
 @pytest.mark.parametrize("ep", [2, 4])
 def test_a_rank_keeps_its_part_of_the_experts_under_every_zero(ep: int) -> None:
     """Under zero=1 its parameters and gradients are those of its experts, under zero=3 a part of all."""

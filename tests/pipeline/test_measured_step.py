@@ -192,6 +192,7 @@ def test_only_steps_inside_of_measure_are_recorded() -> None:
         assert spans[0].start <= spans[2].start <= spans[2].stop <= spans[0].stop
 
 
+@pytest.mark.threads("ranks of a host that share memory gather nothing", or_gpus=True)
 def test_a_profiled_step_has_ranges_of_its_actions_units_and_collectives(tmp_path: Path) -> None:
     def main(world: World) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

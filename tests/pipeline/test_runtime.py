@@ -63,7 +63,7 @@ def micro_batch(index: int) -> Tensor:
 
 
 def lm(model: nn.Module, index: int) -> Tensor:
-    tokens = micro_batch(index)
+    tokens = micro_batch(index).to(next(model.parameters()).device)
     return next_token_loss(model(tokens), (tokens, tokens.roll(-1, dims=1)))[0]
 
 
@@ -83,7 +83,7 @@ def losses_and_gradients(
     schedule = lower(table(name, pp=world.size, microbatches=MICROBATCHES), gathers=True)
     cut = cut_model(model, stages=schedule.stages, call=first, request=CutRequest("params"))
     mine = schedule.stages_of(world.rank)
-    models = {index: copy.deepcopy(model) for index in mine}
+    models = {index: copy.deepcopy(model).to(world.device) for index in mine}
     stages = {index: make_stage(models[index], cut=cut, index=index) for index in mine}
     storages = {index: Plain() for index in mine}
     runtime = ScheduleInterpreter(stages, storages=storages, world=world)
@@ -182,14 +182,14 @@ def test_shapes_or_numbers_that_depend_on_values_are_an_error(what: str, message
     def main(world: World) -> None:
         world = world.over(Mesh((("pp", 2),)))
         schedule = lower(make_schedule("gpipe", pp=2, microbatches=2), gathers=False)
-        model = nn.Sequential(Choosy(what), Takes(4, 4))
-        call = functools.partial(total, x=torch.ones(3, 4))
+        model = nn.Sequential(Choosy(what), Takes(4, 4)).to(world.device)
+        call = functools.partial(total, x=torch.ones(3, 4, device=world.device))
         cut = cut_model(model, stages=2, call=call, request=CutRequest("params"))
         stages = {world.rank: make_stage(model, cut=cut, index=world.rank)}
         storage = Plain()
         storage.did.append("gather")
         runtime = ScheduleInterpreter(stages, storages={world.rank: storage}, world=world)
-        batches = [torch.ones(3, 4), torch.eye(4)[:3]]
+        batches = [torch.ones(3, 4, device=world.device), torch.eye(4, device=world.device)[:3]]
         runtime.run(
             schedule, jobs={i: MicrobatchJob(functools.partial(total, x=x), x.shape) for i, x in enumerate(batches)}
         )
@@ -209,7 +209,7 @@ def test_an_exception_of_one_stage_ends_all_ranks_with_its_own_message() -> None
         world = world.over(Mesh((("pp", 2),)))
         schedule = lower(make_schedule("1f1b", pp=2, microbatches=MICROBATCHES), gathers=False)
         cut = cut_model(model, stages=2, call=first, request=CutRequest("params"))
-        stage = make_stage(copy.deepcopy(model), cut=cut, index=world.rank)
+        stage = make_stage(copy.deepcopy(model).to(world.device), cut=cut, index=world.rank)
         if world.rank == 1:
             stage.module.get_submodule("blocks.5").register_forward_pre_hook(fails)
         storage = Plain()

@@ -33,7 +33,7 @@ class Faulty(nn.Linear):
         self.fault, self.calls = fault, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += x.device.type == "cpu"
+        self.calls += x.device.type != "meta"  # the cut runs it without values
         y = super().forward(x)
         if self.calls == CALLS:
             if self.fault == "forward":

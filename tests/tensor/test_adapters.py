@@ -227,7 +227,10 @@ def test_adapters_are_exported_alone_or_merged_and_read_back(kind: str, plan: st
 
 
 def test_a_failed_export_of_adapters_leaves_nothing(tmp_path: Path) -> None:
-    run(1, lambda world: made(world, "dp=1").save(tmp_path / "step-1"))
+    def main(world: World) -> None:
+        made(world, "dp=1").save(tmp_path / "step-1")
+
+    run(1, main)
     calls: list[int] = []
 
     def other() -> nn.Module:

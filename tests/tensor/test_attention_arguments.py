@@ -54,7 +54,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x, places = self.words(tokens), torch.arange(TOKENS)
+        x, places = self.words(tokens), torch.arange(TOKENS, device=tokens.device)
         apart = (places[:, None] - places).abs()
         bias = self.by_head(apart).permute(2, 0, 1)[None]
         distance, gain = self.far(apart).squeeze(-1), self.gains(tokens).squeeze(-1)

@@ -17,6 +17,8 @@ from meshwise.tensor.detect.known_names import DECLARED
 
 EXPERTS = {"grouped_gemm", "ep_dispatch_experts"}
 """Words of experts in a `base_model_ep_plan`; `find_mixtures` finds these modules by their parameters."""
+ROUTERS = {"ep_router"}
+"""Words of routers in a `base_model_ep_plan` before transformers 5.23; every rank has each router whole."""
 STAGES = {"input_ids", "inputs_embeds", "hidden_states", "attention_mask"}
 """Arguments and results of stages in a `base_model_pp_plan`, which the cut of a model does not read."""
 
@@ -56,7 +58,7 @@ def test_a_role_or_none_is_known_for_every_word_of_tensor_parallelism(plan: str)
 
 def test_the_words_of_expert_parallelism_are_those_of_modules_that_are_found() -> None:
     assert declared()["base_model_ep_plan"]
-    assert declared()["base_model_ep_plan"] - EXPERTS - set(DECLARED) == set()
+    assert declared()["base_model_ep_plan"] - EXPERTS - ROUTERS - set(DECLARED) == set()
 
 
 def test_the_words_of_pipelines_are_names_of_what_stages_exchange() -> None:

@@ -39,7 +39,7 @@ class Encoder(nn.Module):
         self.batch_first = batch_first
 
     def forward(self, tokens: Tensor) -> Any:
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), dtype=torch.float64)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), tokens.device, torch.float64)
         x = self.embedding(tokens)
         x = self.layers(x if self.batch_first else x.transpose(0, 1), mask=mask, is_causal=True)
         return self.head(x if self.batch_first else x.transpose(0, 1))
@@ -78,7 +78,7 @@ class Noisy(GPT):
         x = self.embedding(tokens)
         x = x + 0.1 * torch.randn_like(x) if self.training else x
         for block in self.blocks:
-            kept = torch.rand(len(tokens), 1, 1, dtype=x.dtype) < 0.5 if self.training else 1.0
+            kept = torch.rand(len(tokens), 1, 1, dtype=x.dtype, device=x.device) < 0.5 if self.training else 1.0
             x = x + kept * (block(x) - x)
         logits: Tensor = self.head(self.norm(x))
         return logits

@@ -32,7 +32,7 @@ def whole(*, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 def part_of(full: Tensor, splits: Sequence[Sequence[str]], world: World) -> Tensor:
     [piece] = Layout(tuple(map(tuple, splits))).pieces(full.shape, mesh=world.mesh, rank=world.rank)
-    return full[piece.slices].clone()
+    return full[piece.slices].to(world.device, copy=True)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["(out, in)", "(in, out)"])
@@ -45,6 +45,7 @@ def test_each_expert_multiplies_its_own_rows(mesh: Mesh, scheme: Scheme, role: s
     weight, bias, x = (tensor.requires_grad_() for tensor in whole(transposed=transposed))
     y = torch.baddbmm(bias[:, None], x, weight if transposed else weight.mT)
     y.square().sum().backward()
+    gradients = [tensor.grad for tensor in (weight, bias, x)]  # a process gets no `grad` of a tensor
 
     def main(joined: World) -> None:
         world = joined.over(mesh)
@@ -66,9 +67,9 @@ def test_each_expert_multiplies_its_own_rows(mesh: Mesh, scheme: Scheme, role: s
         if split.rows:  # other ranks have other rows of the same experts
             world.all_reduce(own_bias.grad, axes=split.rows).wait()
         for gradient, full, splits in (
-            (own_weight.grad, weight.grad, projection.layout.splits),
-            (own_bias.grad, bias.grad, projection.bias_layout.splits),
-            (own_x.grad, x.grad, x_splits),
+            (own_weight.grad, gradients[0], projection.layout.splits),
+            (own_bias.grad, gradients[1], projection.bias_layout.splits),
+            (own_x.grad, gradients[2], x_splits),
         ):
             assert full is not None
             torch.testing.assert_close(gradient, part_of(full, splits, world), rtol=1e-12, atol=1e-12)

@@ -21,7 +21,7 @@ SIZES = tuple(stop - start for start, stop in even_split(CLASSES, RANKS))
 def split_logits(world: World, whole: Tensor, *, dim: int = -1) -> tuple[Tensor, SplitLogits]:
     """This rank's part as a leaf, and the logits made of it."""
     vocabulary = DimShards(world.over(Mesh.of(tp=RANKS)), ("tp",), SIZES)
-    local = whole.split(SIZES, dim)[world.rank].clone().requires_grad_()
+    local = whole.split(SIZES, dim)[world.rank].to(world.device, copy=True).requires_grad_()
     return local, SplitLogits(local, vocabulary=vocabulary, dim=dim)
 
 
@@ -36,12 +36,19 @@ def same_as_whole(fn: Callable[[Tensor], Tensor], *, shape: tuple[int, ...] = (4
     def main(world: World) -> None:
         local, logits = split_logits(world, whole.detach(), dim=dim)
         found = fn(logits)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12, equal_nan=True)
         found.backward(torch.ones_like(found))
+        assert local.grad is not None
         wanted = gradient.split(SIZES, dim)[world.rank]
-        torch.testing.assert_close(local.grad, wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(local.grad.cpu(), wanted, rtol=1e-12, atol=1e-12, equal_nan=True)
 
     run(RANKS, main)
+
+
+def cross_entropy(x: Tensor, targets: Tensor, *, weight: Tensor | None = None, **options: Any) -> Tensor:
+    """torch's, with targets and weight on the device of the logits."""
+    weight = None if weight is None else weight.to(x.device)
+    return functional.cross_entropy(x, targets.to(x.device), weight=weight, **options)
 
 
 TARGETS = torch.randint(0, CLASSES, (20,), generator=torch.Generator().manual_seed(3))
@@ -61,23 +68,23 @@ WEIGHT = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
     ids=lambda options: " ".join(options) or "plain",
 )
 def test_cross_entropy_is_that_of_whole_logits(options: dict[str, Any], reduction: str) -> None:
-    same_as_whole(lambda x: functional.cross_entropy(x.view(-1, CLASSES), SOME, reduction=reduction, **options))
+    same_as_whole(lambda x: cross_entropy(x.view(-1, CLASSES), SOME, reduction=reduction, **options))
 
 
 def test_the_ignored_class_may_be_any_number() -> None:
-    same_as_whole(lambda x: functional.cross_entropy(x.view(-1, CLASSES), TARGETS, ignore_index=int(TARGETS[0])))
+    same_as_whole(lambda x: cross_entropy(x.view(-1, CLASSES), TARGETS, ignore_index=int(TARGETS[0])))
 
 
 def test_classes_may_lie_in_dim_1_as_torch_wants_them() -> None:
-    same_as_whole(lambda x: functional.cross_entropy(x.transpose(1, 2), SOME.view(4, 5)))
-    same_as_whole(lambda x: functional.cross_entropy(x.permute(0, 2, 1), SOME.view(4, 5), reduction="none"))
-    same_as_whole(lambda x: nn.CrossEntropyLoss()(x, SOME.view(4, 5)), shape=(4, CLASSES, 5), dim=1)
-    same_as_whole(lambda x: functional.cross_entropy(x, SOME[1]), shape=(CLASSES,))
+    same_as_whole(lambda x: cross_entropy(x.transpose(1, 2), SOME.view(4, 5)))
+    same_as_whole(lambda x: cross_entropy(x.permute(0, 2, 1), SOME.view(4, 5), reduction="none"))
+    same_as_whole(lambda x: nn.CrossEntropyLoss()(x, SOME.view(4, 5).to(x.device)), shape=(4, CLASSES, 5), dim=1)
+    same_as_whole(lambda x: cross_entropy(x, SOME[1]), shape=(CLASSES,))
 
 
 def test_probabilities_as_targets_use_whole_logits() -> None:
     likely = torch.softmax(torch.randn(20, CLASSES, dtype=torch.float64), -1)
-    same_as_whole(lambda x: functional.cross_entropy(x.view(-1, CLASSES), likely))
+    same_as_whole(lambda x: cross_entropy(x.view(-1, CLASSES), likely))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,7 @@ def test_logits_that_are_written_to_are_whole_from_then_on() -> None:
 
 def masked(x: Tensor) -> Tensor:
     x[..., 3] = -1e4
-    return functional.cross_entropy(x.view(-1, CLASSES), SOME, reduction="sum")
+    return cross_entropy(x.view(-1, CLASSES), SOME, reduction="sum")
 
 
 class Largest(TorchDispatchMode):
@@ -160,9 +167,9 @@ def test_no_rank_ever_has_whole_logits(options: dict[str, Any]) -> None:
     tokens, classes = 64, 300
 
     def main(world: World) -> None:
-        local = torch.randn(tokens, classes // RANKS, requires_grad=True)
+        local = torch.randn(tokens, classes // RANKS, device=world.device, requires_grad=True)
         vocabulary = DimShards(world.over(Mesh.of(tp=RANKS)), ("tp",), (classes // RANKS,) * RANKS)
-        targets = torch.arange(tokens)
+        targets = torch.arange(tokens, device=world.device)
         with Largest() as largest:
             loss = functional.cross_entropy(SplitLogits(local, vocabulary=vocabulary).float(), targets, **options)
             loss.backward()
@@ -171,12 +178,20 @@ def test_no_rank_ever_has_whole_logits(options: dict[str, Any]) -> None:
     run(RANKS, main)
 
 
+@pytest.mark.threads("on a GPU an assertion of the device ends the process")
 def test_a_target_that_is_no_class_is_an_error() -> None:
     def main(world: World) -> None:
         _, logits = split_logits(world, torch.zeros(2, CLASSES))
         with pytest.raises(IndexError, match="target 11 is out of bounds for 11 classes"):
             functional.cross_entropy(logits, torch.tensor([0, 11]))
+
+    run(RANKS, main)
+
+
+def test_targets_of_another_number_are_an_error() -> None:
+    def main(world: World) -> None:
+        _, logits = split_logits(world, torch.zeros(2, CLASSES))
         with pytest.raises(ValueError, match="batch_size"):
-            functional.cross_entropy(logits, torch.tensor([0, 1, 2]))
+            functional.cross_entropy(logits, torch.tensor([0, 1, 2], device=world.device))
 
     run(RANKS, main)

@@ -35,7 +35,7 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) if self.causal else None
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=x.device).triu(1) if self.causal else None
         x = x if self.batch_first else x.transpose(0, 1)
         x = self.encoder(x, mask=mask, src_key_padding_mask=tokens == 0, is_causal=self.causal)
         classes: Tensor = self.classes(x if self.batch_first else x.transpose(0, 1))
@@ -172,7 +172,7 @@ def test_in_evaluation_no_fused_kernel_reads_split_weights() -> None:
     def main(world: World) -> Tensor:
         trainer = parallelize(copy.deepcopy(model), "tp=2", world=world, loss=squares, lr=0.1)
         with torch.no_grad():
-            found: Tensor = trainer.model(tokens)
+            found: Tensor = trainer.model(tokens.to(world.device))
         return found
 
     for found in run(2, main):
@@ -180,12 +180,12 @@ def test_in_evaluation_no_fused_kernel_reads_split_weights() -> None:
         torch.testing.assert_close(found[kept], expected[kept], rtol=1e-12, atol=1e-12)
 
 
-def masks(rows: int) -> dict[str, Tensor | None]:
+def masks(rows: int, device: torch.device) -> dict[str, Tensor | None]:
     generator = torch.Generator().manual_seed(5)
     of_heads = torch.randn(rows * HEADS, TOKENS, TOKENS, generator=generator, dtype=torch.float64)
     padding = torch.zeros(rows, TOKENS, dtype=torch.float64)
     padding[:, -1] = float("-inf")
-    return {"attn_mask": of_heads, "key_padding_mask": padding}
+    return {"attn_mask": of_heads.to(device), "key_padding_mask": padding.to(device)}
 
 
 class Crossed(nn.Module):
@@ -197,7 +197,8 @@ class Crossed(nn.Module):
         self.average = True
 
     def forward(self, query: Tensor, memory: Tensor) -> Tensor:
-        y, weights = self.attention(query, memory, memory, **masks(len(query)), average_attn_weights=self.average)
+        given = masks(len(query), query.device)
+        y, weights = self.attention(query, memory, memory, **given, average_attn_weights=self.average)
         total: Tensor = y.square().sum() + (weights * weights.detach().cos()).sum()
         return total
 

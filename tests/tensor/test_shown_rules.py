@@ -84,7 +84,7 @@ class Pooled(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = functools.reduce(lambda x, block: block(x), self.blocks, self.embedding(tokens))
-        near: Tensor = self.far(torch.arange(x.size(1))).mT
+        near: Tensor = self.far(torch.arange(x.size(1), device=x.device)).mT
         logits: Tensor = self.head(self.attention(x.mean(1, keepdim=True), x, x, attn_mask=near)[0][:, 0])
         return logits
 

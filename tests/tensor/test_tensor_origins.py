@@ -36,7 +36,7 @@ class Table(nn.Module):
         self.far = nn.Parameter(torch.randn(TOKENS))
 
     def forward(self, tokens: int) -> Tensor:
-        places = torch.arange(tokens)
+        places = torch.arange(tokens, device=self.far.device)
         found: Tensor = self.far[(places[:, None] - places).abs()]
         return found
 

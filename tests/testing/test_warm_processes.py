@@ -163,6 +163,14 @@ def test_closing_ends_all_processes(crew: Processes) -> None:
     assert all(gone(pid) for pid in before)
 
 
+def test_the_crew_whose_last_job_is_longest_ago_ends_if_there_would_be_too_many_processes() -> None:
+    with Processes(timeout=SECONDS, most=4) as few:
+        single, pair, again, three = ([pid for pid, _, _ in run(n, total, on=few, args=(0.0,))] for n in (1, 2, 1, 3))
+        assert again == single
+        assert all(map(gone, pair))
+        assert not any(map(gone, (*single, *three)))
+
+
 def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -190,7 +190,8 @@ class Float8Codec:
     def encode(self, values: Tensor) -> Tensor:
         """Return scales and values as bytes, (rows, bytes)."""
         blocks = _blocks(values)
-        scales = blocks.abs().amax(-1).float() / torch.finfo(torch.float8_e4m3fn).max
+        # On a GPU torch divides by a number as it multiplies by 1 / number, which rounds otherwise than on a CPU.
+        scales = blocks.abs().amax(-1).float() * (1 / torch.finfo(torch.float8_e4m3fn).max)
         scaled = blocks / scales.clamp(min=_SMALLEST).unsqueeze(-1).to(values.dtype)
         body = scaled.to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)[:, : values.shape[-1]]
         return torch.cat([scales.view(torch.uint8), body], dim=1)
