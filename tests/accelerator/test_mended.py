@@ -347,6 +347,30 @@ def test_exchanged_bytes_are_not_decoded_one_by_one() -> None:
         assert run(2, main) == [1, 1]
 
 
+def test_complex_numbers_travel_over_nccl_as_their_parts() -> None:
+    def main(world: World) -> dict[str, Any]:
+        x = torch.complex(torch.arange(6.0), torch.arange(6.0) + world.rank).to(world.device)
+        summed, whole, part, sent = x.clone(), x.new_empty(12), x.new_empty(3), x.clone()
+        world.all_reduce(summed, axes="rank").wait()
+        world.all_gather(x, into=whole, axes="rank").wait()
+        world.reduce_scatter(x, into=part, axes="rank").wait()
+        world.broadcast(sent, axes="rank", source=1).wait()
+        received = torch.empty_like(x)
+        world.prepare(lines=[(0, 1), (1, 0)])
+        works = [
+            world.send(x, axis="rank", to=1 - world.rank),
+            world.recv(received, axis="rank", source=1 - world.rank),
+        ]
+        for work in works:
+            work.wait()
+        with pytest.raises(ValueError, match="torch has no max of"):
+            world.all_reduce(x, axes="rank", op="max")
+        found = {"sum": summed, "whole": whole, "part": part, "sent": sent, "received": received}
+        return {name: torch.view_as_real(value).cpu().clone() for name, value in found.items()}
+
+    agree(run(2, main, on=SimulatedAccelerators()), run(2, main), bound=0.0)
+
+
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the kernels of torch after a test of `deterministic=1`, and begin without CUDA's setting."""

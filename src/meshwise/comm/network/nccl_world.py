@@ -130,23 +130,27 @@ class NcclWorld(World):
     def _broadcast(self, record: CallRecord, group: Group, x: Tensor, source: int) -> Work:
         options = c10d.BroadcastOptions()
         options.rootRank = source
+        x = _real(x)
         return _Started(self, record, self._together(group).broadcast([x], options).wait, [x])
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
-        require_op(op)
+        require_op(op, dtype=x.dtype if x.is_complex() else None)
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
+        x = _real(x)
         return _Started(self, record, self._together(group).allreduce([x], options).wait, [x])
 
     def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
+        x, parts = _real(x), [_real(part) for part in parts]
         whole = _joined(parts)
         if whole is None:
             return super()._all_gather(record, group, x, parts)
         return _Started(self, record, self._together(group)._allgather_base(whole, x).wait, [x, whole])
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
-        into, op = how
-        require_op(op)
+        into, op = _real(how[0]), how[1]
+        require_op(op, dtype=how[0].dtype if how[0].is_complex() else None)
+        parts = [_real(part) for part in parts]
         whole = _joined(parts)
         if whole is not None:
             options = c10d.ReduceScatterOptions()
@@ -163,6 +167,7 @@ class NcclWorld(World):
         return _Started(self, record, finish, [*parts, *received, into])
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
+        give, take = ({index: _real(x) for index, x in each.items()} for each in (give, take))
         moved = [*give.values(), *take.values()]
         if record.point_to_point:
             line = self._communicators.of(group.ranks, rank=self.rank, purpose=POINT_TO_POINT)
@@ -202,6 +207,11 @@ class _Started(Work):
             for x in self._tensors:
                 self._streams.keep(x, stream=current)
         self._tensors = []
+
+
+def _real(x: Tensor) -> Tensor:
+    """Return the real and imaginary parts of a complex tensor, in its memory: NCCL knows no complex numbers."""
+    return torch.view_as_real(x).view(-1) if x.is_complex() else x
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:
