@@ -1,5 +1,6 @@
 """Test that experts which a block calls one by one are divided by a rule, and give the numbers of one process."""
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -103,9 +104,13 @@ KINDS: Mapping[str, tuple[type[nn.Module], Mapping[str, str]]] = {
 }
 
 
+BUILDING = threading.Lock()
+
+
 def build(kind: str) -> nn.Module:
-    torch.manual_seed(0)
-    return Model(KINDS[kind][0]).double()
+    with BUILDING:  # ranks that are threads have one generator
+        torch.manual_seed(0)
+        return Model(KINDS[kind][0]).double()
 
 
 def training(kind: str, rules: Mapping[str, str] | None = None) -> dict[str, Any]:
