@@ -289,7 +289,8 @@ def test_later_steps_draw_by_fewer_hooks_what_the_first_would(model: Any) -> Non
             with draws.running(SampleRows(first, 4)):
                 parts.append(model(x[first : first + 4]))
         draws.finish()
-        assert torch.equal(torch.cat(parts), drawn(model, x, step=number)), number
+        # Products of 4 and of 8 rows differ in the last bits on some machines.
+        torch.testing.assert_close(torch.cat(parts), drawn(model, x, step=number), rtol=1e-12, atol=1e-12)
         quiet = [name for name, module in model.named_modules() if isinstance(module, nn.Sequential)]
         assert not any(model.get_submodule(name)._forward_pre_hooks for name in quiet)
 

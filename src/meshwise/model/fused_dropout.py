@@ -8,15 +8,13 @@ al., arXiv 2412.05496) knows no mask after the softmax, but it returns the logar
 10000 subtracted from dropped scores it returns out' and lse', of the kept keys alone. With all scores, and 16 features
 of V, it returns lse. Then (P * M) V = out' · exp(lse' - lse)."""
 
-import contextlib
 import functools
 import importlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +30,6 @@ _DROPPED = 10_000.0  # subtracted from a dropped score, so that its exponential 
 _LEAST_FEATURES = 16
 _LEAST_SCORES = 2**21
 """Attentions with at most so many scores run without the kernel, and need not wait for the compiler."""
-
-
-_REHEARSED = ContextVar("rehearsed", default=False)
 
 
 class MaskNumbers(NamedTuple):
@@ -64,7 +59,7 @@ def _dropped(x: Tensor, first: Tensor, factor: Tensor, column: Tensor, most: int
 
 
 def _drop(x: Tensor, numbers: MaskNumbers) -> Tensor:
-    if _is_rehearsed(x):
+    if x.is_meta:  # one operation stands for the kernel in a rehearsal (`KernelChoice`)
         return x.clone()
     if not x.is_cuda or dispatch_mode_count():  # a mode sees operations of torch alone
         rows = (*x.shape[:-1], 1)
@@ -114,7 +109,7 @@ def attention(given: Mapping[str, Any], *, numbers: MaskNumbers) -> Tensor:
 
     `numbers`: of the mask of (samples, heads, queries, keys)."""
     query, key, value, bias = given["query"], given["key"], given["value"], given.get("attn_mask")
-    if _is_rehearsed(query):
+    if query.is_meta:
         twice = [functional.scaled_dot_product_attention(**{**given, "dropout_p": 0.0}) for _ in range(2)]
         return twice[0] * twice[1]
     shape = *query.shape[:3], key.size(2)
@@ -160,7 +155,7 @@ def can_drop(x: Tensor) -> bool:
     """Return whether `dropout` serves a tensor: on a GPU that has the kernels, and too large for a mask drawn ahead."""
     if x.numel() <= BLOCK or not x.is_floating_point():
         return False
-    return _is_rehearsed(x) or (x.is_cuda and works(_try_dropout, device=x.device))
+    return x.is_cuda and (x.is_meta or works(_try_dropout, device=x.device))
 
 
 def can_attend(given: Mapping[str, Any]) -> bool:
@@ -169,21 +164,7 @@ def can_attend(given: Mapping[str, Any]) -> bool:
     query = given["query"]
     if not _fits(given):
         return False
-    return _is_rehearsed(query) or (query.is_cuda and no_mode and works(_try_attention, device=query.device))
-
-
-def _is_rehearsed(x: Tensor) -> bool:
-    return x.is_meta and _REHEARSED.get()
-
-
-@contextlib.contextmanager
-def rehearsed(*, kernels: bool) -> Iterator[None]:
-    """Let meta tensors take the kernels' place in costs inside the block: one operation, or two fused attentions."""
-    token = _REHEARSED.set(kernels)
-    try:
-        yield
-    finally:
-        _REHEARSED.reset(token)
+    return query.is_cuda and (query.is_meta or (no_mode and works(_try_attention, device=query.device)))
 
 
 def _fits(given: Mapping[str, Any]) -> bool:

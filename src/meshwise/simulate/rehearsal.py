@@ -38,7 +38,6 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.schedule_and_cut import cut_on, cutter, plan_schedule
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.activation_offload import RehearsedMover
-from meshwise.model import fused_dropout
 from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.model.find_mixtures import find_mixtures
 from meshwise.model.forward import Loss, default_forward
@@ -198,7 +197,7 @@ class TapeRecording:
         # Other plans run attention below modes, where it is plain operations (`fused_dropout.can_attend`).
         whole = self.plan.recompute in ("none", "full") and not self.plan.budget
         kernels = self.device == "cuda" and self.plan.zero < 3 and whole
-        with KernelChoice(self.device, local=self.plan.random == "local"), fused_dropout.rehearsed(kernels=kernels):
+        with KernelChoice(self.device, local=self.plan.random == "local", kernels=kernels):
             with constants:
                 trainer = parallelize(
                     self.source,

@@ -231,22 +231,25 @@ def _described(value: Any) -> Any:
     return (type(value), value)
 
 
-_IS_CPU = vars(torch._C.TensorBase)["is_cpu"].__get__
+_IS_CPU, _IS_CUDA = (vars(torch._C.TensorBase)[name].__get__ for name in ("is_cpu", "is_cuda"))
 
 
 class KernelChoice(ForwardAndBackwardMode):
     """Mode in which meta tensors use the kernels of a device of type `kind`, and `Tensor.is_cpu` answers for it.
 
     `local`: dropout is torch's own, so a GPU's fused attention can apply it. Otherwise dropout masks are equal under
-    every plan, and are made outside of torch's kernels (`model/fused_dropout.py`)."""
+    every plan, and are made outside of torch's kernels; with `kernels` by those of `model/fused_dropout.py`, which
+    `Tensor.is_cuda` then answers for."""
 
-    def __init__(self, kind: str, *, local: bool = False) -> None:
+    def __init__(self, kind: str, *, local: bool = False, kernels: bool = False) -> None:
         super().__init__()
-        self._kind, self._local = kind, local
+        self._kind, self._local, self._kernels = kind, local, kernels
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func == _IS_CPU and args[0].is_meta:
             return self._kind == "cpu"
+        if func == _IS_CUDA and args[0].is_meta:
+            return self._kernels
         if func in _ON_GPU and self._kind == "cuda" and args[0].is_meta:
             return _ON_GPU[func](*args, **kwargs)
         if func is functional.scaled_dot_product_attention:
