@@ -238,8 +238,8 @@ class KernelChoice(ForwardAndBackwardMode):
     """Mode in which meta tensors use the kernels of a device of type `kind`, and `Tensor.is_cpu` answers for it.
 
     `local`: dropout is torch's own, so a GPU's fused attention can apply it. Otherwise dropout masks are equal under
-    every plan, and are made outside of torch's kernels; with `kernels` by those of `model/fused_dropout.py`, which
-    `Tensor.is_cuda` then answers for."""
+    every plan, and are made outside of torch's kernels. `kernels`: they are made by `model/fused_dropout.py`, for which
+    `Tensor.is_cuda` is true."""
 
     def __init__(self, kind: str, *, local: bool = False, kernels: bool = False) -> None:
         super().__init__()
