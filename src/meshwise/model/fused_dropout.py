@@ -109,7 +109,7 @@ def attention(given: Mapping[str, Any], *, numbers: MaskNumbers) -> Tensor:
 
     `numbers`: of the mask of (samples, heads, queries, keys)."""
     query, key, value, bias = given["query"], given["key"], given["value"], given.get("attn_mask")
-    if query.is_meta:
+    if query.is_meta:  # in a rehearsal two fused attentions stand for the two runs of FlexAttention
         twice = [functional.scaled_dot_product_attention(**{**given, "dropout_p": 0.0}) for _ in range(2)]
         return twice[0] * twice[1]
     shape = *query.shape[:3], key.size(2)
@@ -153,25 +153,16 @@ def _causal_blocks(queries: int, keys: int, device: torch.device) -> BlockMask:
 
 def can_drop(x: Tensor) -> bool:
     """Return whether `dropout` serves a tensor: on a GPU that has the kernels, and too large for a mask drawn ahead."""
-    if x.numel() <= BLOCK or not x.is_floating_point():
-        return False
-    return x.is_cuda and (x.is_meta or works(_try_dropout, device=x.device))
+    large = x.is_cuda and x.numel() > BLOCK and x.is_floating_point()
+    return large and (x.is_meta or works(_try_dropout, device=x.device))
 
 
 def can_attend(given: Mapping[str, Any]) -> bool:
     """Return whether `attention` serves these arguments of scaled_dot_product_attention, and no mode still has to."""
-    no_mode = not dispatch_mode_count() and not function_mode_count()
-    query = given["query"]
-    if not _fits(given):
-        return False
-    return query.is_cuda and (query.is_meta or (no_mode and works(_try_attention, device=query.device)))
-
-
-def _fits(given: Mapping[str, Any]) -> bool:
-    """Return whether `attention` takes the shapes and dtypes of these arguments."""
     query, key, value, seen = given["query"], given["key"], given["value"], given.get("attn_mask")
-    return (
-        query.dim() == 4
+    fits = (
+        query.is_cuda
+        and query.dim() == 4
         and query.dtype == key.dtype == value.dtype != torch.float64
         and query.size(0) == key.size(0) == value.size(0)
         and (query.size(1) == key.size(1) == value.size(1) or bool(given.get("enable_gqa")))
@@ -180,6 +171,9 @@ def _fits(given: Mapping[str, Any]) -> bool:
         and min(query.size(2), key.size(2)) > 1
         and (seen is None or not seen.requires_grad)
     )
+    if not fits or query.is_meta:  # a meta tensor on a GPU: in a rehearsal, below modes of its own
+        return fits
+    return not dispatch_mode_count() and not function_mode_count() and works(_try_attention, device=query.device)
 
 
 @functools.cache
