@@ -246,6 +246,8 @@ class Trainer:
 
         Raises PlanError with pp."""
         self._refuse_averaged()
+        if self._recipe.routers.losses:
+            raise PlanError("router_losses are added by trainer.step; leave them out, and add losses in the open step")
         if self.plan.apart_axes:
             raise PlanError(f"open_step sums gradients over replicas, and '{self.plan}' does not; use sync=step")
         return OpenStep(self._stepping, runner=self.whole_runner("open_step"), plan=self.plan)
