@@ -310,10 +310,11 @@ class Trainer:
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
 
     def expert_imbalances(self) -> Mapping[str, float]:
-        """Return the tokens of the busiest expert over the mean of all experts, by mixture; {} without `ep` or `tp`.
+        """Return the tokens of the busiest expert over the mean of all experts, by mixture.
 
-        Every rank calls it. The tokens are of all forwards since the last call."""
-        return imbalances(self._engine.modules, world=self.world)
+        Every rank calls it. The tokens are of all steps since the last call, as the routers chose. Experts that are
+        modules are counted where the plan divides them."""
+        return imbalances(self._engine.modules, counted=self._recipe.routers.loads, world=self.world)
 
     def expert_drops(self) -> Mapping[str, Sequence[int]]:
         """Return the dropped and all pairs of a token and an expert, by mixture; {} without `expert_capacity`.

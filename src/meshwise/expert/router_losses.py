@@ -13,7 +13,7 @@ pipeline stage and recomputed block, for models that return no scores of their r
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
@@ -104,11 +104,9 @@ def router_of(module: nn.Module, *, name: str, experts: int) -> nn.Module | None
     return None
 
 
-def chosen_experts(mixture: Mixture, *, given: Sequence[Any], named: Mapping[str, Any]) -> Tensor:
-    """Return 1 for each expert that a token chose, else 0: (tokens, experts).
-
-    `given`, `named`: arguments of the mixture's module of experts."""
-    first, *rest = tensors((given, named))
+def chosen_experts(mixture: Mixture, *, arguments: Any) -> Tensor:
+    """Return 1 for each expert that a token chose, else 0: (tokens, experts). `arguments`: of the module of experts."""
+    first, *rest = tensors(arguments)
     if mixture.form == "rows":
         return (first != 0).any(-1).view(mixture.experts, -1).T.long()
     index = next(each for each in rest if not each.is_floating_point())
@@ -152,14 +150,14 @@ class MixtureLoss:
     def _add(self, experts: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Add the losses of these tokens, and let their backward begin before the experts."""
         scores, self._scores = self._scores, None
-        if scores is None or scores.is_meta or not experts.training:
+        if scores is None or not experts.training:
             return None
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).view(-1, self._tokens, scores.size(-1))
         if self._losses.over == "batch":
             assert self._router is not None
             shares = self._router.get_buffer(SHARES).to(wide.dtype)
         else:
-            chosen = chosen_experts(self._mixture, given=given, named=named).view(wide.shape)
+            chosen = chosen_experts(self._mixture, arguments=(given, named)).view(wide.shape)
             shares = self._over_tokens(chosen, function=_shares, dim=1).to(wide.dtype)
         return (self._attach(given[0], self._losses.total(wide, shares=shares)), *given[1:]), named
 

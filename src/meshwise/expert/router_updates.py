@@ -9,12 +9,14 @@ It also collects the losses of the routers, which `router_losses.py` computes.
 The counts of all micro-batches and ranks are summed by one all-reduce a step, for all layers of a rank together. Under
 tp every rank counts each token. This factor is the same for all experts, so it changes neither signs nor shares."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwise.comm.api.autograd_collectives import uncompiled
 from meshwise.comm.api.world import World
 from meshwise.expert.router_losses import (
     SHARES,
@@ -25,7 +27,7 @@ from meshwise.expert.router_losses import (
     module_around,
     router_of,
 )
-from meshwise.model.find_mixtures import find_mixtures
+from meshwise.model.find_mixtures import Mixture, find_mixtures
 from meshwise.model.torch_private import in_backward
 
 BIAS = "e_score_correction_bias"
@@ -46,6 +48,8 @@ class RouterUpdates:
         self.scale = 1.0
         self._counts: list[tuple[nn.Module, tuple[str, ...], Tensor]] = []
         """Router, names of its buffers, and pairs (experts,) of each expert in this step."""
+        self.loads: dict[str, Tensor] = {}
+        """Tokens (experts,) that chose each expert, by mixture, on this rank, since they were last read."""
         self.drops: dict[str, Tensor] = {}
         """Dropped pairs and all pairs (2,) of each mixture with a capacity, on this rank, since they were last read."""
         self.counting: Callable[[], bool] = lambda: True
@@ -90,19 +94,29 @@ class RouterUpdates:
         """Count the tokens of the module's mixtures, and add the losses of their routers, by hooks.
 
         Call it before the experts are divided. `over_tokens`: None if this rank has all tokens of its samples."""
-        mixtures = find_mixtures(module)
+        mixtures = {name: one for name, one in find_mixtures(module).items() if one.form != "called"}
+        totals = {name: [self._zeros(mixture.experts)] for name, mixture in mixtures.items()}
+        self.loads |= {name: load for name, (load,) in totals.items()}
         for name, router, keys in self.routers(module):
-            counts = torch.zeros(mixtures[name].experts, dtype=torch.int64, device=self._device)
-            self._counts.append((router, keys, counts))
-
-            def count(experts: nn.Module, given: Any, named: Any, *, name: str = name, counts: Tensor = counts) -> None:
-                if experts.training and self.counting() and not in_backward():
-                    counts.add_(chosen_experts(mixtures[name], given=given, named=named).sum(0))
-
+            totals[name].append(self._zeros(mixtures[name].experts))
+            self._counts.append((router, keys, totals[name][-1]))
+        for name, mixture in mixtures.items() if self._device.type != "meta" else ():
+            count = functools.partial(self._count, mixture=mixture, totals=totals[name])
             module.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True)
-        for name, mixture in mixtures.items() if self.losses else ():
-            hooks = MixtureLoss(self.losses, mixture=mixture, over_tokens=over_tokens, attach=self._attach)
-            hooks.install(module, name=name)
+            if self.losses:
+                hooks = MixtureLoss(self.losses, mixture=mixture, over_tokens=over_tokens, attach=self._attach)
+                hooks.install(module, name=name)
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int64, device=self._device)
+
+    @uncompiled
+    def _count(self, experts: nn.Module, *arguments: Any, mixture: Mixture, totals: Sequence[Tensor]) -> None:
+        """Add the tokens of each expert to `totals` before the experts run on `arguments`."""
+        if experts.training and self.counting() and not in_backward():
+            chosen = chosen_experts(mixture, arguments=arguments).sum(0)
+            for each in totals:
+                each += chosen
 
     def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
         """Add a loss to this step's, and return `x` with a backward that also begins at the loss."""
@@ -114,7 +128,7 @@ class RouterUpdates:
 
     def drop_counter(self, name: str) -> Callable[[nn.Module, Tensor, Tensor], None]:
         """Return a function that adds to `drops` of a mixture; it gets its experts, chosen and dropped pairs."""
-        counts = self.drops[name] = torch.zeros(2, dtype=torch.int64, device=self._device)
+        counts = self.drops[name] = self._zeros(2)
 
         def count(experts: nn.Module, chosen: Tensor, dropped: Tensor) -> None:
             if experts.training and self.counting() and not in_backward():
