@@ -12,19 +12,17 @@ divided it is not sent."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwise.expert.expert_parallel import SplitExperts
+from meshwise.expert.router_losses import OverTokens, module_around
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.find_mixtures import Mixture, find_mixtures, ruled_mixtures
 from meshwise.plan import Plan, PlanError
-
-OverTokens: TypeAlias = Callable[..., Tensor]
-"""Function of (x, function, dim): gives `function` all tokens of `x` along `dim`, and returns this rank's tokens."""
 
 
 class ExpertCapacity:
@@ -90,8 +88,7 @@ def limit_experts(
 
     Call it before the experts are divided. `over_tokens`: None if this rank has all tokens of its samples."""
     for name, mixture in find_mixtures(module).items() if capacity else ():
-        block = name.removesuffix(".base_layer").rpartition(".")[0]  # PEFT wraps the experts
-        around, experts = module.get_submodule(block), module.get_submodule(name)
+        around, experts = module.get_submodule(module_around(name)), module.get_submodule(name)
         count = routers.drop_counter(name)
         own = ExpertCapacity(capacity or 0, mixture=mixture, over_tokens=over_tokens, count=count)
         around.register_forward_pre_hook(own._note_tokens, with_kwargs=True)
