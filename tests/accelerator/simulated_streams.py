@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accelerator.queued_work import QueuedWork, WorkQueues, place_of_call
 from accelerator.stream_races import Clock, Memory, RaceDetector, label
-from meshwise.comm.api.streams import Stream, Streams, TimeOrigin
+from meshwise.comm.api.streams import Stream, Streams
 from meshwise.model.torch_private import without_dispatch_modes
 
 POOL = 32
@@ -211,11 +211,6 @@ class SimulatedStreams(Streams):
     def event(self, *, timing: bool = False, blocking: bool = False) -> SimulatedEvent:  # noqa: ARG002 - all alike
         """Return an event that is not recorded yet."""
         return SimulatedEvent(self)
-
-    def origin(self) -> TimeOrigin:
-        """Return an origin that converts events to times of the host's clock."""
-        self.synchronize()
-        return TimeOrigin(self.mark(), time.monotonic())
 
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
         """Keep the freed memory of `tensor` from reuse until the work queued so far on `stream` is done."""

@@ -192,6 +192,15 @@ def test_only_steps_inside_of_measure_are_recorded() -> None:
         assert spans[0].start <= spans[2].start <= spans[2].stop <= spans[0].stop
 
 
+def test_times_of_activities_are_times_of_the_hosts_clock() -> None:
+    before = now()
+    watch = ActivityStopwatch(streams_of(torch.device("cpu")))
+    watch.begins("0F0")
+    watch.begins(StepPhase.OUTSIDE)
+    [span] = watch.read()
+    assert before <= span.start <= span.stop <= now()
+
+
 @pytest.mark.threads("ranks of a host that share memory gather nothing", or_gpus=True)
 def test_a_profiled_step_has_ranges_of_its_actions_units_and_collectives(tmp_path: Path) -> None:
     def main(world: World) -> None:

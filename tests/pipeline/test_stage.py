@@ -208,7 +208,7 @@ def test_an_exception_of_the_model_passes_and_the_stage_can_run_again() -> None:
     stage = make_stage(model, cut=cut_model(model, stages=2, call=lm, request=PARAMS), index=0)
     with pytest.raises(ValueError, match="do not fit the context"):
         stage.run(lambda model: model(TOKENS.repeat(1, 2)), received={})
-    assert set(stage.run(lm, received={})) == set(stage.sends)
+    assert set(stage.run(lm, received={})) == set(stage.state.sends)
 
 
 def test_forward_hooks_of_other_stages_modules_run() -> None:

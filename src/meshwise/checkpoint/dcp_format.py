@@ -55,7 +55,8 @@ def import_dcp(folder: str | Path, *, into: str | Path) -> CheckpointIndex:
     values = {path: entry.read() for path, entry in state.items() if path[1] in numbers}
     tensors = {(name, f"optimizer/{key}"): entry for (name, key), entry in state.items() if key not in numbers}
     tensors |= {(name, "parameter"): entry for name, entry in model.items()}
-    slices = [StoredSlice.of_full(entry.meta, name=name, slot=slot) for (name, slot), entry in tensors.items()]
+    metas = [torch.empty(entry.shape or (), dtype=entry.dtype, device="meta") for entry in tensors.values()]
+    slices = [StoredSlice.of_full(x, name=name, slot=slot) for (name, slot), x in zip(tensors, metas, strict=True)]
     reads = {id(held.tensor): entry.read for held, entry in zip(slices, tensors.values(), strict=True)}
     for (name, key), value in values.items():
         if value is not None:

@@ -66,10 +66,8 @@ class TrainingState:
             self._saving.wait_staged()
 
     def save(self, folder: Path, *, extra: Mapping[str, Any], keep_last: int | None = None) -> PendingSave:
-        """Wait for the previous save, then begin to save in the background. Every rank calls this method.
-
-        `extra`: JSON values to store with the state. `keep_last` is as in `PendingSave`. Raises SaveError if the
-        previous save failed or this one cannot begin. Raises TierError after a failed update."""
+        """Wait for the previous save, then begin to save in the background; see `Trainer.save`. Raises TierError after
+        a failed update."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             if not saving.finished:
@@ -103,12 +101,10 @@ class TrainingState:
         return self._saving
 
     def load(self, folder: Path) -> Mapping[str, Any]:
-        """Load the state of a checkpoint and return its `extra`. Every rank calls this method.
+        """Load the state of a checkpoint and return its `extra`; see `Trainer.load`.
 
-        For a Hugging Face folder, load the parameters and reset the optimizer's state. The result then has 0 `steps`
-        and `skips`, and the names of unused tensors at `["user"]["unused"]`. Raises ValueError, before tensors change,
-        for a checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the
-        state may then be partly overwritten, until another load succeeds."""
+        For a Hugging Face folder, reset the optimizer's state; the result then has 0 `steps` and `skips`, and the names
+        of unused tensors at `["user"]["unused"]`. After a DamageError the state may be partly overwritten."""
         self.wait_staged()
         world = self._engine.world
         pretrained = on_all_ranks(lambda: is_pretrained(folder), world=world)
@@ -127,10 +123,8 @@ class TrainingState:
         return index.extra
 
     def restore(self, root: Path) -> RestoredState | None:
-        """Load the newest valid checkpoint of a root. Return None, and change nothing, if the root has no checkpoint.
-
-        Every rank calls this method. If a checkpoint proves damaged while it is loaded, load the next older one. Raises
-        DamageError if there are checkpoints but no valid one. Raises ValueError as `load` does."""
+        """Load the newest valid checkpoint of a root; see `Trainer.restore`. If a checkpoint proves damaged while it is
+        loaded, load the next older one. Raises ValueError as `load` does."""
         world = self._engine.world
         passed: list[Damage] = []
         tried: set[Path] = set()

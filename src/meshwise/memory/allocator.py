@@ -15,7 +15,6 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
 
 import torch
 
@@ -61,9 +60,7 @@ def _note(plan: Plan, sizes: Mapping[str, int], hint: str) -> str:
     )
 
 
-MallocOptions: TypeAlias = Sequence[tuple[int, int]]
-"""Pairs of a `mallopt` parameter (its number in malloc.h) and its value (bytes, or for `M_MMAP_MAX` a count)."""
-
+# Parameters of `mallopt`, by their numbers in malloc.h. Values are bytes, or for `_MMAP_MAX` a count.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _ORDINARY = ((_TRIM_THRESHOLD, 64 << 20), (_MMAP_THRESHOLD, 32 << 20), (_MMAP_MAX, 65536))
 """Values that glibc itself chooses after large tensors were freed."""
@@ -73,7 +70,7 @@ MAP_SEPARATELY = ((_TRIM_THRESHOLD, 128 << 10), (_MMAP_THRESHOLD, 256 << 10), (_
 """Options under which each block of 256 KiB or more has its own mapping, which is unmapped when it is freed."""
 
 
-def set_malloc(options: MallocOptions = ()) -> None:
+def set_malloc(options: Sequence[tuple[int, int]] = ()) -> None:
     """Return free memory to the system once, and set `options` of glibc's allocator for this process.
 
     The options are not set if the environment configures the allocator. With another C library nothing happens."""

@@ -53,8 +53,6 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.model.torch_private import LightDispatchMode, without_dispatch_modes, written_arguments
 
 CPU = torch.device("cpu")
-CONSTRUCTION = "(construction)"
-"""Name that seeds random numbers which the constructor reads before they belong to a named tensor."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class ConstructionRecord:
 
         An element that was never written is NaN; in a tensor of integers or booleans, 0."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            self.name_draws(wanted, name=CONSTRUCTION)
+            self.name_draws(wanted, name="(construction)")  # if the constructor reads them before they have a name
             indices = self._needed(wanted)
             memory = self._start(indices, wanted)
             returned = {storage(t) for t in wanted}

@@ -21,9 +21,6 @@ from meshwise.model.module_copy import carry_hooks, copy_modules
 from meshwise.model.parameter_table import ParameterRow, check_readable
 from meshwise.plan import Plan, PlanError
 
-QUANTIZING = ("bitsandbytes.", "torchao.")
-"""Packages with classes of quantized parameters."""
-
 
 class ParameterSource:
     """Source of the values of a model's parameters and buffers; the values exist, or are computed on demand."""
@@ -114,7 +111,8 @@ def build_with_values(model: nn.Module | Callable[[], nn.Module], *, seed: int) 
 
 def is_quantized(parameter: nn.Parameter) -> bool:
     """Return True for a parameter whose class is of bitsandbytes or torchao."""
-    return any(type(tensor).__module__.startswith(QUANTIZING) for tensor in (parameter.data, parameter))
+    held = (parameter.data, parameter)
+    return any(type(tensor).__module__.startswith(("bitsandbytes.", "torchao.")) for tensor in held)
 
 
 def set_quantized_aside(module: nn.Module, *, plan: Plan) -> Callable[[], None]:

@@ -150,9 +150,6 @@ class ActivationRegion:
     rank_offset: int = 0
 
 
-TokenPositions: TypeAlias = Any
-"""The mode of tokens that are split over ranks: positions of this rank's tokens, and the context of a forward."""
-
 DrawState: TypeAlias = tuple["_Frame", ActivationRegion, SampleRows]
 """The running call, the region and the samples at a point of a forward; see `RandomDraws.snapshot`."""
 
@@ -215,11 +212,11 @@ class RandomDraws:
         before: RegionStarts | None = None,
         after: RegionStarts | None = None,
         local: bool = False,
-        tokens: TokenPositions | None = None,
+        tokens: Any = None,
         alone: bool = False,
     ) -> None:
-        """`tokens`: positions of this rank's tokens, if ranks split tokens. `alone`: no other thread of this process
-        draws from torch's generators."""
+        """`tokens`: mode of tokens that are split over ranks, with the positions of this rank's tokens. `alone`: no
+        other thread of this process draws from torch's generators."""
         self.local = local
         self._seeds_forwards = local and alone and not (before or after or tokens)
         self._names = list(dict.fromkeys(_plain(name) for name, _ in module.named_modules() if self._seeds_forwards))

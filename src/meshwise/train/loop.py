@@ -497,15 +497,11 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
         with place.open("wb") as file:
             file.write(header(specs, metadata=metadata))
             for _, tensor in itertools.chain(trainer.full_parameters(), persistent_buffers):
-                file.write(_bytes(tensor))
+                # A copy, because numpy forbids resizing memory that it views, and zero=3 resizes it.
+                copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                file.write(copy.reshape(-1).view(torch.uint8).numpy().data)
 
     write_whole(path, write=write, aside=path.with_name(f"{path.name}.partial"))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a copy, because numpy forbids resizing memory that it views, and zero=3 resizes it."""
-    copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return copy.reshape(-1).view(torch.uint8).numpy().data
 
 
 WINDOW = 20

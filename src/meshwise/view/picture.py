@@ -80,8 +80,6 @@ def style() -> str:
 
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, top, width and height of a rectangle."""
-Point: TypeAlias = tuple[float, float]
-"""x and y."""
 LETTER = 0.6
 """Approximate width of a letter, as a multiple of the font size."""
 _NARROW = 3.0
@@ -108,7 +106,7 @@ class PicturePath:
     """A line through points; if `filled`, the area that it encloses."""
 
     paint: str
-    points: tuple[Point, ...]
+    points: tuple[tuple[float, float], ...]
     filled: bool = False
 
 

@@ -37,11 +37,6 @@ class DcpEntry:
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
 
-    @property
-    def meta(self) -> Tensor:
-        """Meta tensor with the shape and dtype of the entry."""
-        return torch.empty(self.shape or (), dtype=self.dtype, device="meta")
-
     def read(self) -> Any:
         """Read the value from the folder and return it: a tensor on the CPU, or another object."""
         state = {self.key: None if self.shape is None else torch.empty(self.shape, dtype=self.dtype)}

@@ -167,7 +167,8 @@ class ActivityStopwatch:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._origin = self._streams.origin()
+        streams.synchronize()
+        self._began, self._origin = time.monotonic(), self.now()  # one moment, by the host's clock and as an event
         self._marks: list[tuple[Activity, StreamEvent]] = []
         self._waits: list[tuple[str, StreamEvent, StreamEvent]] = []
         self._background: list[TimedSpan] = []
@@ -191,15 +192,20 @@ class ActivityStopwatch:
     def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
         """Return this rank's activities in order, then its waits, then the work of its other threads. Blocks the host
         until the GPU has reached the last event. offset: seconds to subtract from all times."""
-        marks = [(what, self._origin.at(moment) - offset) for what, moment in self._marks]
+        marks = [(what, self._at(moment) - offset) for what, moment in self._marks]
         spans = [
             TimedSpan(what, start, stop) for (what, start), (_, stop) in pairwise(marks) if what != StepPhase.OUTSIDE
         ]
         for what, since, until in self._waits:
-            start, stop = (self._origin.at(moment) - offset for moment in (since, until))
+            start, stop = (self._at(moment) - offset for moment in (since, until))
             spans.append(TimedSpan(what, start, stop, waits=True))
         background = (replace(one, start=one.start - offset, stop=one.stop - offset) for one in self._background)
         return [*spans, *background]
+
+    def _at(self, event: StreamEvent) -> float:
+        """Return the time of an event, in seconds of `time.monotonic`; block the host until the event has happened."""
+        event.synchronize()
+        return self._began + float(self._origin.elapsed_time(event)) / 1e3
 
 
 class FlightRecorder:

@@ -28,20 +28,6 @@ The operations run in order, at the same time as the operations of other streams
 
 
 @dataclass(frozen=True)
-class TimeOrigin:
-    """Event whose time on the host's clock is known, from which the times of other events are computed."""
-
-    event: StreamEvent
-    seconds: float
-    """Time of `event` by `time.monotonic`."""
-
-    def at(self, event: StreamEvent) -> float:
-        """Return the time of an event, in seconds of `time.monotonic`; block the host until the event has happened."""
-        event.synchronize()
-        return self.seconds + float(self.event.elapsed_time(event)) / 1e3
-
-
-@dataclass(frozen=True)
 class DeviceMemory:
     """Memory of a GPU in bytes, as counted by torch's allocator (`held`, `peak`) and the driver (`total`, `free`)."""
 
@@ -75,8 +61,7 @@ class DeviceMemory:
 class HostEvent:
     """Event of a device whose operations are complete when their calls return: a time of the host's clock."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds
+    _seconds = 0.0
 
     def record(self, stream: Any = None, /) -> None:  # noqa: ARG002 - the device has one stream
         """Place the event after all work queued so far on `stream`, which is the present time."""
@@ -148,11 +133,6 @@ class Streams:
         event.record(self.current())
         return event
 
-    def origin(self) -> TimeOrigin:
-        """Synchronize the device. Return an origin that converts events with `timing` to times of the host's clock."""
-        seconds = time.monotonic()
-        return TimeOrigin(HostEvent(seconds), seconds)
-
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
         """Declare that `stream` uses `tensor`. When the tensor is freed, its memory is not reused before all work that
         is then queued on `stream` is done."""
@@ -212,12 +192,6 @@ class CudaStreams(Streams):
     def event(self, *, timing: bool = False, blocking: bool = False) -> StreamEvent:
         """Return an event that is not recorded yet."""
         return torch.cuda.Event(enable_timing=timing, blocking=blocking)
-
-    def origin(self) -> TimeOrigin:
-        """Synchronize the device. Return an origin that converts events with `timing` to times of the host's clock."""
-        self.synchronize()
-        seconds = time.monotonic()
-        return TimeOrigin(self.mark(timing=True), seconds)
 
     def keep(self, tensor: Tensor, *, stream: Stream) -> None:
         """Declare that `stream` uses `tensor`, by `torch.Tensor.record_stream`."""

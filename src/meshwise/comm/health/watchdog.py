@@ -283,11 +283,9 @@ class Watchdog:
         """Stop the thread, and tell the other ranks that this rank has finished. A second call does nothing."""
         if self._stopped:
             return
-        self._stopped = True
+        self._leave_to_the_rank()
         self._wake.set()
         self._thread.join()
-        if sys.excepthook == self._excepthook:
-            sys.excepthook = self._previous_hook
         with contextlib.suppress(RuntimeError):  # the store may be gone before the last rank has finished
             counts = pickle.dumps(self._world.flight_recorder.counts)
             self._store.set(f"finished/{self._world.rank}", counts)  # type: ignore[arg-type]

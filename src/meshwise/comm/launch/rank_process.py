@@ -11,7 +11,6 @@ Unlike an exit status or a pipe, a file is complete even if the process dies rig
 the error, so the first of several errors is known. `results` and `first_error` read the files for `run`."""
 
 import atexit
-import functools
 import io
 import multiprocessing
 import os
@@ -204,7 +203,12 @@ def rank_main(
         folder.mkdir(exist_ok=True)
         torch.set_num_threads(threads_from_environment() or torch.get_num_threads())
         world = connected_world(device, sink=take_report)
-        outcome = _outcome(functools.partial(main, world, *args))
+        try:
+            outcome = RankOutcome(main(world, *args))
+        except SystemExit as left:
+            outcome = RankOutcome.of(left)
+            if not outcome.exited_cleanly:
+                raise
         world.close()
         outcome.save(folder, rank=rank)
     except BaseException as error:  # noqa: BLE001 - the launcher reports every exception that ended this rank
@@ -226,17 +230,6 @@ def _keep_lines_whole() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-
-
-def _outcome(main: Callable[[], Any]) -> RankOutcome:
-    """Return the outcome of `main`: its result, or a `sys.exit` with status 0. Other exceptions are raised."""
-    try:
-        return RankOutcome(main())
-    except SystemExit as left:
-        outcome = RankOutcome.of(left)
-        if outcome.exited_cleanly:
-            return outcome
-        raise
 
 
 def threads_from_environment() -> int | None:

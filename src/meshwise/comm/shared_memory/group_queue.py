@@ -333,7 +333,10 @@ class GroupQueue:
         """Do this rank's part of every call up to and including `number`."""
         while self._done <= number:
             if not self._due:
-                self._make_room(self._unposted[0])
+                call = self._unposted[0]  # its record is not free yet
+                for index in self.others:
+                    self._await_done(call, index, call.number - RECORDS_PER_QUEUE)
+                self._publish()
                 continue
             call = self._due[0]
             for index in call.needs:
@@ -342,12 +345,6 @@ class GroupQueue:
                     self._await(call, index, lambda: call.acted or self._is_there(index, call))  # noqa: B023
             if not call.acted:
                 self._act(call)
-
-    def _make_room(self, call: QueuedCall) -> None:
-        """Wait until the record for `call` is free on this rank's board, and post the call."""
-        for index in self.others:
-            self._await_done(call, index, call.number - RECORDS_PER_QUEUE)
-        self._publish()
 
     def _act(self, call: QueuedCall) -> None:
         """Do this rank's part of the next call. Raises RuntimeError while another thread does it."""

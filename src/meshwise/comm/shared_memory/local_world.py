@@ -48,9 +48,8 @@ class LocalWorld(World):
         return self._queues.host.slabs.empty(numel, dtype=dtype)
 
     def shared_empty(self, numel: int, *, dtype: torch.dtype, axes: Axes) -> Tensor | None:
-        """Return an uninitialized 1-D tensor in memory that all ranks along `axes` share; None for a group of one rank.
-        Every rank of the group calls this method. The memory is freed when no rank uses the tensor any more. Raises
-        OSError when the system refuses shared memory, RankLostError when a rank has ended."""
+        """Return a tensor as `World.shared_empty` does; None for a group of one rank. The memory is freed when no rank
+        uses it any more. Raises OSError when the system refuses shared memory, RankLostError when a rank has ended."""
         group, host = self.group(axes), self._queues.host
         if group.size == 1:
             return None

@@ -131,15 +131,13 @@ class Stage:
     """Stage `index` of the `count` stages of a model.
 
     `module` holds this stage's parameters under their names in the whole model. A tied parameter is a parameter of each
-    of its stages, and their gradients must be summed. `receives`: keys of the values from the stage before. `sends`:
-    keys of the values for the next stage."""
+    of its stages, and their gradients must be summed. `receives`: keys of the values from the stage before."""
 
     module: nn.Module
     index: int
     count: int
     state: StageForwardState
     receives: tuple[str, ...]
-    sends: tuple[str, ...]
 
     def run(
         self,
@@ -154,7 +152,7 @@ class Stage:
         `call(model)` runs the model on a micro-batch, as in `lambda model: loss(model(tokens), targets)`. `received` is
         the result of the stage before; its tensors that require gradients are leaves and get `.grad` in the backward.
         `shapes`: `state.shapes` of the stage before. `note_shapes`: add the outputs of this stage's pieces to a copy.
-        The last stage returns the result of `call`; any other stage returns a tree of tensors for every key in `sends`.
+        The last stage returns the result of `call`; any other stage returns a tree of tensors for each key it sends.
         Raises StageError when pieces run in another order than on the example of the cut."""
         self.state.start(received, shapes=shapes, note_shapes=note_shapes)
         try:
@@ -336,7 +334,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
             _release(piece, "_buffers", kept, like=like.get_submodule(name), prefix=name)
         piece.forward = PieceForward(piece, state=state)
     receives = cut.sends[index - 1] if index else ()
-    return Stage(module, index=index, count=cut.stages, state=state, receives=receives, sends=state.sends)
+    return Stage(module, index=index, count=cut.stages, state=state, receives=receives)
 
 
 def _release(module: nn.Module, table: str, kept: set[int], *, like: nn.Module, prefix: str = "") -> None:

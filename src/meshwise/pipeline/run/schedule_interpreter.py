@@ -98,7 +98,7 @@ Place = tuple[int, int]
 Header = tuple[Sequence[tuple[int, Any]], Mapping[str, Any]]
 """Start of a first message: (number, skeleton) for each sent value, and the shapes of pieces (`Stage.run`).
 
-The number is the index of the value in `Stage.sends`."""
+The number is the index of the value in `StageForwardState.sends`."""
 
 
 class ScheduleInterpreter:
@@ -274,7 +274,7 @@ class _ScheduleRun:
         key = (stage.index, self._jobs[index].shapes)
         if key not in self._agreed:
             self._agreed[key] = skeleton, stage.state.shapes
-            return [(stage.sends.index(name), value) for name, value in skeleton.items()], stage.state.shapes
+            return [(stage.state.sends.index(name), value) for name, value in skeleton.items()], stage.state.shapes
         agreed, _ = self._agreed[key]
         now, before = _description(skeleton), _description(agreed)
         for name in agreed:

@@ -33,9 +33,6 @@ from meshwise.base.tensor_tree import map_tensors, tensors
 Gradients: TypeAlias = Sequence[Tensor | None]
 """Gradient of each output of a node; None for an output without a gradient."""
 
-_REENTRANT = "CheckpointFunctionBackward"
-"""Node of torch's reentrant checkpoint: it runs a whole backward, which cannot be split."""
-
 
 class StageEntrance(torch.autograd.Function):
     """Identity for received leaves. The result is no leaf and no view, so a model may change it in place.
@@ -212,8 +209,8 @@ class _Graph:
 
     @property
     def is_reentrant(self) -> bool:
-        """True if a node of the graph is a reentrant checkpoint."""
-        return any(node.name() == _REENTRANT for node in self.nodes)
+        """True if a node is torch's reentrant checkpoint: it runs a whole backward, which cannot be split."""
+        return any(node.name() == "CheckpointFunctionBackward" for node in self.nodes)
 
     def above(self, starts: Iterable[Node], *, until: AbstractSet[Node] = frozenset()) -> tuple[set[Node], set[Node]]:
         """Search from `starts` towards the outputs, and stop at nodes of `until`.
