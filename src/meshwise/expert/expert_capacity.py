@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.expert.expert_parallel import SplitExperts
-from meshwise.expert.router_losses import OverTokens, module_around
+from meshwise.expert.router_losses import OverTokens, module_around, tokens_of_sample
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.find_mixtures import Mixture, find_mixtures, ruled_mixtures
 from meshwise.plan import Plan, PlanError
@@ -35,16 +35,8 @@ class ExpertCapacity:
         self._tokens = 0
 
     def _note_tokens(self, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
-        """Note the tokens of a sample before the module around the experts runs.
-
-        Raises ValueError unless it gets hidden states (samples, tokens, features)."""
-        hidden = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
-        if hidden.dim() != 3:
-            raise ValueError(
-                f"expert_capacity={self._capacity}: {type(module).__name__} got {tuple(hidden.shape)}, which does not "
-                "show the samples. Give it hidden states (samples, tokens, features), or leave the capacity out"
-            )
-        self._tokens = hidden.size(1)
+        """Note the tokens of a sample before the module around the experts runs."""
+        self._tokens = tokens_of_sample(module, arguments=(given, named), option=f"expert_capacity={self._capacity}")
 
     def _drop(self, experts: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Return the arguments of the experts without the dropped pairs."""

@@ -93,6 +93,19 @@ def module_around(name: str) -> str:
     return name.removesuffix(".base_layer").rpartition(".")[0]
 
 
+def tokens_of_sample(around: nn.Module, *, arguments: Any, option: str) -> int:
+    """Return the tokens of each sample that the module around experts gets; `option` is for the message.
+
+    Raises ValueError unless its first tensor is hidden states (samples, tokens, features)."""
+    shape = next(tensors(arguments)).shape
+    if len(shape) != 3:
+        raise ValueError(
+            f"{option}: {type(around).__name__} got {tuple(shape)}, which does not show the samples. Give it hidden "
+            f"states (samples, tokens, features), or leave {option.partition('=')[0]} out"
+        )
+    return shape[1]
+
+
 def router_of(module: nn.Module, *, name: str, experts: int) -> nn.Module | None:
     """Return the router beside the experts called `name`: the first module with a weight (experts, features)."""
     inside = set(module.get_submodule(name).modules())
@@ -137,9 +150,8 @@ class MixtureLoss:
         self._router.register_forward_hook(self._note_scores)
         module.get_submodule(name).register_forward_pre_hook(self._add, with_kwargs=True)
 
-    def _note_tokens(self, _around: nn.Module, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        hidden = next(tensors((given, named)))
-        self._tokens = hidden.size(1) if hidden.dim() > 2 else len(hidden)
+    def _note_tokens(self, around: nn.Module, *arguments: Any) -> None:
+        self._tokens = tokens_of_sample(around, arguments=arguments, option="router_losses")
 
     def _note_scores(self, _router: nn.Module, _given: Any, output: Any) -> None:
         """Note the scores (…, experts) in the output; Llama 4's router, whose experts get rows, returns them last."""
