@@ -50,7 +50,16 @@ def rehearsed(text: str, *, cut: CutOptions, **options: object) -> PlanFigures:
 
 @pytest.mark.parametrize(
     "text",
-    ["dp=4 ep=4 zero=3", "dp=4 ep=2 zero=1", "dp=2 tp=2 ep=2 etp=2 zero=2", "pp=2 dp=2 ep=2 microbatches=2", "dp=4"],
+    [
+        "dp=4 ep=4 zero=3",
+        "dp=4 ep=2 zero=1",
+        "dp=2x2 ep=2 zero=3",
+        "dp=2x2 ep=4 zero=1",
+        "dp=4 hpz=2 ep=2 zero=3",
+        "dp=2 tp=2 ep=2 etp=2 zero=2",
+        "pp=2 dp=2 ep=2 microbatches=2",
+        "dp=4",
+    ],
 )
 def test_no_bound_of_a_mixture_is_above_the_rehearsal(text: str) -> None:
     plan, names = Plan.parse(text), pieces().names

@@ -230,8 +230,9 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     if scheme is not None:
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
-    axes = plan.outer_axes, plan.sync_axes, plan.node_axes
-    storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch, plan.overlap_gather > 0)
+    outer, nodes = (plan.mesh().expand([axis]) for axis in ("outer", "node"))
+    rest = nodes, gather, plan.prefetch, plan.overlap_gather > 0
+    storage = StorageConfig(reduction, precision, tiers, outer, plan.sync_axes, *rest)
     task = MicrobatchTask(forward, loss or no_loss, call)
     policy.undo.push(casts.hook(module))
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
