@@ -83,6 +83,9 @@ def test_the_planner_tries_expert_parallelism_of_mixtures_alone() -> None:
         *((4, 2, ep, 2) for ep in (1, 4)),
         *((2, 4, ep, 4) for ep in (1, 2)),
     }
+    assert {(plan.dp, plan.shards, plan.ep) for plan in space.plans() if plan.pp == plan.tp == 1 and plan.shards} == {
+        (8, 4, ep) for ep in (1, 4, 8)
+    }
     assert {(plan.ep, plan.etp) for plan in dataclasses.replace(space, experts=1).plans()} == {(1, 1)}
     assert {plan.etp for plan in dataclasses.replace(space, fixed=parse_fixed("tp=4 etp=2")).plans()} == {2}
     assert {plan.ep for plan in dataclasses.replace(space, fixed=parse_fixed("dp=8 ep=2")).plans()} == {2}

@@ -144,6 +144,23 @@ def test_a_step_calls_what_the_formula_says(zero: int) -> None:
     )
 
 
+@pytest.mark.threads("ranks of a host that share memory gather no parameters", or_gpus=True)
+@pytest.mark.parametrize("plan, axes", [("dp=4 hpz=2 ep=2", "dp_node"), ("dp=8 hpz=4 ep=2", "dp_node·dp_shard")])
+def test_ranks_of_a_node_divide_the_second_copy_of_the_same_experts(plan: str, axes: str) -> None:
+    """All ranks with the same experts gather them once a step; later gathers stay in the node."""
+    m, layers, ep = 3, 2, 2
+    counts, table, _ = run(
+        Plan.parse(f"{plan} zero=3").mesh().size, counted, args=(f"{plan} zero=3 microbatches={m}",)
+    )[0]
+    size = sum(row.numel for row in table.rows if ".experts." in row.name) * 8 // ep
+    found = {name: each for name, each in counts.items() if name in (f"all_gather[{axes}]", "all_gather[dp_shard]")}
+    later = ((2 * m - 1) * layers, (2 * m - 1) * size)
+    assert found == {
+        f"all_gather[{axes}]": (layers, size),
+        **({"all_gather[dp_shard]": later} if "shard" in axes else {}),
+    }
+
+
 @pytest.mark.threads("a rehearsal gathers what ranks of a host share", or_gpus=True)
 @pytest.mark.parametrize("plan", ["dp=2x4 ep=2 zero=2 microbatches=2", "dp=4x2 ep=4 zero=3", "dp=4 hpz=2 ep=2 zero=3"])
 def test_a_rehearsal_makes_the_calls_of_a_step(plan: str) -> None:

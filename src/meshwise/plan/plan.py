@@ -276,9 +276,8 @@ class Plan:
 
         With `server`, the last ranks of dp are the servers.
 
-        `ep`, `etp`, `outer` and `node` are joint axes of these; an axis of which they take a part becomes several axes.
-        Ranks along `outer` hold replicas of the same shards. Along `node` they hold copies of the same part of the
-        second copy (`hpz`)."""
+        `ep`, `etp`, `outer` and `node` are joint axes. An axis that they take in part becomes several axes. Ranks along
+        `outer` hold replicas of the same shards. Ranks along `node` hold the same part of a second copy (`hpz`)."""
         if self.dp is None:
             raise ValueError(f"the plan '{self}' has no mesh yet: resolve(world_size) fills in dp=auto")
         mesh = self._folded()
