@@ -67,6 +67,7 @@ def test_adapters_of_experts_train_as_on_one_process(family: str, plan: str) -> 
 def trained_twice(world: World, plan: str) -> Any:
     trainer = made(world, family="Mixtral", plan=plan)
     steps = copy.deepcopy(outcome(trainer, batches=mixtures.batches()))  # the last parameters are those of the model
+    trainer.world.barrier(axes=["dp"])  # which the ranks share
     with torch.no_grad():
         trainer.model.get_parameter("base_model.model.model.norm.weight").mul_(2)
     message = ""
