@@ -14,9 +14,11 @@ from expert.test_storage import trainer_of
 from grid import Grid
 from joined_worlds import holds_together
 from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
+from meshwise.optim import LAMB
 from meshwise.plan import Plan
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
-from meshwise.testing import Counts, agree, alone, count, run
+from meshwise.testing import Counts, agree, alone, count, outcome, run
 
 RANKS = (
     "dp=2x2 ep=2",
@@ -72,6 +74,21 @@ def test_a_second_copy_of_experts_is_one_process(plan: str) -> None:
 )
 def test_experts_in_groups_go_with_other_keys(plan: str) -> None:
     check(plan, "top-2")
+
+
+@pytest.mark.parametrize("plan", ["dp=2x2 ep=2 zero=3", "dp=2x2 ep=4 zero=1"])
+def test_an_optimizer_of_norms_counts_each_expert_once(plan: str) -> None:
+    given = {**training(), "optimizer": LAMB}
+
+    def main(world: World) -> Any:
+        trainer = parallelize(lambda: build("top-2", tied=False), plan, world=world, **given)
+        steps = outcome(trainer, batches=batches())
+        trainer.close()
+        return steps
+
+    expected = alone(lambda: build("top-2", tied=False), batches=batches(), **given)
+    for steps in run(4, main):
+        agree(steps, expected, bound=1e-9)
 
 
 @pytest.mark.parametrize(
