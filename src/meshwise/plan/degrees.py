@@ -57,7 +57,7 @@ def folded_mesh(axes: Sequence[tuple[str, int]], *, ep: int, etp: int, shards: i
     missing = {"etp": etp, "ep": ep}
     taken: dict[str, tuple[str, ...]] = dict.fromkeys(("ep", "etp", "node", "outer"), ())
     for name, degree in reversed(axes):
-        spans, size = dict[str, tuple[int, int]](), 1  # each from so many innermost ranks of the axis up to so many
+        spans, size = dict[str, tuple[int, int]](), 1  # a part begins and ends after so many innermost ranks
         for key in missing if name == axes[-1][0] else ("ep",):
             share = math.gcd(degree // size, missing[key]) if name in AXES[1:] else 1
             missing[key] //= share
