@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data_parallel.test_collective_counts import TOTALS, padded
-from expert.test_agreement import batches, build, check, loss, training
+from expert.test_agreement import batches, build, check, training
 from expert.test_storage import trainer_of
 from grid import Grid
 from joined_worlds import holds_together
@@ -17,6 +17,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.optim import LAMB
 from meshwise.plan import Plan
+from meshwise.reference import next_token_loss
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.testing import Counts, agree, alone, count, outcome, run
 
@@ -185,7 +186,9 @@ def test_a_rehearsal_makes_the_calls_of_a_step(plan: str) -> None:
     found = count(
         call.record
         for part in rehearse(
-            RehearsalSubject(subject, loss, batches()[0], options=training()["options"]), plan=plan, ranks=size
+            RehearsalSubject(subject, next_token_loss, batches()[0], options=training()["options"]),
+            plan=plan,
+            ranks=size,
         ).step(0)
         for call in part.calls()
     )
