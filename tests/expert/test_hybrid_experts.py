@@ -36,7 +36,7 @@ HYBRID = Grid(
         "ranks": (*RANKS, *WIDE),
         "zero": (1, 2, 3),
         "rest": ("", "microbatches=3", "recompute=full microbatches=2"),
-        "kind": ("top-2", "biased and balanced", "5 experts"),
+        "kind": ("top-2", "biased", "5 experts"),
         "tied": (False, True),
     },
     cost=lambda cell: Plan.parse(f"{cell['ranks']} zero=1").mesh().size,
