@@ -6,6 +6,7 @@ whole file, `write_png` writes a PNG with matplotlib. `html_document` and `html_
 `ticks` and `text_width` help to arrange shapes."""
 
 import math
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -13,47 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
 
-COLORS: Mapping[str, tuple[str, str]] = {
-    # what a rank computes; every second stage of a rank in a lighter tone
-    "forward": ("#6a9fe0", "#5b93d8"),
-    "forward-2": ("#a9c9f2", "#8db6ea"),
-    "backward": ("#62b384", "#56a878"),
-    "backward-2": ("#a5d6b8", "#8ccba5"),
-    "input": ("#4fb3b9", "#47a7ad"),
-    "input-2": ("#9ad6d9", "#82c9cd"),
-    "weights": ("#e3b341", "#d9a93a"),
-    "weights-2": ("#f0d591", "#e8cb80"),
-    "update": ("#9b7fd4", "#9277cf"),
-    "between": ("#b9b2c9", "#6d6780"),
-    "wait": ("#e2645a", "#e46a60"),
-    "collective": ("#8390a5", "#7c899f"),
-    "message": ("#c28f5c", "#b58453"),
-    "tier": ("#c06fa5", "#b5669a"),
-    # what memory is for
-    "parameters": ("#5585cf", "#5b8ad6"),
-    "gathered": ("#9fc2ef", "#8fb6e8"),
-    "gradients": ("#62b384", "#56a878"),
-    "optimizer": ("#9b7fd4", "#9277cf"),
-    "reduction": ("#7fa6a0", "#6f9993"),
-    "activations": ("#eda34f", "#e29a48"),
-    "staging": ("#c06fa5", "#b5669a"),
-    "communication": ("#8390a5", "#7c899f"),
-    # nodes, one after the other
-    "node-0": ("#bcd4f5", "#2f4d78"),
-    "node-1": ("#c6e6d2", "#2c5a41"),
-    "node-2": ("#f6dfae", "#66501c"),
-    "node-3": ("#dccdf3", "#4b3a73"),
-    "node-4": ("#f5c8c3", "#733a34"),
-    "node-5": ("#c3e5e7", "#255659"),
-    # lines, text and backgrounds
-    "ink": ("#1d232c", "#e6e9ee"),
-    "inside": ("#10203a", "#0b1220"),
-    "faint": ("#5d6673", "#a2abb8"),
-    "grid": ("#e3e6eb", "#2a3038"),
-    "ground": ("#ffffff", "#14181e"),
-    "row": ("#f5f6f8", "#1b2027"),
-    "limit": ("#c9372c", "#ff7d72"),
-}
+_FILES = resources.files("meshwise.view")
+COLORS: Mapping[str, tuple[str, str]] = tomllib.loads(_FILES.joinpath("colors.toml").read_text(encoding="utf-8"))
 """Colours (on a light, on a dark screen) by paint: a paint is the name of a colour. `UNSEEN` has none."""
 UNSEEN = "gap"
 """Paint of invisible bars, which show their name when pointed at."""
@@ -70,11 +32,7 @@ def style() -> str:
         f":root{{color-scheme:light dark;{light}}}\n"
         f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
         f"{fills}\n{lines}\n"
-        ".picture .bars{stroke:var(--ground);stroke-width:.5;vector-effect:non-scaling-stroke}\n"
-        ".picture .plot:not(.near) .fine{stroke:none}\n"
-        f".picture .{UNSEEN}{{fill:transparent;stroke:none}}\n"
-        ".picture .line{stroke-width:1;vector-effect:non-scaling-stroke}.picture .line.limit{stroke-dasharray:5 4}\n"
-        ".picture text{font-family:system-ui,-apple-system,'Segoe UI',sans-serif;dominant-baseline:central}\n"
+        f"{_FILES.joinpath('picture.css').read_text(encoding='utf-8')}"
     )
 
 
@@ -306,15 +264,18 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 def html_document(body: str, *, title: str) -> str:
     """Return an HTML page with the HTML text `body`, which loads no other files."""
-    name, files = escape(title), resources.files("meshwise.view")
+    name, page = (
+        escape(title),
+        {end: _FILES.joinpath(f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js")},
+    )
     head = (
         f'<meta charset="utf-8"><title>{name}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><link rel="icon" href="data:,">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{style()}{files.joinpath('page.css').read_text(encoding='utf-8')}</style>"
+        f"<style>{style()}{page['css']}</style>"
     )
-    script = f"<script>{files.joinpath('page.js').read_text(encoding='utf-8')}</script>"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body><main>{body}</main>{script}</body></html>\n'
+    main = f"<main>{body}</main><script>{page['js']}</script>"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{main}</body></html>\n'
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
