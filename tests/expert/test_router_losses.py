@@ -212,7 +212,7 @@ def test_verify_trains_both_sides_with_losses_of_routers() -> None:
         ({"balence": 1.0}, "dp=1", "router_losses has no key 'balence'; the keys are balance, z, over"),
         ({"balance": -1.0}, "dp=1", r"router_losses: balance=-1\.0 is no weight; write balance=0\.01"),
         ({"z": 1.0, "over": "tokens"}, "dp=1", "over='tokens' is neither sequence nor batch; write over=sequence"),
-        (LOSSES, "tp=2 sequence_parallel=1", r"gives a router a part of them.* works: 'tp=2'"),
+        (LOSSES, "tp=2 sequence_parallel=1", r"router_losses counts all tokens of a sample.* works: 'tp=2'"),
     ],
 )
 def test_wrong_losses_say_what_to_change(losses: Mapping[str, Any], plan: str, message: str) -> None:

@@ -37,7 +37,7 @@ from meshwise.engine.schedule_and_cut import cut_source, cutter, plan_schedule
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
-from meshwise.expert.expert_capacity import check_capacity, limit_experts
+from meshwise.expert.expert_capacity import check_expert_options, limit_experts
 from meshwise.expert.expert_parallel import expert_parallel
 from meshwise.expert.router_losses import RouterLosses
 from meshwise.expert.router_updates import RouterUpdates
@@ -206,11 +206,11 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     if plan.asynchronous and world.device.type == "cuda":
         raise PlanError(f"staleness={plan.staleness} needs ranks on CPUs: GPUs cannot wait for any of several messages")
     losses = RouterLosses.of(options.router_losses)
-    losses.check(module, plan=plan)
+    capacity, rules = options.expert_capacity, options.tensor_rules
+    check_expert_options(module, capacity=capacity, losses=losses, plan=plan, rules=rules)
     routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device, losses=losses)
     routers.prepare(module)
     precision, scheme = options.precision or precision_of(plan), _scheme(plan, options, module=module, routers=routers)
-    check_capacity(module, capacity=options.expert_capacity, plan=plan, rules=options.tensor_rules)
     tiers = Tiers(plan.tiers, streams=world.streams, swap=options.swap)
     tier = activation_tier(plan.tiers.activations, streams=world.streams, swap=options.swap, transfers=options.saving)
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.expert.expert_parallel import SplitExperts
-from meshwise.expert.router_losses import OverTokens, module_around, tokens_of_sample
+from meshwise.expert.router_losses import OverTokens, RouterLosses, module_around, router_of, tokens_of_sample
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.find_mixtures import Mixture, find_mixtures, ruled_mixtures
 from meshwise.plan import Plan, PlanError
@@ -87,23 +87,31 @@ def limit_experts(
         experts.register_forward_pre_hook(own._drop, with_kwargs=True)
 
 
-def check_capacity(module: nn.Module, *, capacity: float | None, plan: Plan, rules: Mapping[str, str] | None) -> None:
-    """Raise PlanError for a capacity with which the plan or the model cannot work; None: no limit."""
-    if capacity is None:
-        return
-    if not 0 < capacity < math.inf:
+def check_expert_options(
+    module: nn.Module, *, capacity: float | None, losses: RouterLosses, plan: Plan, rules: Mapping[str, str] | None
+) -> None:
+    """Raise PlanError for a capacity or losses of routers with which the plan or the model cannot work."""
+    if capacity is not None and not 0 < capacity < math.inf:
         raise PlanError(f"expert_capacity={capacity} is no number above 0. Leave it out to drop no token, or give 1.25")
-    mixtures = {**find_mixtures(module), **ruled_mixtures(module, rules=rules)}
+    given = [f"expert_capacity={capacity}"] * (capacity is not None) + ["router_losses"] * bool(losses)
+    mixtures = {**find_mixtures(module), **ruled_mixtures(module, rules=rules)} if given else {}
     called = [name for name, mixture in mixtures.items() if mixture.form == "called"]
-    if not mixtures:
-        raise PlanError(f"expert_capacity={capacity}: {type(module).__name__} has no mixture of experts. Leave it out")
-    if called:
-        raise PlanError(
-            f"expert_capacity={capacity}: {called[0]} calls its experts with rows that do not show their samples. "
-            "Leave it out; Switch Transformers and NLLB have expert_capacity in their own configuration"
-        )
-    if plan.sequence_parallel:
-        raise PlanError(
-            f"expert_capacity={capacity} counts all tokens of a sample, and the plan '{plan}' splits them. Nearest "
-            f"that works: '{dataclasses.replace(plan.with_whole_experts, sequence_parallel=0)}'"
-        )
+    for option in given:
+        if not mixtures:
+            raise PlanError(f"{option}: {type(module).__name__} has no mixture of experts. Leave it out")
+        if called:
+            raise PlanError(
+                f"{option}: {called[0]} calls its experts with rows that do not show their samples. Leave it out; "
+                "Switch Transformers and NLLB have a capacity in their own configuration, and return losses"
+            )
+        if plan.sequence_parallel:
+            raise PlanError(
+                f"{option} counts all tokens of a sample, and the plan '{plan}' splits them. Nearest that works: "
+                f"'{dataclasses.replace(plan.with_whole_experts, sequence_parallel=0)}'"
+            )
+    for name, mixture in mixtures.items() if losses else ():
+        if router_of(module, name=name, experts=mixture.experts) is None:
+            raise PlanError(
+                f"router_losses: no module beside {name} has a weight of ({mixture.experts}, features), by which a "
+                "router is found. Leave it out, or give the router such a weight"
+            )

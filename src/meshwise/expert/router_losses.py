@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.autograd_collectives import uncompiled
-from meshwise.model.find_mixtures import Mixture, find_mixtures
-from meshwise.plan import Plan, PlanError
+from meshwise.model.find_mixtures import Mixture
 
 SHARES = "expert_shares"
 """Name of a router's buffer (experts,): the parts of the choices that the experts got in the step before."""
@@ -60,32 +59,15 @@ class RouterLosses:
     def __bool__(self) -> bool:
         return bool(self.balance or self.z)
 
+    @property
+    def needs_shares(self) -> bool:
+        """True if the balance loss takes the shares of the experts in the step before."""
+        return bool(self.balance) and self.over == "batch"
+
     def total(self, scores: Tensor, *, shares: Tensor) -> Tensor:
         """Return the weighted sum over all tokens: a scalar. `scores`: (…, experts); `shares` broadcasts to them."""
         balance = scores.size(-1) * (shares * scores.softmax(-1)).sum(-1) if self.balance else 0.0
         return (self.balance * balance + self.z * scores.logsumexp(-1).square()).sum()
-
-    def check(self, module: nn.Module, *, plan: Plan) -> None:
-        """Raise PlanError if the plan or the model cannot have these losses."""
-        mixtures = find_mixtures(module)
-        if self and not mixtures:
-            raise PlanError(f"router_losses: {type(module).__name__} has no mixture of experts; leave them out")
-        for name, mixture in mixtures.items() if self else ():
-            if mixture.form == "called":
-                raise PlanError(
-                    f"router_losses: {name} calls its experts with rows that do not show what the router chose. Leave "
-                    "router_losses out, and add the losses that the model returns in your loss"
-                )
-            if router_of(module, name=name, experts=mixture.experts) is None:
-                raise PlanError(
-                    f"router_losses: no module beside {name} has a weight of ({mixture.experts}, features), by which a "
-                    "router is found. Leave router_losses out, or give the router such a weight"
-                )
-        if self and plan.sequence_parallel:
-            raise PlanError(
-                f"router_losses need all tokens of a sequence, and '{plan}' gives a router a part of them. Nearest "
-                f"that works: '{dataclasses.replace(plan, sequence_parallel=0)}'"
-            )
 
 
 def module_around(name: str) -> str:
@@ -165,7 +147,7 @@ class MixtureLoss:
         if scores is None or not experts.training:
             return None
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).view(-1, self._tokens, scores.size(-1))
-        if self._losses.over == "batch":
+        if self._losses.needs_shares:
             assert self._router is not None
             shares = self._router.get_buffer(SHARES).to(wide.dtype)
         else:

@@ -70,14 +70,12 @@ class RouterUpdates:
 
         ERNIE 4.5 and Laguna have biases that are parameters without gradient. Raises ValueError if the rate is below 0,
         or if there is a rate and no router of the model has a bias."""
-        over_batch = self.losses.balance and self.losses.over == "batch"
-        for name, mixture in find_mixtures(module).items() if over_batch else ():
+        for name, mixture in find_mixtures(module).items():
             beside = router_of(module, name=name, experts=mixture.experts)
-            if beside is not None and SHARES not in beside._buffers:
+            if beside is not None and self.losses.needs_shares and SHARES not in beside._buffers:
                 dtype = torch.promote_types(beside.get_parameter("weight").dtype, torch.float32)
                 beside.register_buffer(SHARES, torch.full((mixture.experts,), 1 / mixture.experts, dtype=dtype))
-        for name in find_mixtures(module) if self._rate else ():
-            for router in module.get_submodule(module_around(name)).modules():
+            for router in module.get_submodule(module_around(name)).modules() if self._rate else ():
                 if BIAS in router._parameters and not router.get_parameter(BIAS).requires_grad:
                     bias = router.get_parameter(BIAS)
                     del router._parameters[BIAS]
