@@ -30,7 +30,7 @@ from meshwise.tensor.detect.assign_tp_roles import planned_roles
 BLOCKS = 8
 _CONFIGURATIONS: Mapping[str, str] = vars(configuration_auto)["CONFIG_MAPPING_NAMES"]
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "encoder_layers", "decoder_layers", "num_decoder_layers")
-_GIVEN: Mapping[str, Mapping[str, Any]] = {
+GIVEN: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8},
     "lfm2_moe": {"num_hidden_layers": BLOCKS, "layer_types": ["conv", "full_attention"] * (BLOCKS // 2)},
@@ -108,7 +108,7 @@ def main() -> None:
     for name, configuration, kind in families(only):
         try:
             with torch.device("meta"):
-                model = kind(small(configuration(**_GIVEN.get(name, {}))))
+                model = kind(small(configuration(**GIVEN.get(name, {}))))
         except Exception as error:  # noqa: BLE001 -- a configuration whose defaults build no model
             print(f"{name:24} not built: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
             sums["not built"] += 1

@@ -439,7 +439,6 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.reference.gpt.next_token_loss": 2,
     "meshwise.train.objects_by_name.answer_loss": 2,
     "meshwise.train.global_batches.without_targets": 2,
-    "meshwise.reference.mixture_gpt.balanced_loss": 2,
     "meshwise.train.objects_by_name.mean_squared_error": 2,
 }
 """How many arguments a public function may take by position, where it is more than one, and why."""

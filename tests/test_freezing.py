@@ -19,7 +19,6 @@ from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.optim import LAMB, LARS, Muon, OneBitAdam, Several, parameter_rule, whole
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss
-from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.testing import agree, run
 
 CLIP, STEPS = 0.5, 6
@@ -102,36 +101,37 @@ def built(kind: Any, arguments: dict[str, Any], model: nn.Module) -> torch.optim
     return optimizer
 
 
-def plain_steps(model: nn.Module, optimizer: str, loss: Any = next_token_loss) -> Iterator[Tensor]:
+def plain_steps(model: nn.Module, optimizer: str) -> Iterator[Tensor]:
     """Train with plain torch, and yield the norm of each step after its update."""
     update = built(*OPTIMIZERS[optimizer], model)
     for number in range(STEPS):
         set_trained(model, number)
         update.zero_grad(set_to_none=True)
-        total, count = loss(model(tokens(number)[0]), tokens(number))
+        total, count = next_token_loss(model(tokens(number)[0]), tokens(number))
         (total / count).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         update.step()
         yield norm
 
 
-def numbers(model: Callable[[], nn.Module], optimizer: str, loss: Any) -> dict[str, Any]:
+def numbers(model: Callable[[], nn.Module], optimizer: str) -> dict[str, Any]:
     """Return norms and parameters of plain torch."""
     single = copied(model)
-    norms = list(plain_steps(single, optimizer, loss))
+    norms = list(plain_steps(single, optimizer))
     return {"norms": torch.stack(norms), **{name: value.detach() for name, value in single.named_parameters()}}
 
 
 @functools.cache
 def plain(optimizer: str) -> dict[str, Any]:
-    return numbers(made, optimizer, next_token_loss)
+    return numbers(made, optimizer)
 
 
 def trainer(world: World, plan: str, optimizer: str = "adamw", **settings: Any) -> Trainer:
-    model, loss = settings.pop("model", made), settings.pop("loss", next_token_loss)
+    model = settings.pop("model", made)
     kind, arguments = OPTIMIZERS[optimizer]
     options = Options(clip_norm=CLIP, example=tokens(0), **settings)
-    return parallelize(copied(model), plan, world=world, loss=loss, optimizer=kind, options=options, **arguments)
+    given = {"optimizer": kind, "options": options, **arguments}
+    return parallelize(copied(model), plan, world=world, loss=next_token_loss, **given)
 
 
 def parameters(training: Trainer) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def test_parameters_that_are_turned_off_and_on_train_as_in_torch(
 
 def mixture() -> nn.Module:
     torch.manual_seed(0)
-    shape = MixtureConfig(vocabulary=16, context=8, layers=2, heads=2, width=8, mlp_ratio=2, experts=4, balance=0.01)
+    shape = MixtureConfig(vocabulary=16, context=8, layers=2, heads=2, width=8, mlp_ratio=2, experts=4)
     return MixtureGPT(shape).double()
 
 
@@ -175,10 +175,10 @@ def test_experts_are_turned_off_and_on(plan: str) -> None:
     built_once = mixture()
 
     def main(world: World) -> Any:
-        training = trainer(world, plan, model=lambda: built_once, loss=balanced_loss)
+        training = trainer(world, plan, model=lambda: built_once)
         return {"norms": torch.tensor(steps(training), dtype=torch.float64), **parameters(training)}
 
-    expected = numbers(lambda: built_once, "adamw", balanced_loss)
+    expected = numbers(lambda: built_once, "adamw")
     for one in run(ranks(plan), main):
         agree(one, expected, bound=1e-9)
 

@@ -22,6 +22,7 @@ from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld, run_thr
 from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_capacity import limit_experts
+from meshwise.expert.router_losses import RouterLosses
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.memory.recompute_modes import saved_bytes_hook
 from meshwise.model.deferred_init import build_with_values, install
@@ -102,7 +103,8 @@ class ReferenceRun:
         self._loss = loss
         self._device = torch.device("cpu") if device is None else device
         self.model = build_whole(model, seed=self._options.seed).to(self._device)
-        self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device)
+        losses = RouterLosses.of(self._options.router_losses)
+        self._routers = RouterUpdates(rate=self._options.expert_bias_rate, device=self._device, losses=losses)
         self._routers.prepare(self.model)
         rule = self._options.parameter_options or default_options(optimizer, module=self.model) or matrices_decay
         self._precision = self._options.precision or Precision()
@@ -140,6 +142,7 @@ class ReferenceRun:
         self.model.zero_grad()
         self._routers.begin()
         total, counted = self._run(batch)
+        total, self._routers.scale = total + self._routers.loss, 1 / counted
         with self.draws.running(SampleRows(0, row_count(batch)), again=True):
             (total / counted).backward()
         self._steps += 1

@@ -18,7 +18,6 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
-from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.testing import agree, run
 
 VOCABULARY, CONTEXT, ROWS = 16, 4, (7, 2)
@@ -29,10 +28,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "noisy": {"routing": "noisy", "dropout": 0.2},
     "expert-choice": {"routing": "expert-choice"},
     "biased": {"routing": "biased"},
-    "balance": {"balance": 0.1},
-    "balance over the batch": {"balance": 0.3, "balance_over": "batch"},
-    "biased and balanced": {"routing": "biased", "balance": 0.3, "balance_over": "batch"},
-    "z-loss": {"z_loss": 0.1},
     "5 experts": {"experts": 5},
 }
 
@@ -42,10 +37,6 @@ def build(kind: str, *, tied: bool) -> nn.Module:
     return MixtureGPT(MixtureConfig(**{**sizes, "experts": 4, "tied": tied, **KINDS[kind]})).double()
 
 
-def loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    return next_token_loss(output, batch) if isinstance(output, Tensor) else balanced_loss(output, batch)
-
-
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     drawn = [torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator) for rows in ROWS]
@@ -53,11 +44,11 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def training(kind: str = "top-2", *, cp: int = 1) -> dict[str, Any]:
-    whole = cp > 1 and kind in ("balance", "expert-choice")  # these routers compare or average the tokens of a sequence
+    whole = cp > 1 and kind == "expert-choice"  # such a router compares the tokens of a sequence
     rules = {"blocks.*.mlp": "tokens whole"} if whole else None
     rate = 0.02 if KINDS[kind].get("routing") == "biased" else 0.0
     options = Options(clip_norm=0.5, example=batches()[0], tensor_rules=rules, expert_bias_rate=rate)
-    return {"loss": loss, "options": options, "lr": 1e-2, "weight_decay": 0.1}
+    return {"loss": next_token_loss, "options": options, "lr": 1e-2, "weight_decay": 0.1}
 
 
 @functools.cache
@@ -201,18 +192,3 @@ DISPATCH = Grid(
 @pytest.mark.grid(DISPATCH)
 def test_every_dispatch_is_one_process(ranks: str, zero: int, dispatch: str, chunk: int, kind: str, rest: str) -> None:
     check(f"{ranks} zero={zero} dispatch={dispatch} chunk={chunk} {rest}", kind)
-
-
-@pytest.mark.parametrize("plan, kind", [("cp=2", "z-loss"), ("dp=2 cp=2 ep=4", "balance over the batch")])
-def test_losses_of_tokens_are_those_of_one_process_with_split_tokens(plan: str, kind: str) -> None:
-    check(plan, kind)
-
-
-def test_losses_of_a_part_of_the_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"losses of \(7, 2\) for targets of \(7, 4\).* Use sequence_parallel=0"):
-        check("tp=2 sequence_parallel=1", "z-loss")
-
-
-def test_a_balanced_loss_of_a_model_without_router_losses_says_what_to_change() -> None:
-    with pytest.raises(TypeError, match=r"no losses of routers; give it balance=0.01"):
-        balanced_loss(torch.zeros(2, 3, 8), (torch.zeros(2, 3), torch.zeros(2, 3)))  # type: ignore[arg-type]

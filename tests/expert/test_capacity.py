@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from expert import mixtures_of_transformers as hugging_face
-from expert.test_agreement import VOCABULARY, batches, build, loss, training
+from expert.test_agreement import VOCABULARY, batches, build, training
 from expert.test_called_experts import build as build_called
 from expert.test_called_experts import training as training_of_called
 from last_outcome import alone, outcome
@@ -20,7 +20,7 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.expert.expert_capacity import limit_experts
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.plan import Plan, PlanError
-from meshwise.reference import GPT, GPTConfig, MixtureConfig
+from meshwise.reference import GPT, GPTConfig, MixtureConfig, next_token_loss
 from meshwise.testing import agree, run
 from meshwise.verify import verify
 
@@ -127,7 +127,9 @@ def test_the_first_tokens_of_a_sample_are_kept(form: str) -> None:
 
 def test_a_capacity_is_in_the_report_and_refused_where_samples_are_not_seen() -> None:
     given = limited(training(), 0.5)
-    report = verify(functools.partial(build, "top-2", tied=False), loss, batches(), "dp=2 ep=2", **without_loss(given))
+    report = verify(
+        functools.partial(build, "top-2", tied=False), next_token_loss, batches(), "dp=2 ep=2", **without_loss(given)
+    )
     assert report.ok, report.verdict
     assert any("expert_capacity=0.5 drops tokens on both sides: another model" in note for note in report.notes)
 

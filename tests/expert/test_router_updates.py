@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from expert.mixtures_of_transformers import batches as tokens_of_transformers
 from expert.mixtures_of_transformers import build as hugging_face
 from expert.mixtures_of_transformers import check, settings
-from expert.test_agreement import build, loss
+from expert.test_agreement import build
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
+from meshwise.expert.router_losses import RouterLosses
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.plan import Plan, PlanError
-from meshwise.reference import GPT, GPTConfig
+from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, run
 
 RATE = 0.02
@@ -30,36 +31,36 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(rows[:, :-1], rows[:, 1:]) for rows in (tokens[:7], tokens[7:])]
 
 
-def trainer_of(world: World, plan: str, kind: str, rate: float = RATE) -> Trainer:
-    options = Options(expert_bias_rate=rate, example=batches()[0])
-    return parallelize(
-        functools.partial(build, kind, tied=False), plan, world=world, loss=loss, options=options, lr=0.1
-    )
+def trainer_of(world: World, plan: str, kind: str, *, rate: float = RATE, shares: bool = False) -> Trainer:
+    losses = {"balance": 0.3, "over": "batch"} if shares else {}
+    options = Options(expert_bias_rate=rate, router_losses=losses, example=batches()[0])
+    model = functools.partial(build, kind, tied=False)
+    return parallelize(model, plan, world=world, loss=next_token_loss, options=options, lr=0.1)
 
 
-def buffers(world: World, plan: str, kind: str, folder: Path | None) -> dict[str, Tensor]:
+def buffers(world: World, plan: str, shares: bool, folder: Path | None) -> dict[str, Tensor]:
     """Return the buffers after two steps, each with an evaluation before; with `folder`, of another trainer each."""
-    trainer = trainer_of(world, plan, kind)
+    trainer = trainer_of(world, plan, "biased", shares=shares)
     for batch in batches():
         trainer.evaluate([batches()[0]])
         trainer.step(batch)
         if folder is not None:
-            trainer.save(folder / f"{kind}-{plan}")
+            trainer.save(folder / plan)
             trainer.close()
-            trainer = trainer_of(world, plan, kind)
-            trainer.load(folder / f"{kind}-{plan}")
+            trainer = trainer_of(world, plan, "biased", shares=shares)
+            trainer.load(folder / plan)
     found = {name: value.clone() for name, value in trainer.full_buffers()}
     trainer.close()
     return found
 
 
 @functools.cache
-def counted(kind: str) -> dict[str, list[Tensor]]:
+def counted(shares: bool) -> dict[str, list[Tensor]]:
     """Return the tokens of each expert by layer, in two steps on one process, counted at the output of the router."""
     counts: dict[str, list[Tensor]] = {}
 
     def main(world: World) -> None:
-        trainer = trainer_of(world, "dp=1", kind)
+        trainer = trainer_of(world, "dp=1", "biased", shares=shares)
         for name, module in trainer.model.named_modules():
             if name.endswith("router"):
                 count = lambda _module, _given, out, name=name: counts.setdefault(name, []).append(  # noqa: E731
@@ -73,25 +74,26 @@ def counted(kind: str) -> dict[str, list[Tensor]]:
     return counts
 
 
-@pytest.mark.parametrize("kind", ["biased", "biased and balanced"])
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_buffers_follow_the_load_of_the_whole_batch(kind: str, plan: str, tmp_path: Path) -> None:
+def test_buffers_follow_the_load_of_the_whole_batch(shares: bool, plan: str, tmp_path: Path) -> None:
     folder = tmp_path if plan == PLANS[1] else None
-    for found in run(Plan.parse(plan).mesh().size, buffers, args=(plan, kind, folder)):
-        for name, (first, second) in counted(kind).items():
+    for found in run(Plan.parse(plan).mesh().size, buffers, args=(plan, shares, folder)):
+        for name, (first, second) in counted(shares).items():
             bias = sum(RATE * (load.double().mean() - load).sign() for load in (first, second))
             agree(found[f"{name}.e_score_correction_bias"], bias, bound=1e-12)
-            if kind != "biased":
-                agree(found[f"{name}.expert_shares"], second.double() / second.sum(), bound=1e-12)
+            if shares:
+                agree(found[f"{name}.scores.expert_shares"], second.double() / second.sum(), bound=1e-12)
 
 
 def test_a_step_without_tokens_leaves_the_buffers() -> None:
-    model = build("biased and balanced", tied=False)
+    model = build("biased", tied=False)
+    updates = RouterUpdates(rate=RATE, device=torch.device("cpu"), losses=RouterLosses(balance=0.3, over="batch"))
+    updates.prepare(model)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    updates = RouterUpdates(rate=RATE, device=torch.device("cpu"))
     updates.follow(model)
     updates.update()
-    assert before
+    assert len(before) == 4
     assert all(model.get_buffer(name).equal(buffer) for name, buffer in before.items())
 
 
@@ -116,15 +118,16 @@ def test_biases_of_a_model_of_transformers_move_and_a_skipped_step_leaves_them(f
 
 
 def test_a_rate_without_a_bias_and_replicas_that_differ_are_refused() -> None:
+    options = Options(expert_bias_rate=RATE)
     with pytest.raises(ValueError, match="no router of GPT has a buffer e_score_correction_bias"):
-        run(1, lambda world: parallelize(plain, "dp=1", world=world, loss=loss, options=Options(expert_bias_rate=RATE)))
+        run(1, lambda world: parallelize(plain, "dp=1", world=world, loss=next_token_loss, options=options))
     with pytest.raises(ValueError, match=r"no router of MixtureGPT has a buffer .* has it with routing=biased"):
         run(1, lambda world: trainer_of(world, "dp=1", "top-2"))
     with pytest.raises(ValueError, match=r"expert_bias_rate=-0\.1 would move tokens to the busiest experts"):
         run(1, lambda world: trainer_of(world, "dp=1", "biased", rate=-0.1))
     message = "expert_shares of the router beside blocks.0.mlp.experts .*use sync=step"
     with pytest.raises(PlanError, match=message):
-        run(2, lambda world: trainer_of(world, "dp=2 sync=local every=2", "balance over the batch", rate=0.0))
+        run(2, lambda world: trainer_of(world, "dp=2 sync=local every=2", "top-2", rate=0.0, shares=True))
 
     def frozen() -> nn.Module:
         """A bias that is a parameter without gradient, as in ERNIE 4.5."""
@@ -135,9 +138,8 @@ def test_a_rate_without_a_bias_and_replicas_that_differ_are_refused() -> None:
             module.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
         return model
 
-    options = Options(expert_bias_rate=RATE)
     with pytest.raises(PlanError, match=r"e_score_correction_bias of the router beside .*use sync=step"):
-        run(2, lambda world: parallelize(frozen, "dp=2 sync=local", world=world, loss=loss, options=options))
+        run(2, lambda world: parallelize(frozen, "dp=2 sync=local", world=world, loss=next_token_loss, options=options))
 
 
 def plain() -> nn.Module:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import meshwise as mw
-from expert.test_agreement import batches, build, loss
+from expert.test_agreement import batches, build
 from meshwise.model.find_mixtures import compute_experts, find_mixtures
+from meshwise.reference import next_token_loss
 
 
 def test_experts_of_transformers_are_computed_in_float64_and_their_model_stays_as_it_is() -> None:
@@ -27,7 +28,7 @@ def test_experts_of_transformers_are_computed_in_float64_and_their_model_stays_a
         logits: Tensor = module(batch[0], use_cache=False).logits
         return logits
 
-    report = mw.verify(model, loss, batches(), "dp=2 ep=2", lr=1e-3, options=mw.Options(forward=forward))
+    report = mw.verify(model, next_token_loss, batches(), "dp=2 ep=2", lr=1e-3, options=mw.Options(forward=forward))
     assert report.ok, report.verdict
     assert any("routers chose by scores that were at least" in note for note in report.notes)
     assert model.config._experts_implementation == before
@@ -56,8 +57,8 @@ def test_models_given_as_functions_are_compared_under_pp() -> None:
 
     options = mw.Options(forward=forward)
     for model in (mixtral, qwen):
-        assert mw.verify(model, loss, batches(), "pp=2 microbatches=2", lr=1e-3, options=options).ok
-    assert mw.verify(partial(build, "top-2", tied=False), loss, batches(), "pp=2 dp=2 ep=2", lr=1e-3).ok
+        assert mw.verify(model, next_token_loss, batches(), "pp=2 microbatches=2", lr=1e-3, options=options).ok
+    assert mw.verify(partial(build, "top-2", tied=False), next_token_loss, batches(), "pp=2 dp=2 ep=2", lr=1e-3).ok
 
 
 class Tied(nn.Module):
@@ -76,7 +77,7 @@ class Tied(nn.Module):
 
 
 def test_a_tie_that_rounding_breaks_is_undecided() -> None:
-    report = mw.verify(Tied, loss, batches()[:1], "dp=2", lr=1e-3)
+    report = mw.verify(Tied, next_token_loss, batches()[:1], "dp=2", lr=1e-3)
     assert not report.ok
     assert report.undecided
     assert "is undecided" in report.verdict
@@ -97,7 +98,7 @@ def test_a_tie_of_an_argmax_is_undecided_as_well(choose: Callable[[Tensor], Tens
             scores = torch.tensor([[1.0, 1.0 + 1e-13 * (1 if len(tokens) > 4 else -1)]], dtype=torch.float64)
             return self.model(tokens) * self.scale[choose(scores)] * (1 + int(choose(scores)))
 
-    report = mw.verify(Switched, loss, batches()[:1], "dp=2", lr=1e-3)
+    report = mw.verify(Switched, next_token_loss, batches()[:1], "dp=2", lr=1e-3)
     assert not report.ok
     assert report.undecided
 
@@ -112,7 +113,7 @@ def test_integers_have_no_ties_that_rounding_breaks() -> None:
             first = (tokens * 0).argmax(-1)  # as for the position of the last token of a text
             return self.model(tokens) * (1 + len(tokens)) + first.sum()
 
-    assert not mw.verify(Longest, loss, batches()[:1], "dp=2", lr=1e-3).undecided
+    assert not mw.verify(Longest, next_token_loss, batches()[:1], "dp=2", lr=1e-3).undecided
 
 
 def test_the_capacity_of_nllb_depends_on_the_plan_unless_it_holds_all_tokens() -> None:
@@ -139,6 +140,6 @@ def test_another_model_without_a_tie_is_not_the_same() -> None:
         def forward(self, tokens: Tensor) -> Any:
             return self.model(tokens) * (1 + len(tokens))
 
-    report = mw.verify(Wrong, loss, batches()[:1], "dp=2", lr=1e-3)
+    report = mw.verify(Wrong, next_token_loss, batches()[:1], "dp=2", lr=1e-3)
     assert not report.ok
     assert not report.undecided

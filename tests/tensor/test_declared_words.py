@@ -2,18 +2,24 @@
 
 import ast
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
 
+import torch
 import transformers
 
+from meshwise.model.find_mixtures import find_mixtures
 from meshwise.tensor.detect.known_names import DECLARED
+from mixture_survey import GIVEN, families, small
 
 EXPERTS = {"grouped_gemm", "ep_dispatch_experts"}
 """Words of experts in a `base_model_ep_plan`; `find_mixtures` finds these modules by their parameters."""
@@ -64,3 +70,32 @@ def test_the_words_of_expert_parallelism_are_those_of_modules_that_are_found() -
 def test_the_words_of_pipelines_are_names_of_what_stages_exchange() -> None:
     assert declared()["base_model_pp_plan"]
     assert declared()["base_model_pp_plan"] - STAGES == set()
+
+
+def declared_experts(model: Any) -> set[str]:
+    """Return the modules of a model that the `base_model_ep_plan` of its configuration calls experts."""
+    patterns = getattr(model.config.get_text_config(), "base_model_ep_plan", None) or {}
+    ends = [key.split(".") for key, word in patterns.items() if word == "ep_dispatch_experts"]
+    names = [name for name, _ in model.named_modules()]
+    return {
+        name
+        for name in names
+        for end in ends
+        if all(map(fnmatchcase, name.split(".")[-len(end) :], end)) and name.count(".") >= len(end) - 1
+    }
+
+
+def test_declared_experts_are_the_mixtures_that_are_found() -> None:
+    """Build every family on the meta device, and compare the declared experts with those that its parameters show."""
+    compared = 0
+    for name, configuration, kind in families([]):
+        try:
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = kind(small(configuration(**GIVEN.get(name, {}))))
+        except (AttributeError, TypeError):  # four configurations, whose defaults build no model
+            continue
+        if experts := declared_experts(model):
+            assert set(find_mixtures(model)) == experts, name
+            compared += 1
+    assert compared >= 50

@@ -115,7 +115,7 @@ def test_a_loss_is_one_of_ours_or_the_users(own: Path) -> None:
     with pytest.raises(ValueError, match="needs a key 'labels' or 'targets'; the samples have"):
         padded(logits, {"tokens": tokens["tokens"]})
     assert loss_function(Job(loss=f"{own}:loss"))(torch.ones(2, 3), None) == (torch.tensor(6.0), 6)
-    with pytest.raises(JobError, match="loss = 'mes' is neither cross-entropy nor balanced nor mse"):
+    with pytest.raises(JobError, match="loss = 'mes' is neither cross-entropy nor mse"):
         loss_function(Job(loss="mes"))
 
 

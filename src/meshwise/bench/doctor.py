@@ -129,7 +129,8 @@ def check_gpu_settings(environment: Mapping[str, str], *, machine: Machine, rank
     if ranks > len(machine.gpus) and environment.get(NCCL_SHARES_GPUS) != "1":
         yield note(
             f"{ranks} ranks share {len(machine.gpus)} GPUs; NCCL refuses this, so they use gloo, which is slower",
-            remedy=f"start {len(machine.gpus)} ranks here, one for each GPU",
+            remedy=f"start {len(machine.gpus)} ranks here, one for each GPU; or set {NCCL_SHARES_GPUS}=1, which lets "
+            "ranks share a GPU under NCCL 2.30 and later",
         )
 
 

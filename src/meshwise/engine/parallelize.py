@@ -39,6 +39,7 @@ from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_capacity import check_capacity, limit_experts
 from meshwise.expert.expert_parallel import expert_parallel
+from meshwise.expert.router_losses import RouterLosses
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.memory.activation_offload import ActivationTransfers, activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
@@ -95,6 +96,9 @@ class Options:
     expert_capacity: float | None = None
     """Most tokens of a sample that an expert takes, as a multiple of the even share; the rest is dropped. **Another
     number is another model.** None: no token is dropped. See `meshwise.expert.expert_capacity`."""
+    router_losses: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Losses of routers that `Trainer.step` adds to the loss, `{"balance": 0.01, "z": 0.001, "over": "sequence"}`: sums
+    over the tokens, so `loss` should count tokens. See `meshwise.expert.router_losses`."""
     expert_imbalance: float = 1.0
     """In a rehearsal of a plan with `ep`, tokens of the busiest rank's experts, as a multiple of the even share."""
     noise: bool = False
@@ -201,7 +205,9 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     """Return the dtypes, tiers, policies and functions of a run; its tiers and policy have to be closed."""
     if plan.asynchronous and world.device.type == "cuda":
         raise PlanError(f"staleness={plan.staleness} needs ranks on CPUs: GPUs cannot wait for any of several messages")
-    routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device)
+    losses = RouterLosses.of(options.router_losses)
+    losses.check(module, plan=plan)
+    routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device, losses=losses)
     routers.prepare(module)
     precision, scheme = options.precision or precision_of(plan), _scheme(plan, options, module=module, routers=routers)
     check_capacity(module, capacity=options.expert_capacity, plan=plan, rules=options.tensor_rules)
@@ -449,8 +455,8 @@ def _build_engine(
     earlier: names of a stage's parameters that an earlier stage also holds; None for the whole model."""
     plan, world, options, context, module = setting.plan, setting.world, setting.options, setting.context, source.module
     convert(module, precision=setting.storage.precision)
-    setting.routers.follow(module)
     over_tokens = context.over_tokens if context else None
+    setting.routers.follow(module, over_tokens=over_tokens)
     limit_experts(module, capacity=options.expert_capacity, over_tokens=over_tokens, routers=setting.routers)
     table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes, bucket=plan.bucket)
     if earlier is not None:

@@ -180,7 +180,9 @@ class TrainingSteps:
             self._estimate_count(batch, local=local)
             given = batch_digest(batch, contents=not self._compared)
             with self._world.record() as called:
+                self._recipe.routers.scale = self.factor
                 sums = self._runner.train(micro_batches, scale=self.factor)
+                sums[0].add_(self._recipe.routers.loss)
                 self._runner.finish()
                 self._world.flight_recorder.doing = StepPhase.EXCHANGE
                 inputs = StepInputs(given, tree.row_count(batch), tuple(called))

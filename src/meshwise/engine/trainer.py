@@ -246,6 +246,8 @@ class Trainer:
 
         Raises PlanError with pp."""
         self._refuse_averaged()
+        if self._recipe.routers.losses:
+            raise PlanError("router_losses are added by trainer.step; leave them out, and add losses in the open step")
         if self.plan.apart_axes:
             raise PlanError(f"open_step sums gradients over replicas, and '{self.plan}' does not; use sync=step")
         return OpenStep(self._stepping, runner=self.whole_runner("open_step"), plan=self.plan)
@@ -308,10 +310,11 @@ class Trainer:
         return EvalResult(loss_sum / count_sum if count_sum else math.nan, int(count_sum))
 
     def expert_imbalances(self) -> Mapping[str, float]:
-        """Return the tokens of the busiest expert over the mean of all experts, by mixture; {} without `ep` or `tp`.
+        """Return the tokens of the busiest expert over the mean of all experts, by mixture.
 
-        Every rank calls it. The tokens are of all forwards since the last call."""
-        return imbalances(self._engine.modules, world=self.world)
+        Every rank calls it. The tokens are of all steps since the last call, as the routers chose. Experts that are
+        modules are counted where the plan divides them."""
+        return imbalances(self._engine.modules, counted=self._recipe.routers.loads, world=self.world)
 
     def expert_drops(self) -> Mapping[str, Sequence[int]]:
         """Return the dropped and all pairs of a token and an expert, by mixture; {} without `expert_capacity`.

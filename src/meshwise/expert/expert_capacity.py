@@ -12,19 +12,17 @@ divided it is not sent."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwise.expert.expert_parallel import SplitExperts
+from meshwise.expert.router_losses import OverTokens, module_around, tokens_of_sample
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.find_mixtures import Mixture, find_mixtures, ruled_mixtures
 from meshwise.plan import Plan, PlanError
-
-OverTokens: TypeAlias = Callable[..., Tensor]
-"""Function of (x, function, dim): gives `function` all tokens of `x` along `dim`, and returns this rank's tokens."""
 
 
 class ExpertCapacity:
@@ -37,16 +35,8 @@ class ExpertCapacity:
         self._tokens = 0
 
     def _note_tokens(self, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
-        """Note the tokens of a sample before the module around the experts runs.
-
-        Raises ValueError unless it gets hidden states (samples, tokens, features)."""
-        hidden = next(each for each in (*given, *named.values()) if isinstance(each, Tensor))
-        if hidden.dim() != 3:
-            raise ValueError(
-                f"expert_capacity={self._capacity}: {type(module).__name__} got {tuple(hidden.shape)}, which does not "
-                "show the samples. Give it hidden states (samples, tokens, features), or leave the capacity out"
-            )
-        self._tokens = hidden.size(1)
+        """Note the tokens of a sample before the module around the experts runs."""
+        self._tokens = tokens_of_sample(module, arguments=(given, named), option=f"expert_capacity={self._capacity}")
 
     def _drop(self, experts: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Return the arguments of the experts without the dropped pairs."""
@@ -90,8 +80,7 @@ def limit_experts(
 
     Call it before the experts are divided. `over_tokens`: None if this rank has all tokens of its samples."""
     for name, mixture in find_mixtures(module).items() if capacity else ():
-        block = name.removesuffix(".base_layer").rpartition(".")[0]  # PEFT wraps the experts
-        around, experts = module.get_submodule(block), module.get_submodule(name)
+        around, experts = module.get_submodule(module_around(name)), module.get_submodule(name)
         count = routers.drop_counter(name)
         own = ExpertCapacity(capacity or 0, mixture=mixture, over_tokens=over_tokens, count=count)
         around.register_forward_pre_hook(own._note_tokens, with_kwargs=True)

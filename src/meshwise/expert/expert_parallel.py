@@ -199,6 +199,8 @@ class ExpertCalls:
         self.exchange, self.recall = exchange, recall
         self.recorded: list[tuple[int, Tensor]] | None = None
         self.results: list[Tensor] | None = None
+        self.load = torch.zeros(len(experts), dtype=torch.int64, device=exchange.world.device)
+        """Rows for each expert since `imbalances` last read them."""
         self._own = experts[slice(*exchange.span)]
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Self:
@@ -214,6 +216,7 @@ class ExpertCalls:
         index = torch.cat(
             [rows.new_full((size, 1), n, dtype=torch.int64) for n, size in zip(numbers, sizes, strict=True)]
         )
+        self.load.index_add_(0, index.flatten(), torch.ones_like(index).flatten())
 
         def computed(rows: Tensor, local: Tensor) -> Tensor:
             order, counts = local.argsort(stable=True), torch.bincount(local, minlength=len(self._own)).tolist()
@@ -419,12 +422,13 @@ def _called_placed(
     }
 
 
-def imbalances(modules: Sequence[nn.Module], *, world: World) -> Mapping[str, float]:
+def imbalances(modules: Sequence[nn.Module], *, counted: Mapping[str, Tensor], world: World) -> Mapping[str, float]:
     """Return the load of the busiest expert over the mean load, by name of the mixture, and forget the loads.
 
-    Every rank calls it. The loads are summed over all forwards since the last call, also of spare rows
-    (`engine/microbatch_runner.py`). Mixtures that no rank has run are left out."""
-    loads = take_counts({name: exchange.load for name, exchange in _exchanges(modules)}, world=world)
+    Every rank calls it. The loads are of all forwards since the last call: those in `counted`, and of experts that
+    other modules call. Mixtures that no rank has run are left out."""
+    called = {name: each.sharding.load for name, each in _divided(modules) if isinstance(each, CallingModule)}
+    loads = take_counts({**counted, **called}, world=world)
     return {name: max(load) / (sum(load) / len(load)) for name, load in loads.items() if sum(load)}
 
 
@@ -443,7 +447,8 @@ def take_counts(counts: Mapping[str, Tensor], *, world: World, copies: Sequence[
 
 def fullest_mixture(modules: Sequence[nn.Module]) -> str:
     """Return a sentence on the mixture whose experts got the most rows on this rank; "" if none got rows."""
-    name, most = max(_exchanges(modules), key=lambda each: each[1].received, default=("", None))
+    exchanges = ((name, each.sharding.exchange) for name, each in _divided(modules))
+    name, most = max(exchanges, key=lambda each: each[1].received, default=("", None))
     if most is None or not most.received:
         return ""
     return (
@@ -452,8 +457,8 @@ def fullest_mixture(modules: Sequence[nn.Module]) -> str:
     )
 
 
-def _exchanges(modules: Sequence[nn.Module]) -> Iterator[tuple[str, ExpertExchange]]:
-    """Yield the name and the exchange of each mixture."""
+def _divided(modules: Sequence[nn.Module]) -> Iterator[tuple[str, SplitExperts | CallingModule]]:
+    """Yield the name and the module of each mixture whose experts are divided."""
     for name, each in (pair for module in modules for pair in module.named_modules()):
         if isinstance(each, SplitExperts | CallingModule):
-            yield name, each.sharding.exchange
+            yield name, each

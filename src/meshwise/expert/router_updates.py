@@ -1,5 +1,7 @@
 """Update buffers of routers once a step, from the tokens that each expert got in the whole global batch.
 
+It also collects the losses of the routers, which `router_losses.py` computes.
+
     | buffer (experts,)           after a step
     | e_score_correction_bias     += rate · sign(mean count - count)     DeepSeek-V3, arXiv 2412.19437, section 2.1.2
     | expert_shares               = count / sum of the counts            for a balance loss over the batch
@@ -7,27 +9,47 @@
 The counts of all micro-batches and ranks are summed by one all-reduce a step, for all layers of a rank together. Under
 tp every rank counts each token. This factor is the same for all experts, so it changes neither signs nor shares."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwise.comm.api.autograd_collectives import uncompiled
 from meshwise.comm.api.world import World
-from meshwise.model.find_mixtures import find_mixtures
+from meshwise.expert.router_losses import (
+    SHARES,
+    MixtureLoss,
+    OverTokens,
+    RouterLosses,
+    chosen_experts,
+    module_around,
+    router_of,
+)
+from meshwise.model.find_mixtures import Mixture, find_mixtures
 from meshwise.model.torch_private import in_backward
 
-BIAS, SHARES = "e_score_correction_bias", "expert_shares"
+BIAS = "e_score_correction_bias"
 
 
 class RouterUpdates:
-    """Updates of the routers of all mixtures in the modules given to `follow`."""
+    """Updates and losses of the routers of all mixtures in the modules given to `follow`.
 
-    def __init__(self, *, rate: float, device: torch.device) -> None:
+    | losses   weights of the routers' losses
+    | loss     sum of the routers' losses in this step on this rank, a scalar
+    | scale    factor of the loss in the backwards of this step"""
+
+    def __init__(self, *, rate: float, device: torch.device, losses: RouterLosses | None = None) -> None:
         """`rate`: step of the bias; 0 leaves it as it is."""
         self._rate, self._device = rate, device
+        self.losses = losses or RouterLosses()
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.scale = 1.0
         self._counts: list[tuple[nn.Module, tuple[str, ...], Tensor]] = []
-        """Router, names of its buffers, and pairs (experts + 1,) of each expert in this step; last, dropped pairs."""
+        """Router, names of its buffers, and pairs (experts,) of each expert in this step."""
+        self.loads: dict[str, Tensor] = {}
+        """Tokens (experts,) that chose each expert, by mixture, on this rank, since they were last read."""
         self.drops: dict[str, Tensor] = {}
         """Dropped pairs and all pairs (2,) of each mixture with a capacity, on this rank, since they were last read."""
         self.counting: Callable[[], bool] = lambda: True
@@ -38,17 +60,24 @@ class RouterUpdates:
 
         A router is the module beside the experts, or the module around both, that has such a buffer."""
         for name in find_mixtures(module):
-            for router in module.get_submodule(name.rpartition(".")[0]).modules():
+            for router in module.get_submodule(module_around(name)).modules():
                 keys = tuple(key for key in (SHARES, *[BIAS] * bool(self._rate)) if key in router._buffers)
                 if keys:
                     yield name, router, keys
 
     def prepare(self, module: nn.Module) -> None:
-        """Turn biases that are parameters without gradient (ERNIE 4.5, Laguna) into buffers, if there is a rate.
+        """Add buffers `expert_shares` for a balance loss over the batch, and make biases buffers if there is a rate.
 
-        Raises ValueError if the rate is below 0, or if there is a rate and no router of the model has a bias."""
+        ERNIE 4.5 and Laguna have biases that are parameters without gradient. Raises ValueError if the rate is below 0,
+        or if there is a rate and no router of the model has a bias."""
+        over_batch = self.losses.balance and self.losses.over == "batch"
+        for name, mixture in find_mixtures(module).items() if over_batch else ():
+            beside = router_of(module, name=name, experts=mixture.experts)
+            if beside is not None and SHARES not in beside._buffers:
+                dtype = torch.promote_types(beside.get_parameter("weight").dtype, torch.float32)
+                beside.register_buffer(SHARES, torch.full((mixture.experts,), 1 / mixture.experts, dtype=dtype))
         for name in find_mixtures(module) if self._rate else ():
-            for router in module.get_submodule(name.rpartition(".")[0]).modules():
+            for router in module.get_submodule(module_around(name)).modules():
                 if BIAS in router._parameters and not router.get_parameter(BIAS).requires_grad:
                     bias = router.get_parameter(BIAS)
                     del router._parameters[BIAS]
@@ -61,23 +90,45 @@ class RouterUpdates:
                 "rate out, or give the router the buffer (experts,); the reference mixture has it with routing=biased"
             )
 
-    def follow(self, module: nn.Module) -> None:
-        """Count the tokens of the module's mixtures, by hooks. Call it before the experts are divided."""
+    def follow(self, module: nn.Module, *, over_tokens: OverTokens | None = None) -> None:
+        """Count the tokens of the module's mixtures, and add the losses of their routers, by hooks.
+
+        Call it before the experts are divided. `over_tokens`: None if this rank has all tokens of its samples."""
+        mixtures = {name: one for name, one in find_mixtures(module).items() if one.form != "called"}
+        totals = {name: [self._zeros(mixture.experts)] for name, mixture in mixtures.items()}
+        self.loads |= {name: load for name, (load,) in totals.items()}
         for name, router, keys in self.routers(module):
-            counts = torch.zeros(router.get_buffer(keys[0]).numel() + 1, dtype=torch.int64, device=self._device)
-            self._counts.append((router, keys, counts))
-
-            def count(experts: nn.Module, given: Any, named: Any, *, counts: Tensor = counts) -> None:
-                if experts.training and self.counting() and not in_backward():
-                    tensors = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
-                    index = next(each for each in tensors if not each.is_floating_point()).flatten()
-                    counts.index_add_(0, index, torch.ones_like(index))
-
+            totals[name].append(self._zeros(mixtures[name].experts))
+            self._counts.append((router, keys, totals[name][-1]))
+        for name, mixture in mixtures.items() if self._device.type != "meta" else ():
+            count = functools.partial(self._count, mixture=mixture, totals=totals[name])
             module.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True)
+            if self.losses:
+                hooks = MixtureLoss(self.losses, mixture=mixture, over_tokens=over_tokens, attach=self._attach)
+                hooks.install(module, name=name)
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int64, device=self._device)
+
+    @uncompiled
+    def _count(self, experts: nn.Module, *arguments: Any, mixture: Mixture, totals: Sequence[Tensor]) -> None:
+        """Add the tokens of each expert to `totals` before the experts run on `arguments`."""
+        if experts.training and self.counting() and not in_backward():
+            chosen = chosen_experts(mixture, arguments=arguments).sum(0)
+            for each in totals:
+                each += chosen
+
+    def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
+        """Add a loss to this step's, and return `x` with a backward that also begins at the loss."""
+        counts = self.counting()
+        if counts and not in_backward():  # else its rows do not count, or the forward is repeated
+            self.loss += loss.detach()
+        attached: Tensor = _Attached.apply(x, loss, self, int(counts))
+        return attached
 
     def drop_counter(self, name: str) -> Callable[[nn.Module, Tensor, Tensor], None]:
         """Return a function that adds to `drops` of a mixture; it gets its experts, chosen and dropped pairs."""
-        counts = self.drops[name] = torch.zeros(2, dtype=torch.int64, device=self._device)
+        counts = self.drops[name] = self._zeros(2)
 
         def count(experts: nn.Module, chosen: Tensor, dropped: Tensor) -> None:
             if experts.training and self.counting() and not in_backward():
@@ -86,7 +137,8 @@ class RouterUpdates:
         return count
 
     def begin(self) -> None:
-        """Forget all counts, because a step begins."""
+        """Forget all counts and losses, because a step begins."""
+        self.loss.zero_()
         for _, _, counts in self._counts:
             counts.zero_()
 
@@ -99,10 +151,25 @@ class RouterUpdates:
         if world is not None:
             world.all_reduce(total, axes=world.mesh.others(["pp"])).wait()
         parts = total.double().split([len(counts) for _, _, counts in self._counts])
-        for (router, keys, _), counted in zip(self._counts, parts, strict=True):
-            counts = counted[:-1]
+        for (router, keys, _), counts in zip(self._counts, parts, strict=True):
             for buffer, key in ((router.get_buffer(key), key) for key in keys):
                 before = buffer.double().flatten()
                 shares = torch.where(counts.sum() > 0, counts / counts.sum(), before)
                 moved = before + self._rate * (counts.mean() - counts).sign()
                 buffer.copy_((shares if key == SHARES else moved).view_as(buffer))
+
+
+class _Attached(torch.autograd.Function):
+    """Identity of `x`, whose backward gives `loss` the gradient `routers.scale`, or 0 if its rows do not count."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, routers: RouterUpdates, weight: int) -> Tensor:
+        """Return `x`; `weight`: 1 if its rows count, else 0."""
+        ctx.routers, ctx.weight, ctx.like = routers, weight, (loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Return the gradients of `x` and of the loss."""
+        dtype, device = ctx.like
+        return gradient, torch.full((), ctx.routers.scale * ctx.weight, dtype=dtype, device=device), None, None

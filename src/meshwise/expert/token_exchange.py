@@ -109,7 +109,7 @@ class ExpertExchange:
         """`experts`: number of experts over all ranks. `recall`: results that a repeated forward takes again.
 
         `imbalance`: without values, load of this rank's experts as a multiple of the even share."""
-        self._world, self._axes, self._plan, self._experts = world, axes, plan, experts
+        self.world, self._axes, self._plan, self._experts = world, axes, plan, experts
         self._recall, self._imbalance = recall, imbalance
         self.shares = [stop - start for start, stop in even_split(experts, world.group(axes.experts).size)]
         """Number of experts of each rank along `ep`."""
@@ -119,8 +119,6 @@ class ExpertExchange:
         """Numbers [start, stop) of this rank's experts."""
         self.kept = 1.0
         """Share of the pairs that a router without values keeps; below 1 in the form `rows`."""
-        self.load = torch.zeros(experts, dtype=torch.int64, device=world.device)
-        """Pairs that this rank has sent to each expert, since `imbalances` last read them."""
         self.received = 0
         """Rows that this rank's experts got in the last dispatch, and rows of its own for copies of experts."""
         self.even_share = 0.0
@@ -137,7 +135,7 @@ class ExpertExchange:
         """Return the output of the mixture, of the shape of `hidden` (…, features).
 
         `index`, `weights`: expert and weight of each choice of each token, (tokens, k)."""
-        tokens, world = hidden.reshape(-1, hidden.size(-1)), self._world
+        tokens, world = hidden.reshape(-1, hidden.size(-1)), self.world
         x = _RoutedTokens(tokens, index.reshape(len(tokens), -1), weights.reshape(len(tokens), -1))
         copies, parts = world.group(self._axes.copies), world.group(self._axes.parts)
         if copies.size > 1:
@@ -157,7 +155,7 @@ class ExpertExchange:
         self, x: _RoutedTokens, *, axes: tuple[str, ...], collective: Callable[..., gradient.PendingResult]
     ) -> tuple[_RoutedTokens, list[int]]:
         """Return the tokens of all ranks along `axes`, gathered by `collective`, and how many each rank has."""
-        world, sizes = self._world, self._world.exchange(len(x.tokens), axes=axes)
+        world, sizes = self.world, self.world.exchange(len(x.tokens), axes=axes)
         gather = partial(collective, world=world, axes=axes, sizes=sizes)
         tokens, weights = (gather(each).wait() for each in (x.tokens, x.weights))
         index = x.chosen.new_empty(len(tokens), x.chosen.size(1))
@@ -170,7 +168,7 @@ class ExpertExchange:
         All ranks run as many chunks. A chunk keeps its tokens alone, and is dispatched again in the backward."""
         if not self._plan.chunk:
             return self._mixed(x, experts)
-        parts, longest = [], max(self._world.exchange(len(x.tokens), axes=self._axes.experts))
+        parts, longest = [], max(self.world.exchange(len(x.tokens), axes=self._axes.experts))
         for start in range(0, max(1, longest), self._plan.chunk):
             own = _RoutedTokens(*(each[start : start + self._plan.chunk] for each in x))
             chunk = RecomputedBlock(_Chunk(self, experts), name="a chunk of tokens", mode="full", recall=self._recall)
@@ -185,7 +183,7 @@ class ExpertExchange:
         axes = self._axes.experts
         everyone, sizes = self._gathered(x, axes=axes, collective=gradient.all_gather)
         mixed = self._combined(everyone, [(self._own_pairs(x.chosen, everyone.chosen), experts.compute)])
-        return gradient.reduce_scatter(mixed, world=self._world, axes=axes, sizes=sizes).wait()
+        return gradient.reduce_scatter(mixed, world=self.world, axes=axes, sizes=sizes).wait()
 
     def _combined(self, x: _RoutedTokens, dispatches: Sequence[tuple[_Routing, Compute]]) -> Tensor:
         """Return the weighted sums of results of the pairs in `dispatches`: send the rows, compute, return the results.
@@ -219,15 +217,15 @@ class ExpertExchange:
         if self.inner_ranks == 1:
             results: Tensor = compute(rows, local)
             return results.to(rows.dtype)
-        part = compute(gradient.copy(rows, world=self._world, axes=axes).wait(), local)
-        return gradient.all_reduce(part, world=self._world, axes=axes).wait().to(rows.dtype)
+        part = compute(gradient.copy(rows, world=self.world, axes=axes).wait(), local)
+        return gradient.all_reduce(part, world=self.world, axes=axes).wait().to(rows.dtype)
 
     def _moved(self, rows: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
         """Start to send rows to the ranks of `ep`; return a function that waits for the received rows."""
         if len(sent) == 1:
             return lambda: rows
         return gradient.all_to_all(
-            rows, world=self._world, axes=self._axes.experts, split_dim=0, cat_dim=0, sizes=(sent, received)
+            rows, world=self.world, axes=self._axes.experts, split_dim=0, cat_dim=0, sizes=(sent, received)
         ).wait
 
     def _hot(self, index: Tensor, experts: LocalExperts) -> tuple[Tensor, list[tuple[_Routing, Compute]]]:
@@ -241,7 +239,7 @@ class ExpertExchange:
             pairs = math.ceil(len(chosen) * number / self._experts)
             sizes = [stop - start for start, stop in even_split(number, len(self.shares))]
             own, moving = index.new_empty(sizes[self.index]), chosen[pairs:].unsqueeze(-1)
-            self._world.all_reduce(index.new_empty(self._experts), axes=self._axes.experts).wait()
+            self.world.all_reduce(index.new_empty(self._experts), axes=self._axes.experts).wait()
             routing = _unmoved(index, math.ceil(pairs * self.kept))
         else:
             hot = self._recall.once(lambda: self._hottest(chosen))
@@ -252,25 +250,21 @@ class ExpertExchange:
             own = hot[(hot >= self.span[0]) & (hot < self.span[1])] - self.span[0]
 
         def gather(parameter: Tensor) -> gradient.PendingResult:
-            return gradient.all_gather(parameter[own], world=self._world, axes=self._axes.experts, sizes=sizes)
+            return gradient.all_gather(parameter[own], world=self.world, axes=self._axes.experts, sizes=sizes)
 
         return moving, [(routing, experts.copied(gather))]
 
     def _hottest(self, chosen: Tensor) -> Tensor:
         """Return the experts with the most pairs over the ranks of `ep`, ascending; of equal ones the first."""
-        counts = torch.bincount(chosen, minlength=self._experts)[: self._experts]
-        total = counts.clone()
-        self._world.all_reduce(total, axes=self._axes.experts).wait()
-        hot = total.argsort(descending=True, stable=True)[: self.copies].sort().values
-        self.load[hot] += counts[hot]  # `_counted` adds the pairs that travel
-        return hot
+        total = torch.bincount(chosen, minlength=self._experts)[: self._experts]
+        self.world.all_reduce(total, axes=self._axes.experts).wait()
+        return total.argsort(descending=True, stable=True)[: self.copies].sort().values
 
     def _own_pairs(self, index: Tensor, choices: Tensor) -> _Routing:
         """Return the routing to this rank's experts in `choices` of all ranks; `index`: choices of this rank."""
         own, pairs = self.span[1] - self.span[0], math.ceil(choices.numel() * self.kept)
         if index.is_meta:
             return _unmoved(index, min(pairs, math.ceil(pairs * own / self._experts * self._imbalance)))
-        self.load += torch.bincount(index.reshape(-1), minlength=self._experts)[: self._experts]
         local = (choices - self.span[0]).reshape(-1)
         return _kept(local.masked_fill((local < 0) | (local >= own), own), own)
 
@@ -298,7 +292,6 @@ class ExpertExchange:
         Rows that arrive are counted for each rank, and of each rank for each expert of this rank."""
         chosen = [part.reshape(-1) for part in parts]
         counts = torch.stack([torch.bincount(each, minlength=self._experts)[: self._experts] for each in chosen])
-        self.load += counts.sum(0)
         kept = zip(chosen, counts.sum(1).tolist(), strict=True)
         return tuple(each.argsort(stable=True)[:number] for each, number in kept), counts, self._exchange_counts(counts)
 
@@ -306,7 +299,7 @@ class ExpertExchange:
         """Return a routing without values, as of a router that gives equally many pairs to the experts of each rank.
 
         This rank receives `imbalance` times as many, at most all."""
-        group, pairs = self._world.group(self._axes.experts), math.ceil(index.numel() * self.kept)
+        group, pairs = self.world.group(self._axes.experts), math.ceil(index.numel() * self.kept)
         share = (self.span[1] - self.span[0]) / self._experts if group.size > 1 else 1.0
         mine = min(pairs, math.ceil(pairs * share * self._imbalance))
         sent = [stop - start for start, stop in even_split(pairs - mine, max(1, group.size - 1))][: group.size - 1]
@@ -318,7 +311,7 @@ class ExpertExchange:
         """Send each rank its part of `counts` (parts, experts); return the received ones (parts, ranks · experts)."""
         arriving = counts.new_empty(len(self.shares), len(counts), self.span[1] - self.span[0])
         sent = [part.contiguous() for part in counts.split(self.shares, dim=1)]
-        self._world.all_to_all(sent, into=list(arriving), axes=self._axes.experts).wait()
+        self.world.all_to_all(sent, into=list(arriving), axes=self._axes.experts).wait()
         return arriving.transpose(0, 1).flatten(1)
 
 

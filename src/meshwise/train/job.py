@@ -286,6 +286,9 @@ class TrainJob:
     expert_capacity: float | None = None
     """Most tokens of a sample that an expert takes, as a multiple of the even share; it drops the rest, which changes
     the model (docs/experts.md). Default: no token is dropped."""
+    router_losses: Arguments = field(default_factory=dict)
+    """Weights of losses that keep the load of the experts even and the routers' scores small, as `balance=0.01 z=0.001
+    over=sequence` (docs/experts.md)."""
     nonfinite: str = "raise"
     """If the loss or gradient is not finite: `raise` ends the run; `skip:N` skips up to N steps in a row."""
     sync: Arguments = field(default_factory=dict)

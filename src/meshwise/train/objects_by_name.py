@@ -26,7 +26,6 @@ from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.optim.whole_tensors import whole
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.gpt import IGNORED
-from meshwise.reference.mixture_gpt import balanced_loss
 from meshwise.train.flags_and_toml import flags_of, parse_flags
 from meshwise.train.job import HUB, Job, JobError, OptimizerJob, as_job_error
 from meshwise.train.pretrained_model import pretrained_model
@@ -60,7 +59,7 @@ def answer_loss(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     return next_token_loss(logits, (logits, batch["targets"]))
 
 
-LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "balanced": balanced_loss, "mse": mean_squared_error}
+LOSSES: Mapping[str, Loss] = {"cross-entropy": next_token_loss, "mse": mean_squared_error}
 """Losses that a job can name without a module."""
 OptimizerParts: TypeAlias = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 """Class and keyword arguments of an optimizer."""

@@ -63,6 +63,7 @@ class PreparedJob:
             seed=job.train.seed,
             expert_bias_rate=job.train.expert_bias_rate,
             expert_capacity=job.train.expert_capacity,
+            router_losses=job.train.router_losses,
             nonfinite=job.train.nonfinite,
             noise=job.train.noise or job.train.auto_batch is not None,
             parameter_options=self.parameter_options,

@@ -1,0 +1,240 @@
+"""Test that losses of routers are those of one process that computes them by hand from the routers' scores."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import meshwise as mw
+from expert import test_agreement as reference
+from expert.exact_casts import ExactCasts
+from expert.mixtures_of_transformers import TOKENS, batches, build, forward, loss
+from last_outcome import alone, outcome
+from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import Options, parallelize
+from meshwise.plan import Plan, PlanError
+from meshwise.reference import next_token_loss
+from meshwise.testing import agree, run
+
+BALANCE, Z = 0.3, 0.02
+LOSSES = {"balance": BALANCE, "z": Z}
+
+
+def settings(**options: Any) -> dict[str, Any]:
+    given = {"clip_norm": 0.5, "forward": forward, "example": batches()[0], "router_losses": LOSSES, **options}
+    return {"loss": loss, "lr": 1e-2, "options": Options(**given)}
+
+
+def scored_forward(model: Any, batch: Any) -> Any:
+    """Return the logits and the scores of the routers, each (rows * tokens, experts)."""
+    with ExactCasts():
+        output = model(batch[0], use_cache=False, output_router_logits=True)
+    return output.logits, output.router_logits
+
+
+def loss_by_hand(output: Any, batch: Any) -> tuple[Tensor, int]:
+    logits, scores = output
+    total, count = loss(logits, batch)
+    for of_layer in scores:
+        by_row = of_layer.view(len(batch[0]), TOKENS, -1)
+        chosen = functional.one_hot(by_row.topk(2).indices, by_row.size(-1)).sum(2).double()
+        shares = chosen.sum(1) / (2 * TOKENS)
+        even = (shares * by_row.softmax(-1).mean(1)).sum(-1) * by_row.size(-1)
+        total = total + BALANCE * TOKENS * even.sum() + Z * by_row.logsumexp(-1).square().sum()
+    return total, count
+
+
+@functools.cache
+def by_hand(family: str) -> Any:
+    given = settings(forward=scored_forward, router_losses={})
+    return alone(build(family), batches=batches(), **{**given, "loss": loss_by_hand})
+
+
+@pytest.mark.parametrize(
+    "family, plan",
+    [
+        ("Mixtral", "dp=1"),
+        ("Mixtral", "dp=4 ep=2 zero=3 microbatches=3"),
+        ("Mixtral", "pp=2 dp=2 ep=2 microbatches=2 schedule=zb-h1"),
+        ("Qwen3Moe", "dp=2 tp=2 ep=2 etp=2 zero=1"),
+        ("Qwen3Moe", "dp=2 cp=2 ep=4 context=ring"),
+        ("Olmoe", "pp=2 tp=2 microbatches=2"),
+        ("Olmoe", "dp=2 ep=2 dispatch=all-gather chunk=3"),
+    ],
+)
+def test_losses_are_those_of_one_process_by_hand(family: str, plan: str) -> None:
+    pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+
+    def main(world: World) -> Any:
+        trainer = parallelize(build(family), plan, world=world, **settings())
+        steps = outcome(trainer, batches=batches())
+        trainer.close()
+        return steps
+
+    for found in run(Plan.parse(plan).mesh().size, main):
+        agree(found, by_hand(family), bound=1e-9)
+
+
+KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "sequence": ("top-2", LOSSES),
+    "batch": ("top-2", {**LOSSES, "over": "batch"}),
+    "biased": ("biased", {"balance": BALANCE, "over": "batch"}),
+    "expert-choice": ("expert-choice", LOSSES),
+    "5 experts": ("5 experts", LOSSES),
+}
+
+
+def training(kind: str) -> tuple[Any, dict[str, Any]]:
+    routing, losses = KINDS[kind]
+    given = reference.training(routing)
+    model = functools.partial(reference.build, routing, tied=False)
+    return model, {**given, "options": replace(given["options"], router_losses=losses)}
+
+
+@functools.cache
+def scores_by_hand(kind: str) -> Any:
+    """Train the reference mixture on one process with a loss that reads scores and choices of its routers."""
+    model, given = training(kind)
+    seen: list[tuple[Any, Tensor]] = []
+    shares: dict[int, Tensor] = {}
+    over_batch = KINDS[kind][1].get("over") == "batch"
+
+    def watched() -> Any:
+        made = model()
+        for module in made.modules():
+            if type(module).__name__ == "Router":
+                module.scores.register_forward_hook(lambda *call: seen.append((None, call[2])))
+                module.register_forward_hook(lambda *call: seen.append((call[2][0], seen.pop()[1])))
+        return made
+
+    def total_loss(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        total, count = next_token_loss(output, batch)
+        for number, (index, scores) in enumerate(seen):
+            experts = scores.size(-1)
+            chosen = functional.one_hot(index, experts + 1)[..., :-1].sum(2).double()
+            share = chosen.sum(1, keepdim=True) / chosen.sum((1, 2)).view(-1, 1, 1)
+            if over_batch:
+                share = shares.get(number, torch.full((experts,), 1 / experts))
+                shares[number] = chosen.sum((0, 1)) / chosen.sum()
+            losses = KINDS[kind][1]
+            total = total + losses["balance"] * experts * (share * scores.softmax(-1)).sum()
+            total = total + losses.get("z", 0.0) * scores.logsumexp(-1).square().sum()
+        seen.clear()
+        return total, count
+
+    given["options"] = replace(given["options"], router_losses={})
+    return alone(watched, batches=reference.batches(), **{**given, "loss": total_loss})
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    "plan", ["dp=1 microbatches=2", "dp=4 ep=2 recompute=full", "pp=2 dp=2 ep=2 recompute=selective microbatches=3"]
+)
+def test_each_kind_is_that_of_one_process_by_hand(kind: str, plan: str) -> None:
+    model, given = training(kind)
+
+    def main(world: World) -> Any:
+        trainer = parallelize(model, plan, world=world, **given)
+        steps = outcome(trainer, batches=reference.batches())
+        trainer.close()
+        return steps
+
+    for found in run(Plan.parse(plan).mesh().size, main):
+        agree(found, scores_by_hand(kind), bound=1e-9)
+
+
+def test_shares_of_the_batch_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    model, given = training("batch")
+    first, second = reference.batches()
+
+    def saves(world: World) -> None:
+        trainer = parallelize(model, "dp=2 ep=2", world=world, **given)
+        trainer.step(first)
+        trainer.save(tmp_path / "state")
+        trainer.close()
+
+    def loads(world: World) -> Any:
+        trainer = parallelize(model, "pp=2 microbatches=2", world=world, **given)
+        trainer.load(tmp_path / "state")
+        return outcome(trainer, batches=[second])
+
+    run(2, saves)
+    for found in run(2, loads):
+        agree(found[0], scores_by_hand("batch")[1], bound=1e-9)
+
+
+def test_an_evaluation_has_no_losses_of_routers_and_a_skipped_step_forgets_them() -> None:
+    model, given = training("sequence")
+    first, _ = reference.batches()
+
+    def main(world: World) -> tuple[float, float, float, float]:
+        trainer = parallelize(model, "dp=2 ep=2", world=world, **given)
+        plain = parallelize(model, "dp=2 ep=2", world=world, **reference.training("top-2"))
+        evaluated = trainer.evaluate([first]).loss, plain.evaluate([first]).loss
+        return *evaluated, trainer.step(first).loss, plain.step(first).loss
+
+    for with_losses, without, trained, plainly in run(2, main):
+        assert with_losses == without
+        assert trained > plainly + 0.5 * BALANCE
+
+
+def test_fp16_scales_the_losses_of_routers_too() -> None:
+    """With a loss scale the gradients are those without one, but for the rounding of fp16."""
+    model, _ = training("sequence")
+
+    def norms(world: World, precision: str) -> list[float]:
+        trainer = parallelize(
+            lambda: model().float(), f"dp=2 ep=2 precision={precision}", world=world, loss=next_token_loss, lr=1e-3,
+            options=Options(router_losses={"balance": 10.0, "z": 1.0}),
+        )  # fmt: skip
+        return [trainer.step(batch).grad_norm for batch in reference.batches()]
+
+    for narrow, wide in zip(run(2, norms, args=("fp16",)), run(2, norms, args=("fp32",)), strict=True):
+        assert narrow == pytest.approx(wide, rel=0.01)
+
+
+def test_verify_trains_both_sides_with_losses_of_routers() -> None:
+    model, given = training("sequence")
+    options = replace(given["options"], example=None)
+    report = mw.verify(model, next_token_loss, reference.batches(), "dp=2 tp=2 ep=4", lr=1e-2, options=options)
+    assert report.ok
+
+
+@pytest.mark.parametrize(
+    "losses, plan, message",
+    [
+        ({"balence": 1.0}, "dp=1", "router_losses has no key 'balence'; the keys are balance, z, over"),
+        ({"balance": -1.0}, "dp=1", r"router_losses: balance=-1\.0 is no weight; write balance=0\.01"),
+        ({"z": 1.0, "over": "tokens"}, "dp=1", "over='tokens' is neither sequence nor batch; write over=sequence"),
+        (LOSSES, "tp=2 sequence_parallel=1", r"gives a router a part of them.* works: 'tp=2'"),
+    ],
+)
+def test_wrong_losses_say_what_to_change(losses: Mapping[str, Any], plan: str, message: str) -> None:
+    model, given = training("sequence")
+    options = replace(given["options"], router_losses=losses)
+    with pytest.raises(ValueError, match=message):
+        run(Plan.parse(plan).mesh().size, lambda world: parallelize(
+            model, plan, world=world, **{**given, "options": options}
+        ))  # fmt: skip
+
+
+def test_models_without_routers_that_are_found_are_refused() -> None:
+    options = Options(router_losses=LOSSES)
+    plain = mw.reference.GPT(mw.reference.GPTConfig(vocabulary=16, context=4, layers=1, heads=1, width=4))
+    with pytest.raises(PlanError, match="router_losses: GPT has no mixture of experts"):
+        run(1, lambda world: parallelize(plain, "dp=1", world=world, loss=next_token_loss, options=options))
+    pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
+    with pytest.raises(PlanError, match=r"mlp\.experts calls its experts with rows that do not show"):
+        run(1, lambda world: parallelize(build("Switch"), "dp=1", world=world, loss=loss, options=options))
+
+
+def test_an_open_step_refuses_losses_of_routers() -> None:
+    model, given = training("sequence")
+    with pytest.raises(PlanError, match=r"router_losses are added by trainer\.step"):
+        run(1, lambda world: parallelize(model, "dp=1", world=world, **given).open_step())
