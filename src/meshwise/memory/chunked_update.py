@@ -46,11 +46,6 @@ class UpdateChunk:
     on_disk: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def disk_bytes(self) -> int:
-        """Bytes of the tensors on disk, each rounded up to whole blocks of the file."""
-        return sum(whole_blocks(tensor.nbytes) for tensor in self.on_disk.values())
-
-    @property
     def spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
         """Each parameter of the optimizer, with the range of the chunk's elements that it covers."""
         start = 0
@@ -61,8 +56,7 @@ class UpdateChunk:
     def state_keys(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the state keys of `on_disk` that the optimizer has already; after its first step, it has all."""
         begun = [optimizer.state.get(parameter, {}).keys() for parameter in self.slices]
-        own = self.on_disk.keys() - {"master", "narrow", "gradient"}
-        return [key for key in self.on_disk if key in own and any(key in keys for keys in begun)]
+        return [key for key in self.on_disk if any(key in keys for keys in begun)]
 
 
 class StagedRound:
@@ -287,4 +281,5 @@ class ChunkedUpdate:
 
 
 def _bytes(round_: Round) -> int:
-    return sum(one.disk_bytes for one in round_)
+    """Return the bytes of the round's tensors on disk, each rounded up to whole blocks of the file."""
+    return sum(whole_blocks(tensor.nbytes) for one in round_ for tensor in one.on_disk.values())
