@@ -120,6 +120,12 @@ FOLDS = {
     "dp=2 tp=2 ep=4": "pp=1 dp=2 cp=1 tp=2",
     "dp=4 tp=4 ep=4 etp=2": "pp=1 dp_outer=2 dp_ep=2 cp=1 tp_ep=2 tp_etp=2",
     "tp=8 ep=2 etp=2": "pp=1 dp=1 cp=1 tp_outer=2 tp_ep=2 tp_etp=2",
+    "dp=2x2 ep=2 zero=1": "pp=1 dp_outer=2 dp_ep=2 cp=1 tp=1",
+    "dp=2x6 ep=3 zero=1": "pp=1 dp_outer=2 dp_shard=2 dp_ep=3 cp=1 tp=1",
+    "dp=6x2 ep=4 zero=1": "pp=1 dp_outer=3 dp_ep=2 dp_shard=2 cp=1 tp=1",
+    "dp=2x2 tp=2 ep=8 zero=1": "pp=1 dp_ep=2 dp_shard=2 cp=1 tp=2",
+    "dp=2x8 hpz=4 ep=2 zero=3": "pp=1 dp_outer=2 dp_node=2 dp_shard=2 dp_ep=2 cp=1 tp=1",
+    "dp=8 hpz=2 ep=4 zero=3": "pp=1 dp_node=2 dp_ep=2 dp_shard=2 cp=1 tp=1",
 }
 
 
@@ -132,6 +138,9 @@ def test_experts_divide_the_ranks_of_the_other_axes(text: str, axes: str) -> Non
     assert (mesh.degree("ep"), mesh.degree("etp")) == (plan.ep, plan.etp)
     assert (mesh.degree("dp"), mesh.degree("tp")) == (plan.dp, plan.tp)
     assert not set(mesh.expand(["ep"])) & set(mesh.expand(["etp"]))
+    shards = plan.shards or plan.dp
+    assert mesh.degree("outer") == plan.dp // shards  # type: ignore[operator]
+    assert mesh.degree("node") == (shards // plan.hpz if plan.hpz > 1 else 1)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -141,6 +150,9 @@ def test_experts_divide_the_ranks_of_the_other_axes(text: str, axes: str) -> Non
         "tp=2 etp=4": "tp=2 etp=2",
         "ep=8": "dp=1",
         "dp=4 tp=2 ep=3 etp=2": "dp=4 tp=2 ep=2 etp=2",
+        "dp=4x6 ep=4 zero=1": "dp=4x6 ep=3 zero=1",
+        "dp=8x3 tp=2 ep=4 zero=1": "dp=8x3 tp=2 ep=3 zero=1",
+        "dp=4x6 hpz=3 ep=2 zero=3": "dp=4x6 zero=3 hpz=3",
     }.items(),
 )
 def test_degrees_of_experts_that_do_not_fit_are_refused(text: str, nearest: str) -> None:

@@ -1,5 +1,6 @@
 """Test adapters of PEFT on the experts of a mixture, divided with them, against one process."""
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError
 from meshwise.testing import agree, run
+from warm_processes import Processes
 
 peft = pytest.importorskip("peft")
 
@@ -60,6 +62,29 @@ def test_adapters_of_experts_train_as_on_one_process(family: str, plan: str) -> 
 
     for one in run(Plan.parse(plan).mesh().size, main):
         agree(one, expected(family), bound=1e-9)
+
+
+def trained_twice(world: World, plan: str) -> Any:
+    trainer = made(world, family="Mixtral", plan=plan)
+    steps = copy.deepcopy(outcome(trainer, batches=mixtures.batches()))  # the last parameters are those of the model
+    trainer.world.barrier(axes=["dp"])  # which the ranks share
+    with torch.no_grad():
+        trainer.model.get_parameter("base_model.model.model.norm.weight").mul_(2)
+    message = ""
+    try:
+        trainer.step(mixtures.batches()[0])
+    except ValueError as error:
+        message = str(error)
+    return steps, message
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["dp=2 zero=1", "dp=2 ep=2 zero=1"])
+def test_processes_that_share_experts_let_adapters_wrap_them(plan: str, processes: Processes) -> None:
+    """PEFT sets each adapted parameter to itself in a forward. A write to another shared parameter is noticed."""
+    for steps, message in run(2, trained_twice, args=(plan,), on=processes):
+        agree(steps, expected("Mixtral"), bound=1e-9)
+        assert "norm.weight' was written to after the model was parallelized, and the ranks of this host" in message
 
 
 def test_adapters_of_experts_are_saved_whole(tmp_path: Path) -> None:

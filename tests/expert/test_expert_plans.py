@@ -50,7 +50,16 @@ def rehearsed(text: str, *, cut: CutOptions, **options: object) -> PlanFigures:
 
 @pytest.mark.parametrize(
     "text",
-    ["dp=4 ep=4 zero=3", "dp=4 ep=2 zero=1", "dp=2 tp=2 ep=2 etp=2 zero=2", "pp=2 dp=2 ep=2 microbatches=2", "dp=4"],
+    [
+        "dp=4 ep=4 zero=3",
+        "dp=4 ep=2 zero=1",
+        "dp=2x2 ep=2 zero=3",
+        "dp=2x2 ep=4 zero=1",
+        "dp=4 hpz=2 ep=2 zero=3",
+        "dp=2 tp=2 ep=2 etp=2 zero=2",
+        "pp=2 dp=2 ep=2 microbatches=2",
+        "dp=4",
+    ],
 )
 def test_no_bound_of_a_mixture_is_above_the_rehearsal(text: str) -> None:
     plan, names = Plan.parse(text), pieces().names
@@ -73,6 +82,9 @@ def test_the_planner_tries_expert_parallelism_of_mixtures_alone() -> None:
         *((2, 4, ep, 1) for ep in (1, 4, 8)),
         *((4, 2, ep, 2) for ep in (1, 4)),
         *((2, 4, ep, 4) for ep in (1, 2)),
+    }
+    assert {(plan.dp, plan.shards, plan.ep) for plan in space.plans() if plan.pp == plan.tp == 1 and plan.shards} == {
+        (8, 4, ep) for ep in (1, 4, 8)
     }
     assert {(plan.ep, plan.etp) for plan in dataclasses.replace(space, experts=1).plans()} == {(1, 1)}
     assert {plan.etp for plan in dataclasses.replace(space, fixed=parse_fixed("tp=4 etp=2")).plans()} == {2}

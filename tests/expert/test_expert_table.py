@@ -46,6 +46,24 @@ TABLES = {
         2       all  2 of 2     all      2-3  1 of 2              2
         3       all  2 of 2     all      2-3  2 of 2              3
     """,
+    "dp=2x2 ep=2 zero=3": """
+        rank  stage    rows  tokens  experts  inner  same on ranks
+        0       all  1 of 4     all      0-1    all          0 | 2
+        1       all  2 of 4     all      2-3    all          1 | 3
+        2       all  3 of 4     all      0-1    all          0 | 2
+        3       all  4 of 4     all      2-3    all          1 | 3
+    """,
+    "dp=2x4 ep=2 zero=3": """
+        rank  stage    rows  tokens  experts  inner  same on ranks
+        0       all  1 of 8     all      0-1    all      0 2 | 4 6
+        1       all  2 of 8     all      2-3    all      1 3 | 5 7
+        2       all  3 of 8     all      0-1    all      0 2 | 4 6
+        3       all  4 of 8     all      2-3    all      1 3 | 5 7
+        4       all  5 of 8     all      0-1    all      0 2 | 4 6
+        5       all  6 of 8     all      2-3    all      1 3 | 5 7
+        6       all  7 of 8     all      0-1    all      0 2 | 4 6
+        7       all  8 of 8     all      2-3    all      1 3 | 5 7
+    """,
 }
 
 

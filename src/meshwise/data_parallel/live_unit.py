@@ -116,7 +116,8 @@ class LiveUnit:
     def change_message(self, *, fixed_by: str) -> str:
         """Return an error message with its remedy if a parameter was changed or written to since `load`, else "".
 
-        fixed_by: see `Engine.fixed_by`. Call this method between two steps."""
+        fixed_by: see `Engine.fixed_by`. Call this method between two steps. It does not notice writes to a parameter
+        that each forward sets (`set_in_forward`)."""
         for bucket, parameters, state in zip(self.buckets, self.parameters, self._state, strict=True):
             if state == [(one.requires_grad, one._version, one.data_ptr()) for one in parameters]:
                 continue
@@ -142,7 +143,8 @@ class LiveUnit:
                         f"the tensor of {name!r} was replaced after the model was parallelized, so the model no longer "
                         "uses the tensor that is trained; set values, dtypes and devices before parallelize"
                     )
-                if (bucket.has_master or bucket.shared) and parameter._version != version:
+                written = parameter._version != version and not piece.row.set_in_forward
+                if written and (bucket.has_master or bucket.shared):
                     why = "the next step would overwrite it from its float32 copy" if bucket.has_master else _SHARED
                     return (
                         f"{name!r} was written to after the model was parallelized, and {why}; set values before "
@@ -255,11 +257,7 @@ class UnitGradients:
         self.complete = False
         self._on_complete = on_complete
         self._progress = progress
-        self._by_bucket: list[tuple[Bucket, list[nn.Parameter]]] = [
-            (bucket, parameters)
-            for bucket, parameters in zip(unit.buckets, unit.parameters, strict=True)
-            if bucket.trainable
-        ]
+        self._by_bucket = [each for each in zip(unit.buckets, unit.parameters, strict=True) if each[0].trainable]
         self._parameters = [parameter for _, parameters in self._by_bucket for parameter in parameters]
         self._all = self._expected = self._parameters
         self._active = False

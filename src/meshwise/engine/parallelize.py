@@ -236,8 +236,9 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     if scheme is not None:
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
-    axes = plan.outer_axes, plan.sync_axes, plan.node_axes
-    storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch, plan.overlap_gather > 0)
+    outer, node = (plan.mesh().expand([axis]) for axis in ("outer", "node"))
+    kept = reduction, precision, tiers, outer, plan.sync_axes, node
+    storage = StorageConfig(*kept, gather, plan.prefetch, plan.overlap_gather > 0)
     task = MicrobatchTask(forward, loss or no_loss, call)
     policy.undo.push(casts.hook(module))
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)
@@ -278,7 +279,8 @@ def _connect(engine: Engine, runner: MicrobatchRunner, context: ContextParallel 
     world = engine.world
     joint = [axes for _, axes in world.mesh.joint]
     groups = [world.group(axes) for axes in (world.mesh.names, *world.mesh.names, *joint)]
-    groups += [bucket.group for unit in engine.units for bucket in unit.buckets]
+    buckets = [bucket for unit in engine.units for bucket in unit.buckets]
+    groups += [world.group(axes) for bucket in buckets for axes in (bucket.axes, bucket.near)]
     stages = world.group("pp").ranks if runner.lines else ()
     lines = [(stages[source], stages[target]) for source, target in runner.lines]
     if context is not None:

@@ -58,6 +58,8 @@ class ParameterRow:
     """(axis, coordinate) pairs: only ranks with all of them hold it (a stage, an expert). Empty: all ranks hold it."""
     counted_elsewhere: bool = False
     """True if an earlier pipeline stage holds the same parameter, and counts it in norms and checkpoints."""
+    set_in_forward: bool = False
+    """True if each forward sets it to itself, which torch counts as a write: PEFT's `target_parameters` do."""
 
     @property
     def numel(self) -> int:
@@ -183,6 +185,7 @@ def parameter_table(
             options=_options_of(rule, first, parameter),
             layout=Layout.replicated(parameter.ndim),
             summed=tuple(replicas),
+            set_in_forward=_is_target_parameter(module, first),
         )
     users: dict[str, list[str]] = {}
     for piece in pieces:
@@ -230,6 +233,16 @@ def _is_under(module: str, parameters: Iterable[str]) -> bool:
 def _unit_name(pieces: list[GatheredModule], owner: dict[str, str]) -> str:
     names = [p.module or "(root)" for p in pieces if any(owner[n] == p.module for n in p.parameters)]
     return "+".join(names) if len(names) <= 3 else f"{names[0]}+…+{names[-1]}"
+
+
+def _is_target_parameter(module: nn.Module, name: str) -> bool:
+    """Return whether an adapter of PEFT around the owner of a parameter parametrizes it in each forward."""
+    owner, _, own = name.rpartition(".")
+    while owner.endswith(".base_layer"):
+        owner = owner.removesuffix(".base_layer")
+        if vars(module.get_submodule(owner)).get("parameter_name") == own:
+            return True
+    return False
 
 
 def _options_of(rule: ParameterOptions, name: str, parameter: Tensor) -> tuple[tuple[str, Any], ...]:

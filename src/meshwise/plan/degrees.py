@@ -1,5 +1,6 @@
 """Axes of a plan's mesh, grids of the ranks of tensor parallelism, and factorisations of a number of ranks."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,6 @@ AXES = ("pp", "dp", "cp", "tp")
 """The axes of a plan's mesh, outermost first. tp communicates most, so its ranks are neighbours."""
 REPLICAS = ("dp",)
 """Axes whose ranks hold replicas of a model, for different rows of the batch."""
-OUTER_REPLICAS = ("dp_outer",)
-"""Axes whose ranks hold replicas of the shards; only with the key `shards`."""
-NODES = ("dp_node",)
-"""Axes whose ranks hold the same shard of the second copy; only with the key `hpz`."""
 
 
 @dataclass(frozen=True)
@@ -39,54 +36,51 @@ GRIDS: Mapping[str, TensorGrid] = {
 }
 
 
-def expert_mesh(axes: Sequence[tuple[str, int]], *, ep: int, etp: int) -> Mesh | None:
-    """Return the mesh with `axes`, as (name, degree), and joint axes `ep` and `etp`; None if they do not divide `axes`.
+def folded_mesh(axes: Sequence[tuple[str, int]], *, ep: int, etp: int, shards: int, near: int) -> Mesh | None:
+    """Return the mesh with `axes`, as (name, degree), and joint axes; None if the degrees do not divide each other.
 
-    `etp` takes the innermost ranks of tp. `ep` takes the next ranks, innermost first: of tp, of cp, of dp. An axis that
-    is taken in part is split into up to three axes, outermost first; its name then joins these axes:
+    | etp     the innermost ranks of tp
+    | ep      the next ranks, innermost first: of tp, of cp, of dp
+    | node    the ranks of dp between the `near` innermost ones, which divide a second copy of the parameters, and
+    |         the `shards` innermost ones, which divide one copy of the state
+    | outer   the ranks of dp outside of `shards`: replicas of the shards
 
-        | dp=4 ep=2            dp_outer=2 dp_ep=2                        dp = dp_outer dp_ep, ep = dp_ep
-        | dp=2 tp=2 ep=4       dp=2 tp=2                                 ep = dp tp
-        | tp=8 ep=2 etp=2      tp_outer=2 tp_ep=2 tp_etp=2               tp = all three, ep = tp_ep, etp = tp_etp"""
+    An axis that is taken in part is split into several axes, outermost first; its name then joins these axes:
+
+        | dp=4 ep=2            dp_outer=2 dp_ep=2               dp = dp_outer dp_ep, ep = dp_ep
+        | dp=2 tp=2 ep=4       dp=2 tp=2                        ep = dp tp
+        | tp=8 ep=2 etp=2      tp_outer=2 tp_ep=2 tp_etp=2      tp = all three, ep = tp_ep, etp = tp_etp
+        | dp=2x4 ep=2          dp_outer=2 dp_shard=2 dp_ep=2    outer = dp_outer, ep = dp_ep
+        | dp=4x2 ep=4          dp_outer=2 dp_ep=2 dp_shard=2    outer = dp_outer dp_ep, ep = dp_ep dp_shard"""
     fine: list[tuple[str, int]] = []
     joint: dict[str, tuple[str, ...]] = {}
     missing = {"etp": etp, "ep": ep}
-    taken: dict[str, tuple[str, ...]] = {"ep": (), "etp": ()}  # outermost first
+    taken: dict[str, tuple[str, ...]] = dict.fromkeys(("ep", "etp", "node", "outer"), ())
     for name, degree in reversed(axes):
-        parts: list[tuple[str, int]] = []
+        spans, size = dict[str, tuple[int, int]](), 1  # a part begins and ends after so many innermost ranks
         for key in missing if name == axes[-1][0] else ("ep",):
-            share = math.gcd(degree, missing[key])
-            if name not in ("dp", "cp", "tp") or share == 1:
-                continue
-            if degree not in (share, 1) and missing[key] != share:
+            share = math.gcd(degree // size, missing[key]) if name in AXES[1:] else 1
+            missing[key] //= share
+            spans[key] = (size, size := size * share)
+            if share > 1 and size < degree and missing[key] > 1:
                 return None
-            missing[key], degree = missing[key] // share, degree // share
-            parts.append((key, share))
-        whole = len(parts) == 1 and degree == 1
-        rest = [("outer", degree)] if degree > 1 and parts else []
-        pieces = [(name if whole else f"{name}_{key}", size) for key, size in (*rest, *reversed(parts))]
-        for (key, _), (piece, _) in zip(reversed(parts), pieces[len(rest) :], strict=True):
-            taken[key] = (piece, *taken[key])
-        if parts and not whole:
-            joint[name] = tuple(piece for piece, _ in pieces)
-        fine = [*(pieces or [(name, degree)]), *fine]
+        if name in REPLICAS:
+            spans |= {"shard": (1, near if near < degree else 1), "node": (near, shards), "outer": (shards, degree)}
+        ends = sorted({1, degree, *(stop for start, stop in spans.values() if start < stop)})
+        parts: list[tuple[str, int]] = []
+        for low, high in itertools.pairwise(ends):
+            if high % low:
+                return None
+            label = next((key for key, (start, stop) in spans.items() if start < stop == high), "outer")
+            parts.insert(0, (f"{name}_{label}" if len(ends) > 2 else name, high // low))
+            for key in taken.keys() & {key for key, (start, stop) in spans.items() if start <= low < stop}:
+                taken[key] = (parts[0][0], *taken[key])
+        if len(parts) > 1:
+            joint[name] = tuple(part for part, _ in parts)
+        fine = [*(parts or [(name, degree)]), *fine]
     if any(size > 1 for size in missing.values()):
         return None
     return Mesh(tuple(fine), joint=(*joint.items(), *taken.items()))
-
-
-def shard_mesh(mesh: Mesh, *, shards: int, near: int) -> Mesh:
-    """Return `mesh` with `dp` as a joint axis of `dp_outer`, `dp_node` and `dp_shard`; the first two only if above 1.
-
-    `shards` neighbours along `dp_node dp_shard` divide one copy of the state among them. `near` neighbours along
-    `dp_shard` divide one second copy of the parameters. Ranks along `dp_outer` are replicas."""
-    axes: list[tuple[str, int]] = []
-    for name, degree in mesh.axes:
-        parts = ((OUTER_REPLICAS[0], degree // shards), (NODES[0], shards // near))
-        fine = (*(part for part in parts if part[1] > 1), ("dp_shard", near))
-        axes += fine if name in REPLICAS else [(name, degree)]
-    names = tuple(name for name, _ in axes if name.startswith("dp_"))
-    return Mesh(tuple(axes), joint=(*mesh.joint, (REPLICAS[0], names)))
 
 
 def factorisations(number: int, *, parts: int) -> Iterator[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import ALONE, COMPATIBILITY, Refusal
-from meshwise.plan.degrees import AXES, GRIDS, NODES, OUTER_REPLICAS, REPLICAS, expert_mesh, factorisations, shard_mesh
+from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, factorisations, folded_mesh
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
     NO_OFFLOAD,
@@ -229,10 +229,11 @@ class Plan:
                     f"{key} must divide {of}. Nearest that works: '{near}'"
                 )
         if self.dp is not None and self._folded() is None:
+            nested = "The ranks that it takes of dp must divide shards and hpz, or be a multiple of them. "
             raise PlanError(
                 f"the plan '{self}' cannot divide the experts over its ranks. etp takes the innermost ranks of tp; ep "
                 "takes the next ranks of tp, then of cp, then of dp, and must divide them. "
-                f"Nearest that works: '{self._nearest_folded()}'"
+                f"{nested if self.shards or self.hpz > 1 else ''}Nearest that works: '{self._nearest_folded()}'"
             )
 
     def _working(self, more: Sequence[Refusal] = ()) -> "tuple[Plan, list[str]]":
@@ -275,8 +276,8 @@ class Plan:
 
         With `server`, the last ranks of dp are the servers.
 
-        `ep` and `etp` are joint axes of these; if they take a part of an axis, it becomes several axes. With `shards`,
-        dp becomes `dp_outer` (the replicas) and `dp_shard`; with `hpz`, `dp_shard` becomes `dp_node` and `dp_shard`."""
+        `ep`, `etp`, `outer` and `node` are joint axes. An axis that they take in part becomes several axes. Ranks along
+        `outer` hold replicas of the same shards. Ranks along `node` hold the same part of a second copy (`hpz`)."""
         if self.dp is None:
             raise ValueError(f"the plan '{self}' has no mesh yet: resolve(world_size) fills in dp=auto")
         mesh = self._folded()
@@ -339,16 +340,6 @@ class Plan:
         return REPLICAS if self.asynchronous else self.sync_axes
 
     @property
-    def outer_axes(self) -> tuple[str, ...]:
-        """With `shards`, the axes of dp whose ranks hold the same shard of the state."""
-        return OUTER_REPLICAS if self.shards and self.shards != self.dp else ()
-
-    @property
-    def node_axes(self) -> tuple[str, ...]:
-        """With `hpz`, the axes of dp whose ranks hold the same shard of the second copy of the parameters."""
-        return NODES if 1 < self.hpz < (self.shards or self.dp or 0) else ()
-
-    @property
     def codec(self) -> tuple[str, float] | None:
         """Name and number of the codec in `wire`; None if it is a dtype."""
         wire = Wire.parse(self.wire)
@@ -375,11 +366,9 @@ class Plan:
     def _folded(self) -> Mesh | None:
         """Return the mesh, with 1 for `auto`; None if `ep` and `etp` do not divide its axes."""
         axes = [(axis, (getattr(self, axis) or 1) + self.server * (axis == "dp")) for axis in AXES[:-1]]
-        mesh = expert_mesh([*axes, *self._grid()], ep=self.ep, etp=self.etp)
-        if mesh is None or not self.dp or not (self.outer_axes or self.node_axes):
-            return mesh
-        shards = self.shards or self.dp
-        return shard_mesh(mesh, shards=shards, near=self.hpz if self.node_axes else shards)
+        shards = self.shards or dict(axes)["dp"]
+        near = self.hpz if self.hpz > 1 else shards
+        return folded_mesh([*axes, *self._grid()], ep=self.ep, etp=self.etp, shards=shards, near=near)
 
     def _nearest_folded(self) -> "Plan":
         """Return this plan with the nearest `ep` and `etp` that its axes can be divided by."""

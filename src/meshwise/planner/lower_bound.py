@@ -250,7 +250,7 @@ class _Shard:
 
     def gather_seconds(self, stage: _Stage) -> float:
         """Return the seconds of one all-gather of a stage's parameters (zero=3, without `gather` and `hpz`), else 0."""
-        less = self.cluster.shared or self.plan.gather != "exact" or self.plan.node_axes
+        less = self.cluster.shared or self.plan.gather != "exact" or self.plan.hpz > 1
         return self._collective("all_gather", stage, 1.0) if self.plan.zero == 3 and not less else 0.0
 
     def reduce(self, stage: _Stage) -> float:
@@ -258,8 +258,7 @@ class _Shard:
         if not self.sums:
             return 0.0
         own = self._collective("reduce_scatter" if self.plan.zero else "all_reduce", stage, self._wire)
-        outer = self._wire / self._shares
-        return own + self._collective("all_reduce", stage, outer, outer=True) if self.plan.outer_axes else own
+        return own + self._collective("all_reduce", stage, self._wire / self._shares, outer=True)
 
     def alone(self, stage: _Stage, *, along: float) -> float:
         """Return the seconds for pp=1 until all gradients are reduced. `along`: seconds of all micro-batches' work.

@@ -8,6 +8,7 @@ forward of micro-batch 0. A rank with several stages writes the stage first: `2F
 times to scale, `rank_table` lists the computing and idle time of each rank. `expert_table` lists the part of a mixture
 that each rank has, and `load_picture` draws the loads of experts over time."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -119,8 +120,8 @@ MOST_RANKS = 32
 def expert_table(plan: Plan, *, experts: int) -> str:
     """Return a table with a line for each rank: its rows of the batch, tokens, experts, and its part of each matrix.
 
-    The last column has the ranks that hold the same parameters, and sum the gradients. Raises ValueError while dp is
-    auto, and for fewer experts than `ep`."""
+    The last column has the ranks that hold the same parameters, and sum the gradients; with `shards`, a bar between
+    replicas of the shards. Raises ValueError while dp is auto, and for fewer experts than `ep`."""
     mesh = plan.mesh()
     if experts < plan.ep:
         raise ValueError(f"--experts is {experts}, but ep={plan.ep} needs {plan.ep} or more; give --experts {plan.ep}")
@@ -129,10 +130,12 @@ def expert_table(plan: Plan, *, experts: int) -> str:
     table: list[tuple[str, ...]] = [("rank", "stage", "rows", "tokens", "experts", "inner", "same on ranks")]
     for rank in range(min(mesh.size, MOST_RANKS)):
         start, stop = even_split(experts, plan.ep)[mesh.index(rank, axis="ep")]
-        same = mesh.group(rank, axes=mesh.others(("pp", "ep", "etp")))
+        holders = mesh.group(rank, axes=mesh.others(("pp", "ep", "etp")))
+        groups = itertools.groupby(holders, key=lambda each: mesh.index(each, axis="outer"))
+        same = " | ".join(" ".join(map(str, group)) for _, group in groups)
         places = (_place(mesh, rank, axes) for axes in (["pp"], plan.row_axes, tokens))
         held = str(start) if stop == start + 1 else f"{start}-{stop - 1}"
-        table.append((str(rank), *places, held, _place(mesh, rank, inner), " ".join(map(str, same))))
+        table.append((str(rank), *places, held, _place(mesh, rank, inner), same))
     more = [f"… {mesh.size - MOST_RANKS} more ranks"] if mesh.size > MOST_RANKS else []
     return "\n".join([align_columns(table), *more])
 
