@@ -266,12 +266,9 @@ def _leaves(outcome: Outcome, path: tuple[str, ...] = ()) -> Iterator[tuple[str,
         yield " · ".join(path), (" · ".join(path[:-1]), outcome)
     elif isinstance(outcome, bool | int | float):
         yield " · ".join(path), (" · ".join(path), torch.tensor(float(outcome), dtype=torch.float64))
-    elif isinstance(outcome, Mapping):
-        for name, part in outcome.items():
+    elif isinstance(outcome, Mapping | Sequence) and not isinstance(outcome, str):
+        for name, part in outcome.items() if isinstance(outcome, Mapping) else enumerate(outcome):
             yield from _leaves(part, (*path, str(name)))
-    elif isinstance(outcome, Sequence) and not isinstance(outcome, str):
-        for index, part in enumerate(outcome):
-            yield from _leaves(part, (*path, str(index)))
     else:
         raise TypeError(
             f"{' · '.join(path) or 'the outcome'} is a {type(outcome).__name__}; an outcome holds tensors "

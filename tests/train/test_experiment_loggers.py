@@ -31,6 +31,19 @@ class Heard:
         self._file.close()
 
 
+class Full:
+    """A callback of a user whose disk is full."""
+
+    def __init__(self, folder: Path, _job: Job) -> None:
+        self._file = folder / "closed"
+
+    def write(self, event: RunEvent) -> None:
+        raise RuntimeError(f"no room for {event}")
+
+    def close(self) -> None:
+        self._file.touch()
+
+
 def job(folder: Path, *loggers: str) -> Job:
     (folder / "text").write_text("some text to train on, and to validate on. " * 20)
     shape = {"layers": 1, "heads": 1, "width": 8}
@@ -46,6 +59,12 @@ def trained(world: World, given: Job) -> None:
 def test_a_class_of_the_user_gets_every_event_on_rank_0(tmp_path: Path) -> None:
     run(2, trained, args=(job(tmp_path, f"{__file__}:Heard"),))
     assert (tmp_path / "run" / "heard").read_text().split() == ["2", "Start", "Step", "Step", "Validation", "End"]
+
+
+def test_the_sinks_are_closed_when_the_run_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no room"):
+        run(1, trained, args=(job(tmp_path, f"{__file__}:Full"),))
+    assert (tmp_path / "run" / "closed").exists()
 
 
 def tracker(calls: list[Any]) -> Any:

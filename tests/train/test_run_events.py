@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from meshwise.train.console_output import ProgressLines
 from meshwise.train.job import Job
 from meshwise.train.run_events import (
     End,
-    EventDispatcher,
     JsonLines,
     NonFinite,
     RunEvent,
@@ -22,7 +21,6 @@ from meshwise.train.run_events import (
     Start,
     Step,
     Validation,
-    event_record,
     logger_maker,
 )
 
@@ -96,9 +94,9 @@ next: meshwise verify runs/a/job.toml
 def test_away_from_a_terminal_every_event_is_a_plain_line() -> None:
     out = io.StringIO()
     sink = ProgressLines(Console(file=out, width=40), every=2)
-    with EventDispatcher([sink]) as events:
-        for event in RUN:
-            events.emit(event)
+    for event in RUN:
+        sink.write(event)
+    sink.close()
 
     assert out.getvalue() == PLAIN
 
@@ -129,9 +127,9 @@ def test_the_pace_that_is_shown_is_that_of_the_last_twenty_steps() -> None:
 def test_on_a_terminal_the_steps_are_one_line_that_is_redrawn() -> None:
     out = io.StringIO()
     sink = ProgressLines(Console(file=out, width=140, force_terminal=True, color_system=None), every=2)
-    with EventDispatcher([sink]) as events:
-        for event in RUN:
-            events.emit(event)
+    for event in RUN:
+        sink.write(event)
+    sink.close()
 
     shown = out.getvalue()
     assert "step 4/4" in shown
@@ -161,7 +159,7 @@ def test_every_event_is_a_line_of_json_at_once(tmp_path: Path) -> None:
     sink.close()
 
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [event_record(event) for event in RUN]
+    assert lines == [{"event": type(event).__name__.lower(), **asdict(event)} for event in RUN]
     assert [line["event"] for line in lines] == (
         ["start", "step", "step", "nonfinite", "step", "validation", "step", "sample", "end"]
     )
@@ -188,20 +186,3 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     read.Reload()
     assert [(point.step, point.value) for point in read.Scalars("train/grad_norm")] == [(n, 1.25) for n in (1, 2, 3, 4)]
     assert [(point.step, point.value) for point in read.Scalars("validation/loss")] == [(3, 1.5)]
-
-
-def test_the_sinks_are_closed_when_the_run_fails() -> None:
-    class Closing:
-        closed = False
-
-        def write(self, event: RunEvent) -> None:
-            raise RuntimeError(f"no room for {event}")
-
-        def close(self) -> None:
-            self.closed = True
-
-    sink = Closing()
-    with pytest.raises(RuntimeError, match="no room"), EventDispatcher([sink]) as events:
-        events.emit(step(1))
-
-    assert sink.closed

@@ -9,10 +9,10 @@ A checkpoint is loaded under any plan: every rank reads the blocks with its rect
     wanted rectangles ∩ stored rectangles ──► spans of bytes, in the order of the files (`spans`)
                                                   │  join adjacent spans, in whole blocks, up to a window
                                                   ▼
-         pread into the window ──► crc32 of every block ──► elements copied to their tensors (`read_spans`)
+         read into the window ───► crc32 of every block ──► elements copied to their tensors (`read_spans`)
 
 The window is the only buffer; data is copied a second time only if it is misaligned. Files of other programs have no
-checksums to compare. Files are read with pread, because the system kills a process that reads past a truncated mmap.
+checksums to compare. Files are read, not mapped: the system kills a process that reads past the end of a mapped file.
 `on_all_ranks` raises the error of one rank on every rank."""
 
 import dataclasses
@@ -24,6 +24,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import TypeVar
 
@@ -110,7 +111,7 @@ def read_spans(wanted: Iterable[ByteSpan]) -> None:
     for source, of_file in itertools.groupby(ordered, key=lambda span: span.source):
         with source.path.open("rb") as file:
             for start, stop, group in _windows(list(of_file), size=os.fstat(file.fileno()).st_size):
-                read_blocks(source, descriptor=file.fileno(), start=start, into=buffer[: stop - start])
+                read_blocks(source, file=file, start=start, into=buffer[: stop - start])
                 for span in group:
                     data = buffer[span.start - start : span.stop - start]
                     if data.storage_offset() % span.entry.dtype.itemsize:
@@ -119,17 +120,15 @@ def read_spans(wanted: Iterable[ByteSpan]) -> None:
                     span.target.copy_(data.view(span.entry.dtype).as_strided(span.sizes, strides))
 
 
-def read_blocks(source: SourceFile, *, descriptor: int, start: int, into: Tensor) -> None:
-    """Fill `into` (bytes) from byte `start` of an open file. Compare each block with its checksum, if that is known.
+def read_blocks(source: SourceFile, *, file: BufferedReader, start: int, into: Tensor) -> None:
+    """Fill `into` (bytes) from byte `start` of `file`. Compare each block with its checksum, if that is known.
 
-    `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Bytes of a
-    file without checksums are not checked. Raises OSError, and DamageError for missing or altered bytes."""
+    `start` is a multiple of `BLOCK`, and `into` ends where a block or the file ends. Raises OSError, and DamageError
+    for missing or altered bytes."""
     view = into.numpy().data
-    position = 0
-    while position < len(view):
-        if not (count := os.preadv(descriptor, [view[position:]], start + position)):
-            raise _damage(source, (start, start + len(view)), f"{start + len(view)} bytes", f"{start + position}")
-        position += count
+    file.seek(start)
+    if (count := file.readinto(view)) < len(view):
+        raise _damage(source, (start, start + len(view)), f"{start + len(view)} bytes", f"{start + count}")
     if not source.expected.checksums:
         return
     for low in range(0, len(view), BLOCK):
@@ -384,6 +383,6 @@ def _altered_blocks(source: SourceFile) -> Iterator[Damage]:
         for start in range(0, source.expected.size, BLOCK):
             try:
                 width = min(BLOCK, source.expected.size - start)
-                read_blocks(source, descriptor=file.fileno(), start=start, into=buffer[:width])
+                read_blocks(source, file=file, start=start, into=buffer[:width])
             except DamageError as error:
                 yield from error.damages

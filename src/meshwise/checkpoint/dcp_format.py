@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from meshwise.base.mesh import Mesh
 from meshwise.checkpoint.checkpoint_folder import CheckpointReader
 from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, read_index
 from meshwise.checkpoint.hugging_face import averaged
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.comm.api.dcp_folder import METADATA, DcpEntry, read_dcp, write_dcp
-from meshwise.comm.api.world import World
-from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.data_parallel.stored_slices import OPTIMIZER_KINDS, StoredSlice, number_slot
 from meshwise.optim.flat_optimizer import IMPLEMENTATIONS, plain_value
 
@@ -68,11 +68,9 @@ def import_dcp(folder: str | Path, *, into: str | Path) -> CheckpointIndex:
         found: Tensor = reads[id(tensor)]() if tensor.is_meta else tensor
         return torch.view_as_real(found) if found.is_complex() else found
 
-    def write(world: World) -> None:
-        extra = {"steps": steps, "skips": 0, "groups": groups, "user": {"steps": steps}}
-        PendingSave(into, holdings=slices, aliases={}, extra=extra, world=world, read=read).wait()
-
-    run_threads(1, write, timeout=None)
+    extra = {"steps": steps, "skips": 0, "groups": groups, "user": {"steps": steps}}
+    world = TraceWorld(rank=0, mesh=Mesh.of(rank=1), device="cpu")
+    PendingSave(into, holdings=slices, aliases={}, extra=extra, world=world, read=read).wait()
     return read_index(into)
 
 

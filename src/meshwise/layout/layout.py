@@ -143,10 +143,9 @@ class Layout:
     cuts: tuple[DimSplit, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.cuts and len(self.cuts) != len(self.splits):
+        object.__setattr__(self, "cuts", self.cuts or (ANYWHERE,) * len(self.splits))
+        if len(self.cuts) != len(self.splits):
             raise ValueError(f"{len(self.cuts)} cuts for {len(self.splits)} dims")
-        if all(cut == ANYWHERE for cut in self.cuts):
-            object.__setattr__(self, "cuts", ())
         if sum(bool(cut.sections) for cut in self.cuts) > 1:
             raise ValueError(f"two dims have sections in the layout '{self}'; only one dim may have sections")
         if repeated := sorted({axis for axis in self.axes if self.axes.count(axis) > 1}):
@@ -158,7 +157,7 @@ class Layout:
         return cls(((),) * ndim)
 
     def __str__(self) -> str:
-        words = [f"{'.'.join(axes) or '-'}{cut}" for axes, cut in zip(self.splits, self._cuts, strict=True)]
+        words = [f"{'.'.join(axes) or '-'}{cut}" for axes, cut in zip(self.splits, self.cuts, strict=True)]
         return ",".join(words) or "()"
 
     @property
@@ -197,10 +196,6 @@ class Layout:
         """Dim that has sections, along which the rectangles of `pieces` are concatenated; 0 if no dim has sections."""
         return next((dim for dim, cut in enumerate(self.cuts) if cut.sections), 0)
 
-    @property
-    def _cuts(self) -> tuple[DimSplit, ...]:
-        return self.cuts or (ANYWHERE,) * len(self.splits)
-
     @lru_cache(4096)  # noqa: B019 - layouts and meshes are small values
     def _bounds(self, shape: tuple[int, ...], *, mesh: Mesh, rank: int) -> list[list[tuple[int, int]]]:
         """Return (start, stop) of the rank's part of each section, per dim."""
@@ -208,7 +203,7 @@ class Layout:
             raise ValueError(f"the layout '{self}' has {len(self.splits)} dims, the shape {tuple(shape)} {len(shape)}")
         return [
             cut.spans(size, places=[(mesh.index(rank, axis=a), mesh.degree(a)) for a in axes])
-            for size, axes, cut in zip(shape, self.splits, self._cuts, strict=True)
+            for size, axes, cut in zip(shape, self.splits, self.cuts, strict=True)
         ]
 
 

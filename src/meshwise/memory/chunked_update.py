@@ -15,7 +15,7 @@ import copy
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -35,46 +35,34 @@ class UpdateChunk:
     | narrow      the parameters in the model's dtype, rounded masters; None if the master is the parameter itself
     | gradient    returns the reduced gradients, on their tier; called when the gradients are ready
     | factor      returns the factor with which gradients on disk must still be multiplied (clipping, the loss's count)
-    """
+    | on_disk     tensors on disk: `master`, `narrow`, `gradient`, and keys of the optimizer's state. `ChunkedUpdate`
+    |             adds them"""
 
     slices: list[nn.Parameter]
     master: Tensor
     narrow: Tensor | None
     gradient: Callable[[], Tensor]
     factor: Callable[[], float]
-
-
-@dataclass(frozen=True)
-class StoredChunk:
-    """A chunk, and by name its tensors on disk: `master`, `narrow`, `gradient`, and keys of the optimizer's state."""
-
-    chunk: UpdateChunk
-    on_disk: Mapping[str, Tensor]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the tensors on disk, each rounded up to whole blocks of the file."""
-        return sum(whole_blocks(tensor.nbytes) for tensor in self.on_disk.values())
+    on_disk: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
         """Each parameter of the optimizer, with the range of the chunk's elements that it covers."""
         start = 0
-        for parameter in self.chunk.slices:
+        for parameter in self.slices:
             yield parameter, slice(start, start + parameter.numel())
             start += parameter.numel()
 
     def state_keys(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the state keys of `on_disk` that the optimizer has already; after its first step, it has all."""
-        begun = [optimizer.state.get(parameter, {}).keys() for parameter in self.chunk.slices]
-        own = self.on_disk.keys() - {"master", "narrow", "gradient"}
-        return [key for key in self.on_disk if key in own and any(key in keys for keys in begun)]
+        begun = [optimizer.state.get(parameter, {}).keys() for parameter in self.slices]
+        return [key for key in self.on_disk if any(key in keys for keys in begun)]
 
 
 class StagedRound:
     """One round of chunks in a staging buffer. Call `bind_values`, the optimizer's step, `write`, `release` in turn."""
 
-    def __init__(self, round_: Sequence[StoredChunk], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
+    def __init__(self, round_: Sequence[UpdateChunk], *, optimizer: torch.optim.Optimizer, tiers: Tiers) -> None:
         """Wait for a staging buffer, and start to read the masters, gradients and optimizer state on disk."""
         self.round = round_
         self._optimizer = optimizer
@@ -98,7 +86,7 @@ class StagedRound:
     @property
     def bytes(self) -> int:
         """Bytes of the masters in the round."""
-        return sum(one.chunk.master.nbytes for one in self.round)
+        return sum(one.master.nbytes for one in self.round)
 
     def bind_values(self) -> None:
         """Wait for the reads; then give the optimizer masters, gradients (times their factor) and state in memory.
@@ -107,9 +95,9 @@ class StagedRound:
         for read in self._reads:
             read.wait()
         for one, values in zip(self.round, self._values, strict=True):
-            gradient = values["gradient"] if "gradient" in values else one.chunk.gradient()
+            gradient = values["gradient"] if "gradient" in values else one.gradient()
             gradient = gradient.to(self._tiers.updates_on)
-            if (factor := one.chunk.factor()) != 1.0:
+            if (factor := one.factor()) != 1.0:
                 gradient.mul_(factor)
             for parameter, span in one.spans:
                 if "master" in values:
@@ -125,10 +113,10 @@ class StagedRound:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     if key in values and value.data_ptr() != values[key][span].data_ptr():
                         values[key][span].copy_(value)  # the first step made a new tensor
-            if one.chunk.narrow is not None:
-                narrow = values.get("narrow", one.chunk.narrow)
+            if one.narrow is not None:
+                narrow = values.get("narrow", one.narrow)
                 # From a staging buffer, copy at once: it will soon hold another chunk.
-                narrow.copy_(values.get("master", one.chunk.master), non_blocking="master" not in values)
+                narrow.copy_(values.get("master", one.master), non_blocking="master" not in values)
             self._writes += [
                 self._tiers.write(tensor, values=memory[name])
                 for name, tensor in one.on_disk.items()
@@ -156,7 +144,7 @@ class StagedRound:
             state[key] = values[key][span]
 
 
-Round: TypeAlias = Sequence[StoredChunk]
+Round: TypeAlias = Sequence[UpdateChunk]
 """Chunks that one step of the optimizer updates together."""
 
 
@@ -168,7 +156,7 @@ class ChunkedUpdate:
         self.optimizer = optimizer
         self._tiers = tiers
         self._on_disk: dict[nn.Parameter, dict[str, Tensor]] = {}
-        self._rounds = list(self._in_rounds(map(self._stored_chunk, chunks)))
+        self._rounds = list(self._in_rounds(map(self._stored, chunks)))
         self.broken = False
         """True if parameters may belong to different steps: `check` raises, until a checkpoint is loaded."""
         tiers.staging_size = max(tiers.staging_size, *map(_bytes, self._rounds))
@@ -238,27 +226,27 @@ class ChunkedUpdate:
                 writes += staged.write()
                 staged_rounds.popleft().release()
                 for one in staged.round:
-                    done(one.chunk)
+                    done(one)
         finally:
             for staged in staged_rounds:
                 staged.release()
         for written in writes:
             written.wait()
 
-    def _stored_chunk(self, chunk: UpdateChunk) -> StoredChunk:
-        """Return a chunk with its tensors on disk, and reserve room on disk for the optimizer's state of the chunk."""
+    def _stored(self, chunk: UpdateChunk) -> UpdateChunk:
+        """Return the chunk after adding its tensors on disk; reserve room there for its state of the optimizer."""
         gradient = chunk.gradient() if self._tiers.offload.gradients == "disk" else None
         values = {"master": chunk.master, "narrow": chunk.narrow, "gradient": gradient}
-        found = {name: value for name, value in values.items() if value is not None and self._tiers.on_disk(value)}
+        stored = ((name, value) for name, value in values.items() if value is not None and self._tiers.on_disk(value))
+        chunk.on_disk.update(stored)
         if self._tiers.offload.optimizer == "disk":
             for key, dtype in self._kept(chunk).items():
-                found[key] = self._tiers.empty("optimizer", numel=chunk.master.numel(), dtype=dtype)
-        stored = StoredChunk(chunk, found)
-        for parameter, span in stored.spans:
-            self._on_disk[parameter] = {key: tensor[span] for key, tensor in found.items() if key not in values}
+                chunk.on_disk[key] = self._tiers.empty("optimizer", numel=chunk.master.numel(), dtype=dtype)
+        for parameter, span in chunk.spans:
+            self._on_disk[parameter] = {key: x[span] for key, x in chunk.on_disk.items() if key not in values}
             begun = self.optimizer.state.get(parameter, {})  # Adagrad makes its state when it is built
             begun.update((key, x.copy_(begun[key])) for key, x in self._on_disk[parameter].items() if key in begun)
-        return stored
+        return chunk
 
     def _kept(self, chunk: UpdateChunk) -> Mapping[str, torch.dtype]:
         """Return the dtype of each elementwise state of the optimizer, by key, from a step over a small parameter."""
@@ -279,12 +267,12 @@ class ChunkedUpdate:
             kept |= {key: x.dtype for key, x in state if isinstance(x, Tensor) and x.shape == small.shape}
         return kept
 
-    def _in_rounds(self, chunks: Iterable[StoredChunk]) -> Iterator[Round]:
+    def _in_rounds(self, chunks: Iterable[UpdateChunk]) -> Iterator[Round]:
         """Yield rounds of as many chunks as a staging buffer holds; if nothing is offloaded, one round with all."""
-        most, round_ = self._tiers.swap.buffer, list[StoredChunk]()
+        most, round_ = self._tiers.swap.buffer, list[UpdateChunk]()
         for one in chunks:
             longer = [*round_, one]
-            masters = sum(each.chunk.master.nbytes for each in longer)
+            masters = sum(each.master.nbytes for each in longer)
             if round_ and self._tiers.chunk_limit is not None and max(_bytes(longer), masters) > most:
                 yield round_
                 longer = [one]
@@ -293,4 +281,5 @@ class ChunkedUpdate:
 
 
 def _bytes(round_: Round) -> int:
-    return sum(one.bytes for one in round_)
+    """Return the bytes of the round's tensors on disk, each rounded up to whole blocks of the file."""
+    return sum(whole_blocks(tensor.nbytes) for one in round_ for tensor in one.on_disk.values())

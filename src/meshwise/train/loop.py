@@ -69,7 +69,7 @@ from meshwise.train.run_checkpoints import (
     run_extra,
     run_outputs,
 )
-from meshwise.train.run_events import EventDispatcher, EventSink, JsonLines, RunEvent, Slow, logger_maker
+from meshwise.train.run_events import EventSink, JsonLines, RunEvent, Slow, logger_maker
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,16 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         lines = ProgressLines(console or OutputConsole(), every=job.train.log_every)
         loggers = (logger_maker(name)(folder, job) for name in job.train.loggers)
         sinks += [lines, JsonLines(folder / METRICS), *loggers]
+
+    def emit(event: RunEvent) -> None:
+        for sink in sinks:
+            sink.write(event)
+
     try:
-        with EventDispatcher(sinks) as events:
-            return _Run(trainer, prepared, folder, events).run(start)
+        with contextlib.ExitStack() as closing:
+            for sink in reversed(sinks):
+                closing.callback(sink.close)
+            return _Run(trainer, prepared, folder, emit).run(start)
     except Exception as error:
         leave_traceback(error, world=world, folder=folder)
         if is_out_of_memory(error):
@@ -134,14 +141,14 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
 class _Run:
     """One run of a job on one rank. Rank 0 writes into the run's folder, every rank into the checkpoints."""
 
-    def __init__(self, trainer: Trainer, prepared: PreparedJob, folder: Path, events: EventDispatcher) -> None:
+    def __init__(self, trainer: Trainer, prepared: PreparedJob, folder: Path, emit: Callable[[RunEvent], None]) -> None:
         job = prepared.job
         self._trainer = trainer
         self._prepared = prepared
         self._job = job
         self._data = prepared.data
         self._folder = folder
-        self._emit = events.emit
+        self._emit = emit
         self._progress = RunProgress()
         self._peaks = [group["lr"] for group in trainer.optimizer.param_groups]
         self._rate = lr_schedule(job.schedule, steps=job.train.steps)
@@ -156,7 +163,7 @@ class _Run:
         self._signals: list[str] = []
         self._validation: float | None = None
         root, keep_last = folder / CHECKPOINTS, job.train.keep_last
-        self._checkpoints = RunCheckpoints(trainer, root=root, keep_last=keep_last, emit=events.emit)
+        self._checkpoints = RunCheckpoints(trainer, root=root, keep_last=keep_last, emit=emit)
 
     def run(self, start: RunStart) -> RunSummary:
         """Restore a checkpoint if there is one, train, and write the output files."""

@@ -1,12 +1,11 @@
 """Define the events of a training run (a step, a validation, a checkpoint …), and pass them to files and trackers.
 
-The training loop emits events through an `EventDispatcher`. Its sinks print the events (`console_output`), write them
-to metrics.jsonl (`JsonLines`), and pass them to the loggers of the job (`logger_maker`). Only rank 0 has sinks. In
-metrics.jsonl an event has the lower-case name of its class. docs/checkpoints.md lists the loggers.
+The training loop passes each event to sinks. They print the events (`console_output`), write them to metrics.jsonl
+(`JsonLines`), and pass them to the loggers of the job (`logger_maker`). Only rank 0 has sinks. docs/checkpoints.md
+lists the loggers.
 
 The dataclasses that are derived from `RunEvent` are the events: Start, Step, Validation, Saved, End and others."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -242,26 +241,6 @@ class EventSink(Protocol):
         """Close the sink; no events follow."""
 
 
-class EventDispatcher(contextlib.ExitStack):
-    """Dispatcher that passes each event of a run to all sinks; as a context manager it closes the sinks at the end."""
-
-    def __init__(self, sinks: Sequence[EventSink] = ()) -> None:
-        super().__init__()
-        self._sinks = tuple(sinks)
-        for sink in reversed(self._sinks):
-            self.callback(sink.close)
-
-    def emit(self, event: RunEvent) -> None:
-        """Pass an event to every sink."""
-        for sink in self._sinks:
-            sink.write(event)
-
-
-def event_record(event: RunEvent) -> dict[str, Any]:
-    """Return the event as a dict: its fields, and under `event` the lower-case name of its class."""
-    return {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
-
-
 @dataclass(frozen=True)
 class TrackedNumbers:
     """An event sink that passes the numbers of steps and validations to a tracker.
@@ -329,8 +308,9 @@ _TRACKERS: Mapping[str, Callable[[Any, Path, str], TrackedNumbers]] = {
 class JsonLines:
     """An event sink that appends each event to a file as one line of JSON, and flushes the line at once.
 
-    An infinite number or NaN is written as the string `inf`, `-inf` or `nan`. If the file exists, an unfinished last
-    line is removed first; a killed run may have left it."""
+    The line has the event's fields, and under `event` the lower-case name of its class. An infinite number or NaN is
+    written as the string `inf`, `-inf` or `nan`. If the file exists, an unfinished last line is removed first; a killed
+    run may have left it."""
 
     def __init__(self, path: Path) -> None:
         if path.exists():
@@ -339,7 +319,8 @@ class JsonLines:
 
     def write(self, event: RunEvent) -> None:
         """Append the event as a line."""
-        self._file.write(json.dumps({key: _plain(value) for key, value in event_record(event).items()}) + "\n")
+        record = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
+        self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -269,11 +269,7 @@ def launch(
         result = _Agent(spec, logs=logs, method=method, folder=folder).run()
     finally:
         rendezvous.shutdown()
-    return _statuses(result.failures)
-
-
-def _statuses(failures: Mapping[int, ProcessFailure]) -> Mapping[int, int]:
-    return {rank: failure.exitcode for rank, failure in failures.items()}
+    return {rank: failure.exitcode for rank, failure in result.failures.items()}
 
 
 class _Agent(LocalElasticAgent):
@@ -313,7 +309,8 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _print_restart_reason(self, spec: WorkerSpec) -> None:
-        restart, statuses = spec.max_restarts - self._remaining_restarts, _statuses(self._failures)
+        restart = spec.max_restarts - self._remaining_restarts
+        statuses = {rank: failure.exitcode for rank, failure in self._failures.items()}
         previous = start_folder(self._folder, number=restart - 1)
         error = first_error(previous, size=spec.local_world_size, statuses=statuses)
         report_to_stderr(f"meshwise: restart {restart} of {spec.max_restarts}, because {type(error).__name__}: {error}")

@@ -173,12 +173,8 @@ class _ScheduleRun:
             self._send(action)
         elif kind in RECEIVES:
             self._receive(action)
-        elif kind is ActionKind.GATHER:
-            storage.gather()
-        elif kind is ActionKind.FREE:
-            storage.free()
         else:
-            storage.reduce()
+            {"GATHER": storage.gather, "FREE": storage.free, "REDUCE": storage.reduce}[kind]()
 
     # ---- computing ---------------------------------------------------------------------------------------------
 
