@@ -22,6 +22,7 @@ from meshwise.data_parallel.live_unit import GradientCallback, LiveUnit, Paramet
 from meshwise.memory.swap_file import TierError
 from meshwise.model.deferred_init import ParameterSource, install
 from meshwise.model.parameter_table import ParameterRow, ParameterTable
+from meshwise.model.torch_private import graph_nodes
 
 
 class DataParallel:
@@ -293,18 +294,7 @@ def leaf_ids(loss: Tensor) -> set[int] | None:
 
     Returns None if the graph contains a reentrant checkpoint. Such a checkpoint runs further backwards inside this one,
     so the graph does not show its parameters, and a parameter may receive several gradients."""
-    leaves: set[int] = set()
-    seen = set()
-    stack = [] if loss.grad_fn is None else [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "CheckpointFunctionBackward":
-            return None
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            leaves.add(id(variable))
-        stack.extend(following for following, _ in node.next_functions if following is not None)
-    return leaves
+    nodes = list(graph_nodes([loss.grad_fn]))
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
+        return None
+    return {id(variable) for node in nodes if isinstance(variable := getattr(node, "variable", None), Tensor)}

@@ -1,8 +1,8 @@
-"""Wrap private functions of torch: about modes, the running backward, schemas, and the backends of torch.compile."""
+"""Wrap functions of torch, most of them private: about modes, autograd's graph, schemas, backends of torch.compile."""
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ class LightDispatchMode(TorchDispatchMode):
 def in_backward() -> bool:
     """Return whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def graph_nodes(roots: Iterable[Node | None]) -> Iterator[Node]:
+    """Yield each node of autograd's graph from `roots` on, once."""
+    waiting, seen = [root for root in roots if root is not None], set[Node]()
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions if following is not None]
 
 
 def needed_gradients(ctx: Any) -> tuple[bool, ...]:

@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import checkpoint
 
 from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.model.torch_private import graph_nodes
 
 Gradients: TypeAlias = Sequence[Tensor | None]
 """Gradient of each output of a node; None for an output without a gradient."""
@@ -193,19 +194,12 @@ class _Graph:
     """Autograd graph from some output nodes down to the leaves; the order of its nodes is deterministic."""
 
     def __init__(self, roots: Sequence[Node]) -> None:
-        self.nodes: dict[Node, None] = {}
+        self.nodes = dict.fromkeys(graph_nodes(roots))
         self._roots = set(roots)
         self._above: dict[Node, set[Node]] = {}
-        waiting = list(roots)
-        while waiting:
-            node = waiting.pop()
-            if node in self.nodes:
-                continue
-            self.nodes[node] = None
-            for below, _ in node.next_functions:
-                if below is not None:
-                    self._above.setdefault(below, set()).add(node)
-                    waiting.append(below)
+        for node, (below, _) in ((one, edge) for one in self.nodes for edge in one.next_functions):
+            if below is not None:
+                self._above.setdefault(below, set()).add(node)
 
     @property
     def is_reentrant(self) -> bool:

@@ -26,6 +26,7 @@ from meshwise.comm.api.world import World
 from meshwise.layout.layout import ANYWHERE, DimSplit, Layout
 from meshwise.model.forward import ForwardReplay
 from meshwise.model.parameter_table import Placement
+from meshwise.model.torch_private import graph_nodes
 from meshwise.tensor.core.matmul import InputGather, MatmulCollectives, MatmulInput, OperandMove, to_product_dtype
 from meshwise.tensor.schemes import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 
@@ -48,17 +49,11 @@ class TensorOrigins:
         """Return the axes over which the nearest parameter, matmul or collective behind `x` sums its gradient."""
         if x.is_leaf:
             return self._at_leaf(x)
-        waiting: list[Node] = [x.grad_fn] if x.grad_fn is not None else []
-        seen = set(waiting)
-        while waiting:
-            node = waiting.pop()
+        for node in graph_nodes([x.grad_fn]):
             leaf = getattr(node, "variable", None)
             summed = _summed_by(node, axes=axes) if leaf is None else self._at_leaf(leaf)
             if summed is not None:
                 return summed
-            following = [each for each, _ in node.next_functions if each is not None and each not in seen]
-            seen.update(following)
-            waiting += following
         return ()
 
     def _at_leaf(self, x: Tensor) -> Axes:
