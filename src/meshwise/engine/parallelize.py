@@ -225,10 +225,10 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     reduction = ZERO[plan.zero]
     if plan.server:
         reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own_gradients=plan.asynchronous)
-    if plan.codec:
-        reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
     if scheme is not None:
-        reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
+        reduction = dataclasses.replace(reduction, owned_state=(*scheme.state_names, *scheme.error_names))
+    else:
+        reduction = compressed(reduction, wire=plan.wire, feedback=bool(plan.feedback))
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
     axes = plan.outer_axes, plan.sync_axes, plan.node_axes
     storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch, plan.overlap_gather > 0)
