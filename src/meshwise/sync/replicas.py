@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from meshwise.comm.api.flight_recorder import StepPhase
 from meshwise.comm.api.world import Work
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.comm.network.joined_jobs import JoinedJobs
@@ -125,24 +126,24 @@ class Replicas:
         self._counts = [before + count for before in self._counts]
         begun, applied = scheme.fragments_to_begin(self.steps), scheme.fragments_to_apply(self.steps)
         in_groups = scheme.in_groups(self.steps)
-        if begun or applied or in_groups:
-            self._wait()  # a skipped step ran no optimizer, which otherwise waits
+        if not (begun or applied or in_groups):
+            return
+        self._wait()  # a skipped step ran no optimizer, which otherwise waits
+        self._world.flight_recorder.doing = StepPhase.AGREE
         if in_groups:
             self._mix(f"groups:{scheme.group}")
         if scheme.graph != "all":
-            if begun:
-                self._mix(scheme.graph)
-                self._mixed += 1
-            return
+            self._mix(scheme.graph)
+            self._mixed += 1
+            begun = applied = ()
         for fragment in begun:
             self._begin(fragment)
         if self.jobs is not None:
-            if begun:
-                self._meet(self.jobs)
-            return
+            self._meet(self.jobs)
         for fragment in applied:
-            if fragment in self._in_flight:  # not so if the round was resumed with a longer delay
+            if fragment in self._in_flight:  # not so if jobs have met, or the round was resumed with a longer delay
                 self._apply(fragment)
+        self._world.flight_recorder.doing = StepPhase.OUTSIDE
 
     def _begin(self, fragment: int) -> None:
         """Start to send a fragment, weighted by the counts of the round."""
@@ -393,8 +394,7 @@ class Replicas:
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. Under a
         scheme with other outer state, or other steps of an exchange in flight, all begin a new round with the mean."""
-        for sent in self._in_flight.values():
-            self._arrived(sent)
+        self._settle()
         self._in_flight.clear()
         self.moved = 0
         if self.jobs is not None:

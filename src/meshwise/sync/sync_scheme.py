@@ -199,6 +199,11 @@ class SyncScheme:
         """Name of the state with a replica's own compression errors, of the parameters' shapes; none without."""
         return ("outer_error",) if self.wire != "auto" and self.feedback else ()
 
+    def round_steps(self, *, replicas: int) -> int:
+        """Return the steps after which the exchanges of `replicas` replicas repeat."""
+        hops = math.ceil(math.log2(replicas)) if self.graph == "exponential" else 1
+        return math.lcm(self.every * max(1, hops), self.group_every if self.group else 1)
+
     def fragments_to_apply(self, step: int) -> tuple[int, ...]:
         """Return the fragments that all replicas apply after step number `step`, which counts from 1."""
         if step <= self.after:
