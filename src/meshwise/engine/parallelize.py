@@ -226,7 +226,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     if plan.server:
         reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own_gradients=plan.asynchronous)
     if scheme is not None:
-        reduction = dataclasses.replace(reduction, owned_state=(*scheme.state_names, *scheme.error_names))
+        reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
     else:
         reduction = compressed(reduction, wire=plan.wire, feedback=bool(plan.feedback))
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)

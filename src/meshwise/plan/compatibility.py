@@ -90,7 +90,6 @@ COMPATIBILITY = (
     Refusal("sync!=step precision=fp16", "precision=bf16", "each replica would have its own loss scale"),
     *(Refusal(f"sync!=step wire={dtype}", "wire=auto", "masters travel in their dtype") for dtype in WIRE_DTYPES[1:]),
     Refusal("sync!=step wire.codec=powersgd", "wire=int8", "replicas sum flat tensors, PowerSGD needs whole matrices"),
-    Refusal("sync=local wire.codec!=none", "wire=auto", "its replicas send parameters, and a codec needs changes"),
     Refusal("sync=gossip wire.codec!=none", "wire=auto", "its replicas send parameters, and a codec needs changes"),
     Refusal("sync!=step offload.optimizer!=device", "offload=none", "replicas agree about state on the device"),
     Refusal("server=0 staleness!=0", "staleness=0", "only servers apply gradients late"),

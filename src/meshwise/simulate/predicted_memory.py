@@ -48,7 +48,6 @@ from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
-
 _VERSIONS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -24,7 +24,6 @@ sums (`JoinedJobs`). A job that joins copies parameters, outer state and optimiz
 
 import contextlib
 import dataclasses
-import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +108,7 @@ class Replicas:
         self._counts = [0.0] * self.scheme.fragments
         self._in_flight.clear()
         for bucket in self._buckets:
-            for name in (*self.scheme.state_names, *self.scheme.error_names):
+            for name in self.scheme.state_names:
                 bucket.reduction_state[name].zero_()
             if self.scheme.has_anchor:
                 bucket.reduction_state["agreed"].copy_(_master(bucket))
@@ -164,12 +163,12 @@ class Replicas:
         """Start to sum the weighted values of a bucket. Compression errors are sent if the replica has `updated`.
 
         Without an update of any replica, all weigh next to nothing, and an error would count far too much."""
-        total, state = self._world.empty(value.numel(), dtype=value.dtype).copy_(value), dict[str, Tensor]()
-        for name in self.scheme.error_names:
-            state["error"] = error = bucket.reduction_state[name]
-            if updated:
-                total.add_(error)
-                error.zero_()
+        total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value)
+        error = bucket.reduction_state.get("outer_error")
+        if error is not None and updated:
+            total.add_(error)
+            error.zero_()
+        state = {} if error is None else {"error": error}
         peers = dataclasses.replace(bucket.peers, outer=self._axes, shard=slice(0, len(total)), state=state)
         part = self._reduction.start_replicas(total, peers=peers)
         return _SentTensor(_master(bucket), part.values, part.work)
@@ -385,7 +384,8 @@ class Replicas:
     def _goes_on(self, saved: Mapping[str, Any]) -> bool:
         """Return whether this scheme can continue the round of a result of `state`."""
         scheme, timing = self.scheme, [self.scheme.every, self.scheme.delay]
-        same = saved["state"] == list(scheme.state_names) and len(saved["counts"][0]) == scheme.fragments
+        same = {*saved["state"]} ^ {*scheme.state_names} <= {"outer_error"}  # errors may begin as zero
+        same = same and len(saved["counts"][0]) == scheme.fragments
         same = same and saved.get("scaled_by_lr", scheme.scaled_by_lr) == scheme.scaled_by_lr
         return same and (not saved["in_flight"] or saved.get("timing", timing) == timing)
 
@@ -406,8 +406,8 @@ class Replicas:
         same = saved["replicas"] == self.size
         totals = [sum(each) / self.size for each in zip(*saved["counts"], strict=True)]
         self._counts = list(saved["counts"][self.index]) if same else totals
-        for bucket, name in itertools.product(self._buckets, self.scheme.error_names):
-            bucket.reduction_state[name].mul_(saved["replicas"] / self.size)  # all errors add up as before
+        for state in (bucket.reduction_state for bucket in self._buckets if "outer_error" in bucket.reduction_state):
+            state["outer_error"].mul_(saved["replicas"] / self.size)  # all errors add up as before
         for fragment, weight in saved["in_flight"].items():
             sent = [
                 _SentTensor(_master(bucket), bucket.reduction_state["outer_change"].clone(), Work())

@@ -173,8 +173,8 @@ class SyncScheme:
             )
         if self.graph != "all" and (self.has_anchor or self.fragments > 1 or self.group):
             raise ValueError(
-                f"sync: graph={self.graph} mixes the parameters of neighbours, but an outer step, fragments, a delay "
-                "and groups need the mean of all; write graph=all"
+                f"sync: graph={self.graph} mixes the parameters of neighbours, but an outer step, a codec, fragments, "
+                "a delay and groups need the mean of all; write graph=all"
             )
         if self.group and (self.has_anchor or self.fragments > 1):
             raise ValueError(
@@ -189,15 +189,11 @@ class SyncScheme:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the outer state: tensors of the parameters' shapes, equal on all replicas."""
+        """Names of the outer state: tensors of the parameters' shapes, equal on all replicas except `outer_error`."""
         momentum = ("outer_momentum",) if self.outer_momentum else ()
         sent = ("outer_change",) if self.delay else ()
-        return ("agreed", *momentum, *sent) if self.has_anchor else ()
-
-    @property
-    def error_names(self) -> tuple[str, ...]:
-        """Name of the state with a replica's own compression errors, of the parameters' shapes; none without."""
-        return ("outer_error",) if self.wire != "auto" and self.feedback else ()
+        error = ("outer_error",) if self.wire != "auto" and self.feedback else ()
+        return ("agreed", *momentum, *sent, *error) if self.has_anchor else ()
 
     def round_steps(self, *, replicas: int) -> int:
         """Return the steps after which the exchanges of `replicas` replicas repeat."""

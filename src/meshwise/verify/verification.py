@@ -203,9 +203,8 @@ def _gradients(subject: VerificationInputs, plan: Plan, world: World) -> list[Te
     Of replicas that agree across steps, return the agreed parameters after a round of one step, less the errors."""
     arguments = subject.arguments(subject.listener())
     sync = {key: value for key, value in arguments["options"].sync.items() if key not in ("fragments", "delay")}
-    options = dataclasses.replace(arguments["options"], clip_norm=None, sync=sync)
-    plan = dataclasses.replace(plan, every=1)
-    trainer = parallelize(subject.prepared(), plan, world=world, **{**arguments, "options": options})
+    arguments["options"] = dataclasses.replace(arguments["options"], clip_norm=None, sync=sync)
+    trainer = parallelize(subject.prepared(), dataclasses.replace(plan, every=1), world=world, **arguments)
     tokens = sum(trainer.world.exchange(trainer.step(next(subject.converted())).tokens, axes=plan.sync_axes))
     found, scheme = [], trainer.scheme
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets if bucket.trainable):
