@@ -110,6 +110,8 @@ class TrainingState:
         for a checkpoint of another model or optimizer. Raises DamageError on every rank for a damaged checkpoint; the
         state may then be partly overwritten, until another load succeeds."""
         self.wait_staged()
+        if self.replicas is not None:
+            self.replicas.settle()
         world = self._engine.world
         pretrained = on_all_ranks(lambda: is_pretrained(folder), world=world)
         read = self._read_pretrained if pretrained else read_index

@@ -48,7 +48,7 @@ from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
 from meshwise.plan import Plan, PlanError
-from meshwise.plan.plan_keys import Offload
+from meshwise.plan.plan_keys import LARGEST_COUNT, Offload
 from meshwise.simulate.cost_model import step_traffic
 from meshwise.simulate.step_tape import Category, MemoryChange, Tape, TapeSegment, TapeWait
 from meshwise.simulate.tape_recorder import (
@@ -215,7 +215,7 @@ class TapeRecording:
             build = recorder.segments()
             with OperationRecorder(recorder, memo=self.memo), constants:
                 if (replicas := trainer.agreements) is not None:  # two steps without an agreement
-                    replicas.scheme = dataclasses.replace(replicas.scheme, every=LARGEST, after=0, group=0)
+                    replicas.scheme = dataclasses.replace(replicas.scheme, every=LARGEST_COUNT, after=0, group=0)
                 trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
                 first = self._run(recorder)
                 saved = 0 if trainer.activations is None else trainer.activations.mover.peak

@@ -345,7 +345,7 @@ class Replicas:
 
         The usual slots of parameters, errors and the optimizer's state have the mean of the replicas. Slots that begin
         with `replica/` and a number have each replica's own. The first replica saves all other slices."""
-        self._settle()
+        self.settle()
         for each in own:
             if _is_own(each):
                 yield dataclasses.replace(each, slot=self._own_slot(each.slot))
@@ -366,15 +366,15 @@ class Replicas:
     def _own_slot(self, slot: str) -> str:
         return f"replica/{self.index}/{slot}"
 
-    def _settle(self) -> None:
-        """Wait for the exchanges in flight; their sums become state that a checkpoint has."""
+    def settle(self) -> None:
+        """Wait for the exchanges in flight, before a save or a load; their sums become state that a checkpoint has."""
         for fragment, sent in self._in_flight.items():
             for bucket, one in zip(self._fragments[fragment], self._arrived(sent), strict=False):
                 bucket.reduction_state["outer_change"].copy_(one.total)
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state of the round (a collective): steps, counts by replica, and weights in flight."""
-        self._settle()
+        self.settle()
         counts = self._world.exchange(self._counts, axes=self._axes)
         flying = {str(fragment): float(sent[-1].total) for fragment, sent in self._in_flight.items()}
         kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps}
@@ -394,7 +394,6 @@ class Replicas:
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. Under a
         scheme with other outer state, or other steps of an exchange in flight, all begin a new round with the mean."""
-        self._settle()
         self._in_flight.clear()
         self.moved = 0
         if self.jobs is not None:
