@@ -32,6 +32,12 @@ CONTESTANTS: dict[str, tuple[str, ...]] = {
     "DiLoCo, every=20": (
         *("--plan", "dp=4 sync=diloco every=20", "--train.sync", "outer_lr=1.0", "outer_momentum=0.3"),
     ),
+    "DiLoCo, every=20, int8": (
+        *("--plan", "dp=4 sync=diloco every=20 wire=int8", "--train.sync", "outer_lr=1.0", "outer_momentum=0.3"),
+    ),
+    "DiLoCo, every=20, int4": (
+        *("--plan", "dp=4 sync=diloco every=20 wire=int4", "--train.sync", "outer_lr=1.0", "outer_momentum=0.3"),
+    ),
 }
 
 
@@ -74,19 +80,17 @@ def validation_loss(name: str, *, seed: int, steps: int) -> float:
 
 
 def markdown(losses: dict[tuple[str, int], float]) -> str:
-    """Return the table of the seeds that every contestant has."""
-    seeds = sorted({seed for _, seed in losses})
-    seeds = [seed for seed in seeds if all((name, seed) in losses for name in CONTESTANTS)]
+    """Return the table of the contestants that have runs, each over the seeds that it has."""
     lines = ["| contestant | seeds | mean loss | least | largest | against AdamW | spread |"]
     lines += ["|---|--:|--:|--:|--:|--:|--:|"]
-    if len(seeds) < 2:
-        return f"{len(losses)} runs so far"
-    for name in CONTESTANTS:
-        own = [losses[name, seed] for seed in seeds]
+    for name in dict.fromkeys(name for name, _ in losses):
+        own = [loss for (other, _), loss in losses.items() if other == name]
+        seeds = [seed for other, seed in losses if other == name]
         ratios = [100 * (losses[name, seed] / losses["AdamW", seed] - 1) for seed in seeds]
+        spread = f"{statistics.stdev(ratios):.1f} %" if len(ratios) > 1 else ""
         lines.append(
             f"| {name} | {len(seeds)} | {statistics.mean(own):.3f} | {min(own):.3f} | {max(own):.3f} | "
-            f"{statistics.mean(ratios):+.1f} % | {statistics.stdev(ratios):.1f} % |"
+            f"{statistics.mean(ratios):+.1f} % | {spread} |"
         )
     return "\n".join(lines)
 

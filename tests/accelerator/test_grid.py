@@ -158,6 +158,7 @@ SETTINGS: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("local", {"group": 2}),
     ("slowmo", {}),
     ("diloco", {"fragments": 2, "delay": 1}),
+    ("diloco wire=int8", {"fragments": 2, "delay": 1}),
 )
 
 

@@ -25,7 +25,7 @@ from meshwise.simulate import rehearsal
 from meshwise.simulate.predicted_memory import needs
 from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import each_flops
-from meshwise.simulate.step_tape import TapeOperation
+from meshwise.simulate.step_tape import TapeOperation, TapeSegment
 from meshwise.train.console_output import notes
 from simulate.subjects import CONFIG, gpt_subject, loss
 
@@ -58,8 +58,15 @@ def _small(stages: int) -> GPTConfig:
     return replace(CONFIG, layers=max(2, stages))
 
 
+def _second_step(rehearsal: Rehearsal, index: int) -> list[TapeSegment]:
+    """The second step of a training, with the agreement that follows it."""
+    rounds = rehearsal.tapes[index].agreements
+    steps = len(rounds) // 2
+    return [*rehearsal.step(index), *rounds[steps + 1 % max(1, steps) :][:1]]
+
+
 def _calls(rehearsal: Rehearsal, index: int) -> list[tuple[str, tuple[str, ...], int]]:
-    records = (call.record for segment in rehearsal.step(index) for call in segment.calls())
+    records = (call.record for segment in _second_step(rehearsal, index) for call in segment.calls())
     return [(record.kind, record.axes, record.bytes) for record in records if record.kind != "recv"]
 
 

@@ -201,9 +201,9 @@ def test_nobody_applies_half_of_a_round(
     def main(world: World, replica: int) -> Parameters | None:
         trainer = made(world, "dp=1 sync=diloco every=3", settings={**settings, "outer_lr": 0.5})
         if replica == 2:
-            assert trainer._replicas is not None
-            assert trainer._replicas.jobs is not None
-            failing.append(trainer._replicas.jobs)
+            assert trainer.agreements is not None
+            assert trainer.agreements.jobs is not None
+            failing.append(trainer.agreements.jobs)
         try:
             train(trainer, steps=range(8), replicas=range(replica, replica + 1), of=3)
         except ZeroDivisionError:
@@ -402,7 +402,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dp=1 sync=local", {"join": "here"}, "join='here' patience=60.0; write join=HOST:29400 patience=60"),
     ("dp=1 sync=local", {"join": "a:1", "patience": 0}, "write join=HOST:29400 patience=60"),
     ("dp=1 sync=local", {"join": "a:1", "least": 0}, "least=0 is no whole number of at least 1"),
-    ("dp=2 sync=gossip", {"join": "a:1"}, "needs the mean of all replicas, at once; write sync=local, slowmo"),
+    ("dp=2 sync=gossip", {"join": "a:1"}, "at once and whole; write sync=local, slowmo or diloco"),
     ("dp=2 sync=easgd", {"join": "a:1"}, "write sync=local, slowmo or diloco"),
     ("dp=2 sync=local every=4", {"join": "a:1", "group": 2}, "and delay=0 group=0"),
     ("dp=2 sync=diloco every=4", {"join": "a:1", "delay": 1}, "and delay=0 group=0"),

@@ -106,6 +106,8 @@ class TrainingState:
         For a Hugging Face folder, reset the optimizer's state; the result then has 0 `steps` and `skips`, and the names
         of unused tensors at `["user"]["unused"]`. After a DamageError the state may be partly overwritten."""
         self.wait_staged()
+        if self.replicas is not None:
+            self.replicas.settle()
         world = self._engine.world
         pretrained = on_all_ranks(lambda: is_pretrained(folder), world=world)
         read = self._read_pretrained if pretrained else read_index

@@ -36,7 +36,6 @@ from meshwise.model.full_parameter_access import (
     key_of,
 )
 from meshwise.model.parameter_table import ParameterRow
-from meshwise.plan.plan_keys import Wire
 
 
 class RankPart(NamedTuple):
@@ -238,8 +237,7 @@ class LogicalSlices(LogicalTensors):
 
     def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:
         """Move momenta towards the mean gradient of the replicas, encoded; see `LogicalTensors`."""
-        wire = Wire.parse(codec)
-        reduction = compressed(ZERO[0], codec=(wire.codec, wire.number), feedback=True)
+        reduction = compressed(ZERO[0], wire=codec, feedback=True)
         exchanges = [_exchange(bucket, momenta, betas=betas, by=reduction) for bucket in self._engine.buckets]
         for exchange, before in zip_longest(exchanges, [iter(()), *exchanges], fillvalue=iter(())):
             next(exchange, None)  # one bucket travels while the next one is encoded

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import Axes, Work, World
 from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace
+from meshwise.plan.plan_keys import Wire
 
 
 @dataclass(frozen=True)
@@ -430,19 +431,20 @@ class LowRankReduction(Reduction):
         return torch.randn(width * self.rank, generator=generator, dtype=torch.float64).to(like)
 
 
-def compressed(plain: Reduction, *, codec: tuple[str, float], feedback: bool) -> Reduction:
-    """Return the reduction of a ZeRO stage, `plain`, with encoded gradients.
+def compressed(plain: Reduction, *, wire: str, feedback: bool) -> Reduction:
+    """Return the reduction of a ZeRO stage, `plain`, with encoded gradients; `plain` itself if `wire` is a dtype.
 
-    codec: a name of `wire` and its number. feedback: keep the errors for the next step."""
-    name, number = codec
-    kept = dict(vars(plain))
+    wire: a value of the plan's key. feedback: keep the errors for the next step."""
+    codec, kept = Wire.parse(wire), dict(vars(plain))
+    if codec.codec == "none":
+        return plain
     if feedback:
         kept["summed_state"] = ("error",)
-    if name == "powersgd":
-        return LowRankReduction(**kept, rank=int(number))
+    if codec.codec == "powersgd":
+        return LowRankReduction(**kept, rank=int(codec.number))
     if feedback and not plain.shards_updates:
         kept["owner_state"] = ("error",)
-    return CodecReduction(**kept, codec=CODECS[name](number))
+    return CodecReduction(**kept, codec=CODECS[codec.codec](codec.number))
 
 
 def _finite(error: Tensor) -> Tensor:

@@ -231,10 +231,10 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     reduction = ZERO[plan.zero]
     if plan.server:
         reduction = Reduction(shards_updates=True, servers=plan.server, keeps_own_gradients=plan.asynchronous)
-    if plan.codec:
-        reduction = compressed(reduction, codec=plan.codec, feedback=bool(plan.feedback))
     if scheme is not None:
         reduction = dataclasses.replace(reduction, owned_state=scheme.state_names)
+    else:
+        reduction = compressed(reduction, wire=plan.wire, feedback=bool(plan.feedback))
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
     outer, node = (plan.mesh().expand([axis]) for axis in ("outer", "node"))
     kept = reduction, precision, tiers, outer, plan.sync_axes, node

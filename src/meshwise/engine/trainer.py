@@ -89,16 +89,16 @@ class Trainer:
         self._average: ParameterAverage | None = None
         self._state = TrainingState(engine, update=self._update, plan=plan)
         wait = self._state.wait_staged
-        self._replicas = None
+        self.agreements = None
         if scheme is not None:
-            self._replicas = Replicas(engine, optimizer=optimizer, scheme=scheme, axes=plan.sync_axes, wait=wait)
+            self.agreements = Replicas(engine, optimizer=optimizer, scheme=scheme, axes=plan.sync_axes, wait=wait)
         self._servers = None
         if plan.asynchronous:
             self._servers = ParameterServers(engine, update=self._update, optimizer=optimizer, plan=plan, wait=wait)
-        self._state.replicas, self._state.servers = self._replicas, self._servers
+        self._state.replicas, self._state.servers = self.agreements, self._servers
         timing = self._servers or StepAfterBackward(engine, update=self._update)
         self._stepping = TrainingSteps(
-            engine, runner=runner, plan=plan, recipe=recipe, updating=timing, policy=policy, replicas=self._replicas
+            engine, runner=runner, plan=plan, recipe=recipe, updating=timing, policy=policy, replicas=self.agreements
         )
 
     @property
@@ -232,10 +232,10 @@ class Trainer:
 
         Every rank calls it; `step` does too. Joining waits for a round of the other jobs, and copies the state of one
         of them, which may be some steps ahead, or behind (a negative result). The result counts from the last call."""
-        if self._replicas is None:
+        if self.agreements is None:
             return 0
-        self._replicas.join()
-        moved, self._replicas.moved = self._replicas.moved, 0
+        self.agreements.join()
+        moved, self.agreements.moved = self.agreements.moved, 0
         return moved
 
     def _memory_errors_explained(self) -> contextlib.AbstractContextManager[None]:
@@ -360,7 +360,7 @@ class Trainer:
     def _mean_of_replicas(self) -> contextlib.AbstractContextManager[None]:
         if self._servers is not None:
             self._servers.pull()
-        return contextlib.nullcontext() if self._replicas is None else self._replicas.averaged()
+        return contextlib.nullcontext() if self.agreements is None else self.agreements.averaged()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full gradient) of the last step's mean loss, before clipping. Every rank iterates to the end.
@@ -478,8 +478,8 @@ class Trainer:
 
     def _resumed(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
         self._stepping.load_state(kept)
-        if self._replicas is not None:
-            self._replicas.load_state(kept.get("sync"))
+        if self.agreements is not None:
+            self.agreements.load_state(kept.get("sync"))
         if self._servers is not None:
             self._servers.load_state(kept.get("servers"))
         if self._average is not None:
@@ -489,8 +489,8 @@ class Trainer:
     def close(self) -> None:
         """Wait for parameters, remove the hooks, close the tiers' files; a save under way continues."""
         self._stepping.close()
-        if self._replicas is not None and self._replicas.jobs is not None:
-            self._replicas.jobs.close()
+        if self.agreements is not None and self.agreements.jobs is not None:
+            self.agreements.jobs.close()
         self._state.close()
         self._runner.close()
         self._engine.tiers.close()

@@ -7,7 +7,7 @@ from functools import cache
 from operator import eq, ge, gt, ne
 from typing import Any
 
-from meshwise.plan.plan_keys import keys_of
+from meshwise.plan.plan_keys import WIRE_DTYPES, keys_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ COMPATIBILITY = (
     Refusal("sync!=step zero>0", "zero=0", "replicas that differ between agreements cannot share their state"),
     Refusal("sync!=step ep>1", "ep=1", "experts that are divided over replicas are used in each step"),
     Refusal("sync!=step precision=fp16", "precision=bf16", "each replica would have its own loss scale"),
-    Refusal("sync!=step wire!=auto", "wire=auto", "parameters are exchanged in the dtype of the masters"),
+    *(Refusal(f"sync!=step wire={dtype}", "wire=auto", "masters travel in their dtype") for dtype in WIRE_DTYPES[1:]),
+    Refusal("sync!=step wire.codec=powersgd", "wire=int8", "replicas sum flat tensors, PowerSGD needs whole matrices"),
+    Refusal("sync=gossip wire.codec!=none", "wire=auto", "its replicas send parameters, and a codec needs changes"),
     Refusal("sync!=step offload.optimizer!=device", "offload=none", "replicas agree about state on the device"),
     Refusal("server=0 staleness!=0", "staleness=0", "only servers apply gradients late"),
     Refusal("staleness=0 correction!=none", "correction=none", "only late gradients are corrected"),

@@ -127,13 +127,14 @@ class Plan:
         "fp32 bf16 fp16", means="dtype of the computation, with fp32 masters; fp32: the model's own dtype"
     )
     wire: str = Key(
-        "dtype in which gradients are reduced, or the codec that compresses them; auto: the dtype of the computation",
+        "dtype in which gradients are reduced, or the codec that compresses them, or with `sync` other than `step` the "
+        "changes of parameters; auto: the dtype of the computation",
         words=WIRE_DTYPES,
         parse=Wire.parse,
         form=WIRE_FORM,
     ).field("auto")
     feedback: int = whole_number(
-        1, means="with a codec as `wire`, 1: its error is added to the next gradient; 0: not added", least=0, most=1
+        1, means="with a codec as `wire`, 1: its error is added to the next message; 0: not added", least=0, most=1
     )
     gather: str = one_of(
         "exact int8 int4 fp8",

@@ -93,9 +93,11 @@ WIRES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 
 
 def precision_of(plan: Plan) -> Precision:
-    """Return the dtypes for `precision` and `wire` of a plan; a codec gets gradients in the dtype of accumulation."""
+    """Return the dtypes for `precision` and `wire` of a plan; a codec gets gradients in the dtype of accumulation.
+
+    Under a `sync` across steps, `wire` is not about gradients."""
     record = PRECISIONS[plan.precision]
-    return record if plan.wire == "auto" else replace(record, reduction=WIRES.get(plan.wire))
+    return record if plan.wire == "auto" or plan.sync_axes else replace(record, reduction=WIRES.get(plan.wire))
 
 
 def dtype_names(found: Mapping[str, Iterable[torch.dtype]]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from meshwise.comm.api.flight_recorder import bus_factor
+from meshwise.comm.api.flight_recorder import StepPhase, bus_factor
 from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.plan.plan_keys import Offload
 from meshwise.simulate.cluster import Cluster, Curve, rate_at
@@ -127,8 +127,11 @@ class EntryTime(NamedTuple):
     stop: float
 
 
-def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> Iterator[EntryTime]:
+def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel, step: float = 0.0) -> Iterator[EntryTime]:
     """Yield the times of the entries of consecutive segments, except messages between stages.
+
+    step: seconds of a step before each segment, which the segments do not show. Replicas exchange messages both ways at
+    once: a message is received when the rank has sent its own ones.
 
     Collectives along the same axes run one after the other on one stream; the rank computes until it waits for one. If
     the cluster cannot compute and communicate together (`overlap` is False), a wait follows each call. On a GPU the
@@ -139,6 +142,7 @@ def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> It
     free: dict[tuple[str, ...], float] = defaultdict(float)
     ends: dict[int, float] = {}
     for segment in segments:
+        now += step
         if segment.kind in COMPUTE:
             host = (host if runs_ahead else now) + action
             now = now if runs_ahead else host
@@ -149,10 +153,11 @@ def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel) -> It
                 now = start + cost_model.seconds(entry)
                 yield EntryTime(segment, entry, start, now)
             elif isinstance(entry, TapeCall):
-                if entry.record.point_to_point:
+                if entry.record.point_to_point and segment.activity is not StepPhase.AGREE:
                     continue
                 start = max(now, free[entry.record.axes])
-                end = free[entry.record.axes] = ends[entry.record.sequence] = start + cost_model.collective(entry)
+                took = 0.0 if entry.record.kind == "recv" else cost_model.collective(entry)
+                end = free[entry.record.axes] = ends[entry.record.sequence] = start + took
                 yield EntryTime(segment, entry, start, end)
                 if not cluster.overlap:
                     yield EntryTime(segment, TapeWait(entry.record.sequence), now, end)

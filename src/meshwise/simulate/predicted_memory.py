@@ -48,7 +48,6 @@ from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
-
 _VERSIONS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -234,7 +233,7 @@ def memory_of(rehearsal: Rehearsal) -> tuple[RankMemory, ...]:
         moments: list[ActionMemory] = []
         before: _Sizes = (Counter(), Counter())
         earlier = (tape.build, *tape.first)
-        for segment in (*earlier, *rehearsal.step(index)):
+        for segment in (*earlier, *rehearsal.step(index), *tape.agreements):
             if id(segment.entries) not in known:
                 known[id(segment.entries)] = _changes(segment, apart=rehearsal.device != "cpu")
             after, most = known[id(segment.entries)]

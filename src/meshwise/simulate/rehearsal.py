@@ -48,7 +48,7 @@ from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower
 from meshwise.plan import Plan, PlanError
-from meshwise.plan.plan_keys import Offload
+from meshwise.plan.plan_keys import LARGEST_COUNT, Offload
 from meshwise.simulate.cost_model import step_traffic
 from meshwise.simulate.step_tape import Category, MemoryChange, Tape, TapeSegment, TapeWait
 from meshwise.simulate.tape_recorder import (
@@ -214,11 +214,14 @@ class TapeRecording:
             _watch(trainer, recorder, on_gpu=self.device == "cuda")
             build = recorder.segments()
             with OperationRecorder(recorder, memo=self.memo), constants:
+                if (replicas := trainer.agreements) is not None:  # two steps without an agreement
+                    replicas.scheme = dataclasses.replace(replicas.scheme, every=LARGEST_COUNT, after=0, group=0)
                 trainer.step(self.subject.batch, only=frozenset({max(self.only)}))
                 first = self._run(recorder)
                 saved = 0 if trainer.activations is None else trainer.activations.mover.peak
                 trainer.step(self.subject.batch, only=self.only)
                 steady = _with_gathers_first(self._run(recorder), first=first)
+                agreements = tuple(_agreements(trainer, recorder))
         traffic = step_traffic(
             self.plan.tiers,
             sizes={**trainer.tiers.disk_bytes, "activations": saved},
@@ -226,7 +229,7 @@ class TapeRecording:
             microbatches=self.plan.microbatches,
             on_gpu=self.device == "cuda",
         )
-        return Tape(index, build[0], first, steady, self._away(trainer, saved=saved), *traffic)
+        return Tape(index, build[0], first, steady, self._away(trainer, saved=saved), *traffic, agreements)
 
     def _away(self, trainer: Trainer, *, saved: int) -> Mapping[str, int]:
         """Return the bytes off the device by tier (`cpu`, `disk`). `saved`: offloaded activations per micro-batch."""
@@ -262,6 +265,18 @@ def _with_gathers_first(steady: tuple[TapeSegment, ...], *, first: Sequence[Tape
     before = [entry for part in own for entry in part.entries if part.activity is StepPhase.BEGIN]
     begin = TapeSegment(StepPhase.BEGIN, (*begun, *before))
     return (begin, *(part for part in own if part.activity is not StepPhase.BEGIN))
+
+
+def _agreements(trainer: Trainer, recorder: Recorder) -> Iterator[TapeSegment]:
+    """Let replicas agree as in two rounds, without the steps between; yield what follows each step."""
+    replicas, scheme = trainer.agreements, trainer.scheme
+    if replicas is None or scheme is None:
+        return
+    replicas.scheme, count = scheme, scheme.round_steps(replicas=replicas.size)
+    replicas.steps = -(-scheme.after // count) * count
+    for _ in range(2 * count):
+        replicas.after_step(1.0)
+        yield TapeSegment(StepPhase.AGREE, tuple(entry for part in recorder.segments() for entry in part.entries))
 
 
 def _updated(trainer: Trainer) -> Mapping[str, int]:

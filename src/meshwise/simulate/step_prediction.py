@@ -123,13 +123,23 @@ class Prediction:
     rehearsal: Rehearsal
     cluster: Cluster
     seconds: float
+    """Seconds of a step, without agreements of replicas across steps."""
+    agreements: Sequence[float]
+    """Seconds that agreements add to each step of a round, on the rank where they add most; [0.0] under `sync=step`."""
     host_seconds: float
     """Seconds at the end of the step in which every rank waits for offloaded state."""
     traffic: Mapping[str, float]
     """Bytes that one rank sends in a step, the largest number of all ranks: `inside` a node and `between` nodes."""
+    agreement_traffic: Mapping[str, float]
+    """Bytes that one rank sends in the agreements of a round."""
     clocked: Timeline | None
     """Timeline of the pipeline's actions; None for pp=1."""
     _ranks: "Sequence[_Rank]"
+
+    @property
+    def mean_seconds(self) -> float:
+        """Seconds of a step on average over a round, with its agreements."""
+        return self.seconds + sum(self.agreements) / len(self.agreements)
 
     @property
     def bubble(self) -> float:
@@ -157,7 +167,7 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second over all ranks; tokens are what the loss counts."""
-        return self.rehearsal.tokens / self.seconds
+        return self.rehearsal.tokens / self.mean_seconds
 
     @property
     def model_flops(self) -> float:
@@ -168,7 +178,7 @@ class Prediction:
     @property
     def utilisation(self) -> float:
         """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
-        return self.model_flops / (self.seconds * self.rehearsal.plan.mesh().size * self._peak)
+        return self.model_flops / (self.mean_seconds * self.rehearsal.plan.mesh().size * self._peak)
 
     @property
     def _peak(self) -> float:
@@ -269,8 +279,10 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     """Return the prediction for a rehearsed plan on a cluster."""
     ranks, clocked = _ranks(rehearsal, cluster), None
     different = set(ranks)
-    each = [rank.sent() for rank in different]
-    sent = {link: max(one[link] for one in each) for link in each[0]}
+    sent, agreed = (
+        {link: max(one[link] for one in each) for link in ("inside", "between")}
+        for each in ([rank.sent() for rank in different], [rank.sent(agreements=True) for rank in different])
+    )
     if rehearsal.plan.pp == 1:
         took = ranks[0].whole[-1].stop
     else:
@@ -282,7 +294,8 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     took += cluster.device.step
     on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
     whole = max(step_seconds(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
-    return Prediction(rehearsal, cluster, whole, whole - took, sent, clocked, ranks)
+    added = [max(each) for each in zip(*(rank.agreements(whole) for rank in different), strict=True)]
+    return Prediction(rehearsal, cluster, whole, added, whole - took, sent, agreed, clocked, ranks)
 
 
 def _distinct(parts: Sequence[TapeSegment]) -> list[tuple[TapeSegment, int]]:
@@ -315,7 +328,7 @@ def _ranks(rehearsal: Rehearsal, cluster: Cluster) -> list["_Rank"]:
         key = tape.index, index * each % cluster.ranks_per_node
         if key not in made:
             shifted = dataclasses.replace(cost_model, shift=(index - tape.index) * each)
-            made[key] = _Rank(rehearsal.step(index), shifted)
+            made[key] = _Rank(rehearsal.step(index), shifted, tape.agreements)
         found.append(made[key])
     return found
 
@@ -323,8 +336,8 @@ def _ranks(rehearsal: Rehearsal, cluster: Cluster) -> list["_Rank"]:
 class _Rank:
     """One rank along pp, with the times of its segments; equal segments are played once."""
 
-    def __init__(self, parts: Sequence[TapeSegment], cost_model: CostModel) -> None:
-        self.cost_model, self._parts = cost_model, parts
+    def __init__(self, parts: Sequence[TapeSegment], cost_model: CostModel, rounds: Sequence[TapeSegment]) -> None:
+        self.cost_model, self._parts, self._rounds = cost_model, parts, rounds
         self._around = [part for part in parts if part.kind is None]
         actions = ((part.activity, part, times) for part, times in _distinct(parts))
         self._actions = [(one, part, times) for one, part, times in actions if isinstance(one, Action)]
@@ -385,14 +398,26 @@ class _Rank:
             costs[stage] = ActionCost(*work, link, mean[ActionKind.GATHER], mean[ActionKind.REDUCE])
         return costs
 
-    def sent(self) -> dict[str, float]:
-        """Return the bytes that this rank sends in a step `inside` a node and `between` nodes.
+    def agreements(self, seconds: float) -> list[float]:
+        """Return what agreements add to each step of the second of two rounds; the first round begins without any.
+
+        seconds: of a step without an agreement, in which exchanges continue."""
+        added = [0.0] * max(2, len(self._rounds))
+        number = {id(part): index for index, part in enumerate(self._rounds)}
+        for part, entry, _, stop in entry_times(self._rounds, cost_model=self.cost_model, step=seconds):
+            if not isinstance(entry, TapeCall):
+                index = number[id(part)]
+                added[index] = stop - (index + 1) * seconds - sum(added[:index])
+        return added[len(added) // 2 :]
+
+    def sent(self, *, agreements: bool = False) -> dict[str, float]:
+        """Return the bytes that this rank sends in a step, or in the agreements of a round, by the kind of link.
 
         A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node. In an
         all-to-all each rank sends to other nodes."""
         found = {"inside": 0.0, "between": 0.0}
         counted = [(part, 1) for part in self._around] + [(part, times) for _, part, times in self._actions]
-        for part, times in counted:
+        for part, times in [(part, 1) for part in self._rounds[len(self._rounds) // 2 :]] if agreements else counted:
             for call in part.calls():
                 if call.record.kind != "recv":
                     size = times * call.record.bytes * bus_factor(call.record.kind, ranks=len(call.ranks))

@@ -139,6 +139,8 @@ class Tape:
     """Bytes of the rank's state off the device, by tier: `cpu`, `disk`."""
     microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)
     update_traffic: TierTraffic = field(default_factory=TierTraffic)
+    agreements: tuple[TapeSegment, ...] = ()
+    """Of replicas that agree across steps: for each step of two rounds, the exchanges that follow it, often none."""
 
 
 aten = torch.ops.aten

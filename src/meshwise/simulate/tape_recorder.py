@@ -429,7 +429,8 @@ class RehearsalWorld(TraceWorld):
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Return an empty meta buffer for collectives; in a step it counts as gradients."""
-        return self._made(numel, dtype=dtype, category=Category.GRADIENTS if self._in_step else None)
+        counted = self._in_step and self.flight_recorder.doing is not StepPhase.AGREE
+        return self._made(numel, dtype=dtype, category=Category.GRADIENTS if counted else None)
 
     def empty_for_reduce(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Return an empty meta buffer for a reduction; it counts under the rank's current activity."""

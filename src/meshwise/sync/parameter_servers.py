@@ -134,8 +134,8 @@ class ParameterServers:
         self._pushed = True
         answers = [self._header([0.0, 0.0]) for _ in self._servers]
         works: list[Work] = []
+        rows = [_row_codes(bucket) if kind is _Kind.PUSH else torch.empty(0) for bucket in self._buckets]
         for number, server in enumerate(self._servers):
-            rows = [_row_codes(bucket) if kind is _Kind.PUSH else torch.empty(0) for bucket in self._buckets]
             rates = [float(group["lr"]) for group in self._optimizer.param_groups]
             sent = [self._header([kind, self.clock, *self.sums, *map(len, rows), *rates])]
             for bucket, codes in zip(self._buckets, rows, strict=True) if kind is _Kind.PUSH else ():
@@ -240,9 +240,7 @@ class ParameterServers:
         """Bring every rank to the newest parameters (a collective); a worker reads this version in its next step."""
         self._wait()
         self._engine.publish()
-        kept, log = self.clock, self.log
-        self._restart(clock=kept, version=self.version)
-        self.log = log
+        self._restart(clock=self.clock, version=self.version)
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state of all servers: clock, versions and logs (a collective)."""

@@ -138,10 +138,9 @@ class RemoteModule:
         keyword that needs a gradient."""
         if others := [type(x).__name__ for x in inputs if not isinstance(x, Tensor)]:
             raise TypeError(f"inputs of a remote module are tensors, not {others[0]}; use a keyword: module(x, n=3)")
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors(keywords)):
+        grad, call = torch.is_grad_enabled(), self._new_call()
+        if grad and any(x.requires_grad for x in tensors(keywords)):
             raise ValueError(f"keywords get no gradient, and one of {list(keywords)} needs one; give it by position")
-        call = self._new_call()
-        grad = torch.is_grad_enabled()
         needs = tuple(grad and x.requires_grad for x in inputs)
         header = _Header(_Kind.FORWARD, needs=needs, keywords=tuple(keywords.items()), grad=grad)
         call.token = _Send.apply(call, header, torch.zeros(0, requires_grad=grad), *inputs)

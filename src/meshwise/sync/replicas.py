@@ -10,6 +10,10 @@ w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no
     |                              x_r = (1 - blend) a + blend x_r; `elastic`: with the old a
     | neighbours of a graph        x_r = sum over neighbours q of W[r, q] x_q
 
+With a codec as `wire`, the changes are sent encoded: each replica sends n_r (a - x_r) + e_r, and keeps in e_r what the
+codec loses. The owner of each shard adds up the decoded shards, and sends the sum on, encoded too. So all replicas
+decode the same bytes, and have the same bits of d and a.
+
 v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.
 
 A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
@@ -28,10 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from meshwise.comm.api.flight_recorder import StepPhase
 from meshwise.comm.api.world import Work
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.comm.network.joined_jobs import JoinedJobs
 from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.reduction import ZERO, compressed
 from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import StoredSlice
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
@@ -70,6 +76,7 @@ class Replicas:
         self._world, self._axes = engine.world, tuple(axes)
         group = self._world.group(self._axes)
         self.index, self.size = group.index, group.size
+        self._reduction = compressed(ZERO[0], wire=scheme.wire, feedback=bool(scheme.feedback))
         unit_of = {row.name: number for number, unit in enumerate(engine.table.units) for row in unit.rows}
         self._fragments: list[list[Bucket]] = [[] for _ in range(scheme.fragments)]
         for bucket in engine.buckets:
@@ -118,39 +125,53 @@ class Replicas:
         self._counts = [before + count for before in self._counts]
         begun, applied = scheme.fragments_to_begin(self.steps), scheme.fragments_to_apply(self.steps)
         in_groups = scheme.in_groups(self.steps)
-        if begun or applied or in_groups:
-            self._wait()  # a skipped step ran no optimizer, which otherwise waits
+        if not (begun or applied or in_groups):
+            return
+        self._wait()  # a skipped step ran no optimizer, which otherwise waits
+        self._world.flight_recorder.doing = StepPhase.AGREE
         if in_groups:
             self._mix(f"groups:{scheme.group}")
         if scheme.graph != "all":
-            if begun:
-                self._mix(scheme.graph)
-                self._mixed += 1
-            return
+            self._mix(scheme.graph)
+            self._mixed += 1
+            begun = applied = ()
         for fragment in begun:
             self._begin(fragment)
         if self.jobs is not None:
-            if begun:
-                self._meet(self.jobs)
-            return
+            self._meet(self.jobs)
         for fragment in applied:
-            if fragment in self._in_flight:  # not so if the round was resumed with a longer delay
+            if fragment in self._in_flight:  # not so if jobs have met, or the round was resumed with a longer delay
                 self._apply(fragment)
+        self._world.flight_recorder.doing = StepPhase.OUTSIDE
 
     def _begin(self, fragment: int) -> None:
         """Start to send a fragment, weighted by the counts of the round."""
-        weight = max(self._counts[fragment], _LEAST_WEIGHT)
-        self._counts[fragment] = 0.0
+        count, self._counts[fragment] = self._counts[fragment], 0.0
+        weight = max(count, _LEAST_WEIGHT)
         sent: list[_SentTensor] = []
         for bucket in self._fragments[fragment]:
             value = _master(bucket)
             if self.scheme.has_anchor:
                 value = bucket.reduction_state["agreed"] - value
-            sent.append(self._send(value * weight, target=_master(bucket)))
+            sent.append(self._send_bucket(value * weight, bucket=bucket, updated=count > 0))
         if self.scheme.state == "mean":
             sent += [self._send(value * weight, target=value) for value in self._common_state(fragment)]
         total = torch.full((1,), weight, dtype=torch.float64, device=self._world.device)
         self._in_flight[fragment] = [*sent, self._send(total, target=total)]
+
+    def _send_bucket(self, value: Tensor, *, bucket: Bucket, updated: bool) -> _SentTensor:
+        """Start to sum the weighted values of a bucket. Compression errors are sent if the replica has `updated`.
+
+        Without an update of any replica, all weigh next to nothing, and an error would count far too much."""
+        total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value)
+        error = bucket.reduction_state.get("outer_error")
+        if error is not None and updated:
+            total.add_(error)
+            error.zero_()
+        state = {} if error is None else {"error": error}
+        peers = dataclasses.replace(bucket.peers, outer=self._axes, shard=slice(0, len(total)), state=state)
+        part = self._reduction.start_replicas(total, peers=peers)
+        return _SentTensor(_master(bucket), part.values, part.work)
 
     def _send(self, value: Tensor, *, target: Tensor) -> _SentTensor:
         total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value.view(-1))
@@ -322,14 +343,13 @@ class Replicas:
     def slices_to_save(self, own: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
         """Yield the slices of a checkpoint from the slices of this replica (collectives).
 
-        The usual slots of parameters and of the optimizer's state have the mean of the replicas. Slots that begin with
-        `replica/` and a number have each replica's own. The first replica saves all other slices."""
-        self._settle()
+        The usual slots of parameters, errors and the optimizer's state have the mean of the replicas. Slots that begin
+        with `replica/` and a number have each replica's own. The first replica saves all other slices."""
+        self.settle()
         for each in own:
-            kind = each.slot.partition("/")[0]
-            if kind in ("parameter", "optimizer", "scalar", "number"):
+            if _is_own(each):
                 yield dataclasses.replace(each, slot=self._own_slot(each.slot))
-            if kind in ("parameter", "optimizer"):
+            if _is_own(each) and each.slot.partition("/")[0] not in ("scalar", "number"):
                 each = dataclasses.replace(each, tensor=self.mean(each.tensor))
             if self.index == 0:
                 yield each
@@ -341,21 +361,20 @@ class Replicas:
         before = saved.get("sync")
         goes_on = before is not None and before["replicas"] == self.size and self._goes_on(before)
         for each in needed:
-            own = goes_on and each.slot.partition("/")[0] in ("parameter", "optimizer", "scalar", "number")
-            yield dataclasses.replace(each, slot=self._own_slot(each.slot)) if own else each
+            yield dataclasses.replace(each, slot=self._own_slot(each.slot)) if goes_on and _is_own(each) else each
 
     def _own_slot(self, slot: str) -> str:
         return f"replica/{self.index}/{slot}"
 
-    def _settle(self) -> None:
-        """Wait for the exchanges in flight; their sums become state that a checkpoint has."""
+    def settle(self) -> None:
+        """Wait for the exchanges in flight, before a save or a load; their sums become state that a checkpoint has."""
         for fragment, sent in self._in_flight.items():
             for bucket, one in zip(self._fragments[fragment], self._arrived(sent), strict=False):
                 bucket.reduction_state["outer_change"].copy_(one.total)
 
     def state(self) -> dict[str, Any]:
         """Return the JSON state of the round (a collective): steps, counts by replica, and weights in flight."""
-        self._settle()
+        self.settle()
         counts = self._world.exchange(self._counts, axes=self._axes)
         flying = {str(fragment): float(sent[-1].total) for fragment, sent in self._in_flight.items()}
         kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps}
@@ -365,7 +384,8 @@ class Replicas:
     def _goes_on(self, saved: Mapping[str, Any]) -> bool:
         """Return whether this scheme can continue the round of a result of `state`."""
         scheme, timing = self.scheme, [self.scheme.every, self.scheme.delay]
-        same = saved["state"] == list(scheme.state_names) and len(saved["counts"][0]) == scheme.fragments
+        same = {*saved["state"]} ^ {*scheme.state_names} <= {"outer_error"}  # errors may begin as zero
+        same = same and len(saved["counts"][0]) == scheme.fragments
         same = same and saved.get("scaled_by_lr", scheme.scaled_by_lr) == scheme.scaled_by_lr
         return same and (not saved["in_flight"] or saved.get("timing", timing) == timing)
 
@@ -374,8 +394,6 @@ class Replicas:
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. Under a
         scheme with other outer state, or other steps of an exchange in flight, all begin a new round with the mean."""
-        for sent in self._in_flight.values():
-            self._arrived(sent)
         self._in_flight.clear()
         self.moved = 0
         if self.jobs is not None:
@@ -387,6 +405,8 @@ class Replicas:
         same = saved["replicas"] == self.size
         totals = [sum(each) / self.size for each in zip(*saved["counts"], strict=True)]
         self._counts = list(saved["counts"][self.index]) if same else totals
+        for state in (bucket.reduction_state for bucket in self._buckets if "outer_error" in bucket.reduction_state):
+            state["outer_error"].mul_(saved["replicas"] / self.size)  # all errors add up as before
         for fragment, weight in saved["in_flight"].items():
             sent = [
                 _SentTensor(_master(bucket), bucket.reduction_state["outer_change"].clone(), Work())
@@ -394,6 +414,12 @@ class Replicas:
             ]
             total = torch.full((1,), weight, dtype=torch.float64, device=self._world.device)
             self._in_flight[int(fragment)] = [*sent, _SentTensor(total, total, Work())]
+
+
+def _is_own(each: StoredSlice) -> bool:
+    """Return whether replicas have different values of a slice."""
+    kind = each.slot.partition("/")[0]
+    return kind in ("parameter", "optimizer", "scalar", "number") or each.slot == "reduction/outer_error"
 
 
 def _master(bucket: Bucket) -> Tensor:

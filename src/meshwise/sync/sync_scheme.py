@@ -131,6 +131,10 @@ class SyncScheme:
     """Seconds without a sign of life after which a job that joins others drops one of them."""
     least: int = 1
     """Jobs that must come to `join` before a training begins."""
+    wire: str = "auto"
+    """Codec of the changes that replicas send. `auto`: the dtype of the masters. The plan's key `wire`."""
+    feedback: int = 1
+    """1: compression errors are added to the next change of the replica. The plan's key `feedback`."""
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -157,10 +161,10 @@ class SyncScheme:
             )
         if self.join and (not re.fullmatch(r"alone|\S+:\d+", self.join) or not self.patience > 0):
             raise ValueError(f"sync: join={self.join!r} patience={self.patience}; write join=HOST:29400 patience=60")
-        if self.join and (self.graph != "all" or self.group or self.delay or self.elastic):
+        if self.join and (self.graph != "all" or self.group or self.delay or self.elastic or self.wire != "auto"):
             raise ValueError(
-                f"sync: join={self.join} needs the mean of all replicas, at once; write sync=local, slowmo or diloco "
-                "in the plan, and delay=0 group=0"
+                f"sync: join={self.join} needs the mean of all replicas, at once and whole; write sync=local, slowmo "
+                "or diloco and wire=auto in the plan, and delay=0 group=0"
             )
         if self.state == "mean" and self.delay:
             raise ValueError(
@@ -169,8 +173,8 @@ class SyncScheme:
             )
         if self.graph != "all" and (self.has_anchor or self.fragments > 1 or self.group):
             raise ValueError(
-                f"sync: graph={self.graph} mixes the parameters of neighbours, but an outer step, fragments, a delay "
-                "and groups need the mean of all; write graph=all"
+                f"sync: graph={self.graph} mixes the parameters of neighbours, but an outer step, a codec, fragments, "
+                "a delay and groups need the mean of all; write graph=all"
             )
         if self.group and (self.has_anchor or self.fragments > 1):
             raise ValueError(
@@ -181,14 +185,20 @@ class SyncScheme:
     @property
     def has_anchor(self) -> bool:
         """True if the replicas keep the last agreed parameters, from which the outer step begins."""
-        return (self.outer_lr, self.outer_momentum, self.blend) != (1.0, 0.0, 0.0) or self.delay > 0
+        return (self.outer_lr, self.outer_momentum, self.blend, self.delay, self.wire) != (1.0, 0.0, 0.0, 0, "auto")
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of the outer state: tensors of the parameters' shapes, equal on all replicas."""
+        """Names of the outer state: tensors of the parameters' shapes, equal on all replicas except `outer_error`."""
         momentum = ("outer_momentum",) if self.outer_momentum else ()
         sent = ("outer_change",) if self.delay else ()
-        return ("agreed", *momentum, *sent) if self.has_anchor else ()
+        error = ("outer_error",) if self.wire != "auto" and self.feedback else ()
+        return ("agreed", *momentum, *sent, *error) if self.has_anchor else ()
+
+    def round_steps(self, *, replicas: int) -> int:
+        """Return the steps after which the exchanges of `replicas` replicas repeat."""
+        hops = math.ceil(math.log2(replicas)) if self.graph == "exponential" else 1
+        return math.lcm(self.every * max(1, hops), self.group_every if self.group else 1)
 
     def fragments_to_apply(self, step: int) -> tuple[int, ...]:
         """Return the fragments that all replicas apply after step number `step`, which counts from 1."""
@@ -224,13 +234,14 @@ def sync_scheme(plan: Plan, *, settings: Mapping[str, Any]) -> SyncScheme:
     Raises ValueError for an unknown setting, and for settings that do not fit each other or the plan's replicas."""
     if not isinstance(settings, Mapping):
         raise ValueError(f"sync={settings!r} is no table of settings; write sync={{'outer_lr': 0.5}}")  # noqa: TRY004 - as for all settings
-    known = [item.name for item in dataclasses.fields(SyncScheme) if item.name != "every"]
+    of_plan: dict[str, Any] = {"every": plan.every, "wire": plan.wire, "feedback": plan.feedback}
+    known = [item.name for item in dataclasses.fields(SyncScheme) if item.name not in of_plan]
     for key in settings:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
             raise ValueError(f"sync has no setting {key!r}; {hint}")
-    scheme = dataclasses.replace(SCHEMES[plan.sync], every=plan.every, **settings)
+    scheme = dataclasses.replace(SCHEMES[plan.sync], **of_plan, **settings)
     plan.check(() if scheme.join else ALONE)
     replicas = math.prod(map(plan.mesh().degree, plan.sync_axes))
     if scheme.elastic and ("blend" in settings or scheme.outer_lr > replicas):

@@ -50,7 +50,8 @@ def verify(
     Dropout and other draws with torch are equal under every plan, and are compared. With `random=local` in the plan, or
     random numbers that depend on the plan, the model is compared in eval mode, and the report says so. With a codec as
     `wire` or `gather`, the plan is compared without the codec. Then one step checks that the codec's gradient and
-    errors add up to the true gradient, and one gather checks the parameters. `OneBitAdam` is compared without a codec.
+    errors add up to the true gradient, and one gather checks the parameters. Under a `sync` across steps, the change
+    takes the place of the gradient. `OneBitAdam` is compared without a codec.
 
     Raises PlanError when the plan does not fit the world. Raises ValueError without a batch, for a loss that does not
     return (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
@@ -136,8 +137,9 @@ def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, D
 
     From equal parameters, one step is run with the codec and one without, both without clipping. For every bucket, the
     gradient with the codec, plus the sum of the ranks' errors divided by the loss count, must equal the gradient
-    without the codec. With feedback=0 no rank keeps errors, and nothing is checked."""
-    plan = subject.plan
+    without the codec. Replicas agree after this step, and their agreed parameters are compared in the same way. With
+    feedback=0 no rank keeps errors, and nothing is checked."""
+    plan, what = subject.plan, "change" if subject.plan.sync_axes else "gradient"
     note = f"note: wire={plan.wire} makes the training inexact; the plan was compared with wire=auto"
     if not plan.feedback:
         return f"{note}; feedback=0 keeps no errors, so no contract of the codec was checked", None
@@ -147,8 +149,8 @@ def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, D
     worst = max(world.exchange(max(largest, default=0.0)))
     rounding = max(world.exchange(max((torch.finfo(one.dtype).eps for one in true), default=0.0)))
     figure = BoundedDifference(worst, _ROUNDINGS * rounding, 1)
-    note += f"; the codec's gradient and errors add up to the true gradient, at most {worst:.1e} apart"
-    return note, Divergence("the sum of the codec's gradient and errors", 1, figure) if figure.over else None
+    note += f"; the codec's {what} and errors add up to the true {what}, at most {worst:.1e} apart"
+    return note, Divergence(f"the sum of the codec's {what} and errors", 1, figure) if figure.over else None
 
 
 def staleness_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
@@ -196,17 +198,26 @@ def gather_contract(subject: VerificationInputs, *, world: World) -> tuple[str, 
 
 
 def _gradients(subject: VerificationInputs, plan: Plan, world: World) -> list[Tensor]:
-    """Return the gradients of a first step that this rank owns, by bucket, with the errors of a codec added."""
+    """Return the gradients of a first step that this rank owns, by bucket, with the errors of a codec added.
+
+    Of replicas that agree across steps, return the agreed parameters after a round of one step, less the errors."""
     arguments = subject.arguments(subject.listener())
-    options = dataclasses.replace(arguments["options"], clip_norm=None)
-    trainer = parallelize(subject.prepared(), plan, world=world, **{**arguments, "options": options})
-    tokens = trainer.step(next(subject.converted())).tokens
-    found = []
+    sync = {key: value for key, value in arguments["options"].sync.items() if key not in ("fragments", "delay")}
+    arguments["options"] = dataclasses.replace(arguments["options"], clip_norm=None, sync=sync)
+    trainer = parallelize(subject.prepared(), dataclasses.replace(plan, every=1), world=world, **arguments)
+    tokens = sum(trainer.world.exchange(trainer.step(next(subject.converted())).tokens, axes=plan.sync_axes))
+    found, scheme = [], trainer.scheme
     for bucket in (bucket for unit in trainer.units for bucket in unit.buckets if bucket.trainable):
-        gradient = bucket.owned_gradient()
-        if "error" in bucket.reduction_state:
-            gradient = gradient + bucket.summed_state("error") / tokens
-        found.append(gradient.clone())
+        state = bucket.reduction_state
+        value = bucket.owned_gradient() if scheme is None else state.get("agreed", bucket.owned_parameters)
+        if "error" in state:
+            value = value + bucket.summed_state("error") / tokens
+        if scheme is not None and "outer_error" in state:
+            error = state["outer_error"].clone()
+            trainer.world.all_reduce(error, axes=plan.sync_axes).wait()
+            rate = scheme.outer_lr * (1 + scheme.outer_momentum * scheme.nesterov)
+            value = value - rate / tokens * error
+        found.append(value.clone())
     trainer.close()
     return found
 

@@ -85,6 +85,11 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
         "fits": "yes" if prediction.fits else "no",
         **{f"sent {where}": size_text(size) for where, size in prediction.traffic.items()},
     }
+    if plan.sync_axes:
+        steps, longest = len(prediction.agreements), prediction.seconds + max(prediction.agreements)
+        facts |= {f"mean of {steps} steps": time_text(prediction.mean_seconds), "longest step": time_text(longest)}
+        for where, size in prediction.agreement_traffic.items():
+            facts[f"a round sends {where}"] = f"{size_text(size)} ({size_text(size / steps)} a step)"
     return PlanAccount(
         title or str(plan),
         prediction.timeline,

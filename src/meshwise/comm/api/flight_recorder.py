@@ -142,6 +142,8 @@ class StepPhase(StrEnum):
     """The ranks add up losses, counts and norms."""
     UPDATE = "update"
     """The optimizer updates the parameters."""
+    AGREE = "agree"
+    """After a step, replicas that agree across steps exchange parameters."""
 
 
 Activity: TypeAlias = Hashable
