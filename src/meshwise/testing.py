@@ -145,6 +145,7 @@ class ReferenceRun:
         total, self._routers.scale = total + self._routers.loss, 1 / counted
         with self.draws.running(SampleRows(0, row_count(batch)), again=True):
             (total / counted).backward()
+        self._routers.active = False
         self._steps += 1
         for name, parameter in self._trained.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -18,6 +18,7 @@ from expert.mixtures_of_transformers import TOKENS, batches, build, forward, los
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
+from meshwise.expert.router_losses import router_of
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import next_token_loss
 from meshwise.testing import agree, run
@@ -184,6 +185,67 @@ def test_an_evaluation_has_no_losses_of_routers_and_a_skipped_step_forgets_them(
         assert trained > plainly + 0.5 * BALANCE
 
 
+def test_a_model_goes_on_without_losses_when_its_trainer_is_closed() -> None:
+    build_one, given = training("batch")
+    plain = reference.training("top-2")
+    batch, model, other = reference.batches()[0], build_one(), build_one()
+    other.load_state_dict(model.state_dict())
+
+    def main(world: World) -> tuple[float, float]:
+        parallelize(model, "dp=1", world=world, **given).close()
+        limited = {**plain, "options": replace(plain["options"], expert_capacity=0.5)}
+        parallelize(model, "dp=1", world=world, **limited).close()
+        one, another = (parallelize(each, "dp=1", world=world, **plain) for each in (model, other))
+        return one.step(batch).grad_norm, another.step(batch).grad_norm
+
+    ((one, another),) = run(1, main)
+    assert one == another
+    assert not [name for name, _ in model.named_buffers() if name.endswith("expert_shares")]
+
+
+def test_a_model_in_eval_mode_trains_with_losses() -> None:
+    model, given = training("sequence")
+
+    def main(world: World) -> Any:
+        trainer = parallelize(lambda: model().eval(), "dp=2 ep=2", world=world, **given)
+        steps = outcome(trainer, batches=reference.batches())
+        assert trainer.expert_imbalances()
+        return steps
+
+    expected = alone(lambda: model().eval(), batches=reference.batches(), **given)
+    for found in run(2, main):
+        agree(found, expected, bound=1e-9)
+    agree(expected, scores_by_hand("sequence"), bound=1e-9)
+
+
+def test_shares_begin_even_where_a_checkpoint_has_none(tmp_path: Path) -> None:
+    model, given = training("batch")
+
+    def main(world: World) -> tuple[Tensor, Tensor]:
+        saved = parallelize(model, "dp=2 ep=2", world=world, **reference.training("top-2"))
+        saved.save(tmp_path / "state")
+        trainer = parallelize(model, "dp=2 ep=2", world=world, **given)
+        trainer.load(tmp_path / "state")
+        shares = [value.clone() for name, value in trainer.full_buffers() if name.endswith("expert_shares")]
+        return shares[0], shares[1]
+
+    for shares in run(2, main):
+        assert all(share.tolist() == [0.25] * 4 for share in shares)
+
+
+def test_a_router_is_found_by_its_name_or_alone() -> None:
+    """Adapters, and other matrices with as many rows as there are experts, are no routers; two candidates are none."""
+    holder: Any = reference.build("top-2", tied=False).get_submodule("blocks.0.mlp")
+    assert router_of(holder, name="experts", experts=4) is holder.get_submodule("router.scores")
+    holder.shared = torch.nn.Linear(8, 4)
+    assert router_of(holder, name="experts", experts=4) is holder.get_submodule("router.scores")
+    holder.scores = holder.router.scores
+    del holder.router
+    assert router_of(holder, name="experts", experts=4) is None
+    del holder.shared
+    assert router_of(holder, name="experts", experts=4) is holder.scores
+
+
 def test_fp16_scales_the_losses_of_routers_too() -> None:
     """With a loss scale the gradients are those without one, but for the rounding of fp16."""
     model, _ = training("sequence")
@@ -210,6 +272,7 @@ def test_verify_trains_both_sides_with_losses_of_routers() -> None:
     "losses, plan, message",
     [
         ({"balence": 1.0}, "dp=1", "router_losses has no key 'balence'; the keys are balance, z, over"),
+        ({"balance": "much"}, "dp=1", r"router_losses: balance='much' is no weight; write balance=0\.01"),
         ({"balance": -1.0}, "dp=1", r"router_losses: balance=-1\.0 is no weight; write balance=0\.01"),
         ({"z": 1.0, "over": "tokens"}, "dp=1", "over='tokens' is neither sequence nor batch; write over=sequence"),
         (LOSSES, "tp=2 sequence_parallel=1", r"router_losses counts all tokens of a sample.* works: 'tp=2'"),

@@ -28,6 +28,7 @@ from meshwise.data_parallel.stored_slices import (
     buffers,
     slices_to_save,
 )
+from meshwise.expert.router_losses import SHARES
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.optim.flat_optimizer import describe_groups, optimizer_name, restore_groups, saved_groups
 from meshwise.plan import Plan
@@ -167,7 +168,8 @@ class TrainingState:
         if pretrained:  # its files may lack buffers
             return refill, [part for part in refill.needed() if part.slot != "buffer" or part.key in index.tensors]
         self._saved_groups(index)
-        slices = refill.needed()
+        # Routers may have had no losses, and so no shares, when the checkpoint was saved.
+        slices = (part for part in refill.needed() if part.key in index.tensors or not part.key.endswith(f".{SHARES}"))
         needed = list(slices if self.replicas is None else self.replicas.slices_to_load(slices, saved=index.extra))
         if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
             needed += (state for state in generators if state.key in index.tensors)

@@ -216,6 +216,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     recomputed = RecomputedBlocks(plan, world=world, patterns=options.recomputed)
     backend, splits = options.compiler if plan.compile == "blocks" else None, max(plan.tp, plan.ep) > 1
     policy = ActivationPolicy(recomputed, tier, CompiledBlocks(backend=backend, splits=splits))
+    policy.undo.callback(routers.close)
     policy.undo.callback(set_quantized_aside(module, plan=plan))
     casts = ModelCasts(precision, device=world.device)
     forward, call = (

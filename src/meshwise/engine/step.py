@@ -183,6 +183,7 @@ class TrainingSteps:
                 self._recipe.routers.scale = self.factor
                 sums = self._runner.train(micro_batches, scale=self.factor)
                 sums[0].add_(self._recipe.routers.loss)
+                self._recipe.routers.active = False
                 self._runner.finish()
                 self._world.flight_recorder.doing = StepPhase.EXCHANGE
                 inputs = StepInputs(given, tree.row_count(batch), tuple(called))
@@ -222,6 +223,7 @@ class TrainingSteps:
             try:
                 yield attempt
             finally:
+                self._recipe.routers.active = False
                 if not self.applied:
                     self._before.put_back()
             if self._policy.blocks.steps_to_measure:

@@ -37,6 +37,7 @@ from meshwise.engine.staged_runner import MicrobatchRunner
 from meshwise.engine.step import StepAfterBackward, TrainingSteps
 from meshwise.engine.step_result import EvalResult, StepInputs, StepResult, UpdateRecipe, batch_digest, check_count
 from meshwise.expert.expert_parallel import fullest_mixture, imbalances, take_counts
+from meshwise.expert.router_losses import SHARES
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
 from meshwise.memory.allocator import memory_errors_explained
@@ -404,7 +405,7 @@ class Trainer:
                 f"{type(model).__name__} has no save_pretrained, which models of transformers and PEFT have. On every "
                 'rank: state = trainer.state_dict(); then on rank 0: torch.save(state, "model.pt")'
             )
-        state = self.state_dict()
+        state = {name: value for name, value in self.state_dict().items() if not name.endswith(f".{SHARES}")}
 
         def written() -> None:
             try:

@@ -45,14 +45,14 @@ class ExpertCapacity:
         if self._mixture.form == "rows":
             chosen = (given[0] != 0).any(-1).view(self._mixture.experts, -1, self._tokens)
             dropped = self._over_tokens(chosen, function=self._dropped_rows, dim=2)
-            self._count(experts, chosen, dropped)
+            self._count(chosen, dropped)
             return (given[0].masked_fill(dropped.reshape(-1, 1), 0), *given[1:]), named
         tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
         index = next(each for each in tensors if not each.is_floating_point())
         weights = next(each for each in tensors[1:] if each.is_floating_point())
         by_sample = index.reshape(-1, self._tokens, index.size(-1))
         dropped = self._over_tokens(by_sample, function=self._dropped_pairs, dim=1).reshape(index.shape)
-        self._count(experts, index < self._mixture.experts, dropped)
+        self._count(index < self._mixture.experts, dropped)
         if isinstance(experts, SplitExperts):
             old, new = index, index.masked_fill(dropped, self._mixture.experts)
         else:
@@ -83,8 +83,8 @@ def limit_experts(
         around, experts = module.get_submodule(module_around(name)), module.get_submodule(name)
         count = routers.drop_counter(name)
         own = ExpertCapacity(capacity or 0, mixture=mixture, over_tokens=over_tokens, count=count)
-        around.register_forward_pre_hook(own._note_tokens, with_kwargs=True)
-        experts.register_forward_pre_hook(own._drop, with_kwargs=True)
+        routers.handles.append(around.register_forward_pre_hook(own._note_tokens, with_kwargs=True))
+        routers.handles.append(experts.register_forward_pre_hook(own._drop, with_kwargs=True))
 
 
 def check_expert_options(

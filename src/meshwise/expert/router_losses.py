@@ -13,16 +13,18 @@ pipeline stage and recomputed block, for models that return no scores of their r
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.autograd_collectives import uncompiled
 from meshwise.model.find_mixtures import Mixture
+from meshwise.plan import PlanError
 
 SHARES = "expert_shares"
 """Name of a router's buffer (experts,): the parts of the choices that the experts got in the step before."""
@@ -44,16 +46,17 @@ class RouterLosses:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Return the losses that a mapping states. Raises ValueError for an unknown key or a wrong value."""
+        """Return the losses that a mapping states. Raises PlanError for an unknown key or a wrong value."""
         known = [each.name for each in dataclasses.fields(cls)]
         if unknown := [key for key in given if key not in known]:
-            raise ValueError(f"router_losses has no key {unknown[0]!r}; the keys are {', '.join(known)}")
+            raise PlanError(f"router_losses has no key {unknown[0]!r}; the keys are {', '.join(known)}")
         found = cls(**given)
         for key in ("balance", "z"):
-            if not 0 <= getattr(found, key) < math.inf:
-                raise ValueError(f"router_losses: {key}={getattr(found, key)} is no weight; write {key}=0.01")
+            value = getattr(found, key)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                raise PlanError(f"router_losses: {key}={value!r} is no weight; write {key}=0.01")
         if found.over not in ("sequence", "batch"):
-            raise ValueError(f"router_losses: over={found.over!r} is neither sequence nor batch; write over=sequence")
+            raise PlanError(f"router_losses: over={found.over!r} is neither sequence nor batch; write over=sequence")
         return found
 
     def __bool__(self) -> bool:
@@ -70,9 +73,16 @@ class RouterLosses:
         return (self.balance * balance + self.z * scores.logsumexp(-1).square()).sum()
 
 
+def outermost(name: str) -> str:
+    """Return the name of the wrapper of PEFT that holds the experts called `name`; `name` itself without one."""
+    while name.endswith(".base_layer"):
+        name = name.removesuffix(".base_layer")
+    return name
+
+
 def module_around(name: str) -> str:
-    """Return the name of the module around the experts called `name`; PEFT may wrap the experts."""
-    return name.removesuffix(".base_layer").rpartition(".")[0]
+    """Return the name of the module around the experts called `name`, and around their wrappers by PEFT."""
+    return outermost(name).rpartition(".")[0]
 
 
 def tokens_of_sample(around: nn.Module, *, arguments: Any, option: str) -> int:
@@ -89,14 +99,19 @@ def tokens_of_sample(around: nn.Module, *, arguments: Any, option: str) -> int:
 
 
 def router_of(module: nn.Module, *, name: str, experts: int) -> nn.Module | None:
-    """Return the router beside the experts called `name`: the first module with a weight (experts, features)."""
-    inside = set(module.get_submodule(name).modules())
+    """Return the router beside the experts called `name`; None if it is not found.
+
+    It has a weight (experts, features). A word of its name is `router` or `gate`, or no other module has such a weight.
+    """
+    inside, found = set(module.get_submodule(outermost(name)).modules()), dict[str, bool]()
     around = module.get_submodule(module_around(name))
     for key, each in around.named_modules():
-        weight = getattr(each, "weight", None)
-        if each not in inside and isinstance(weight, Tensor) and weight.dim() == 2 and weight.size(0) == experts:
-            return around.get_submodule(key.removesuffix(".base_layer"))
-    return None
+        weight, words = getattr(each, "weight", None), key.split(".")
+        if each not in inside and isinstance(weight, Tensor) and weight.shape[:-1] == (experts,):
+            if not {"lora_A", "lora_B"} & set(words):
+                found[key.removesuffix(".base_layer")] = bool({"router", "gate"} & set(words))
+    named = [key for key, is_named in found.items() if is_named] or (list(found) if len(found) == 1 else [])
+    return around.get_submodule(named[0]) if named else None
 
 
 def chosen_experts(mixture: Mixture, *, arguments: Any) -> Tensor:
@@ -123,14 +138,14 @@ class MixtureLoss:
         self._tokens = 0
         self._scores: Tensor | None = None
 
-    def install(self, module: nn.Module, *, name: str) -> None:
-        """Add the hooks to a model, in which the mixture is called `name`."""
+    def install(self, module: nn.Module, *, name: str) -> Iterator[RemovableHandle]:
+        """Add the hooks to a model, in which the mixture is called `name`; yield their handles."""
         self._router = router_of(module, name=name, experts=self._mixture.experts)
         assert self._router is not None
         around = module.get_submodule(module_around(name))
-        around.register_forward_pre_hook(self._note_tokens, with_kwargs=True)
-        self._router.register_forward_hook(self._note_scores)
-        module.get_submodule(name).register_forward_pre_hook(self._add, with_kwargs=True)
+        yield around.register_forward_pre_hook(self._note_tokens, with_kwargs=True)
+        yield self._router.register_forward_hook(self._note_scores)
+        yield module.get_submodule(name).register_forward_pre_hook(self._add, with_kwargs=True)
 
     def _note_tokens(self, around: nn.Module, *arguments: Any) -> None:
         self._tokens = tokens_of_sample(around, arguments=arguments, option="router_losses")
@@ -144,8 +159,12 @@ class MixtureLoss:
     def _add(self, experts: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Add the losses of these tokens, and let their backward begin before the experts."""
         scores, self._scores = self._scores, None
-        if scores is None or not experts.training:
+        if not (experts.training or torch.is_grad_enabled()):  # an evaluation
             return None
+        if scores is None:
+            raise ValueError(
+                "router_losses: experts run before their router, whose scores the losses need; leave it out"
+            )
         wide = scores.to(torch.promote_types(scores.dtype, torch.float32)).view(-1, self._tokens, scores.size(-1))
         if self._losses.needs_shares:
             assert self._router is not None

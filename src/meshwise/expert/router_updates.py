@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.autograd_collectives import uncompiled
 from meshwise.comm.api.world import World
@@ -46,6 +47,7 @@ class RouterUpdates:
         self.losses = losses or RouterLosses()
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.scale = 1.0
+        self._added: list[nn.Module] = []
         self._counts: list[tuple[nn.Module, tuple[str, ...], Tensor]] = []
         """Router, names of its buffers, and pairs (experts,) of each expert in this step."""
         self.loads: dict[str, Tensor] = {}
@@ -54,6 +56,10 @@ class RouterUpdates:
         """Dropped pairs and all pairs (2,) of each mixture with a capacity, on this rank, since they were last read."""
         self.counting: Callable[[], bool] = lambda: True
         """Function that returns False while a forward runs whose rows do not count."""
+        self.active = False
+        """True while the forwards and backwards of a step run."""
+        self.handles: list[RemovableHandle] = []
+        """Handles of all hooks of mixtures, which `close` removes."""
 
     def routers(self, module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
         """Yield the name of each module of experts, its router, and the names of the router's buffers to update.
@@ -72,7 +78,9 @@ class RouterUpdates:
         or if there is a rate and no router of the model has a bias."""
         for name, mixture in find_mixtures(module).items():
             beside = router_of(module, name=name, experts=mixture.experts)
-            if beside is not None and self.losses.needs_shares and SHARES not in beside._buffers:
+            needs = self.losses.needs_shares and self._device.type != "meta"
+            if beside is not None and needs and SHARES not in beside._buffers:
+                self._added.append(beside)
                 dtype = torch.promote_types(beside.get_parameter("weight").dtype, torch.float32)
                 beside.register_buffer(SHARES, torch.full((mixture.experts,), 1 / mixture.experts, dtype=dtype))
             for router in module.get_submodule(module_around(name)).modules() if self._rate else ():
@@ -100,42 +108,53 @@ class RouterUpdates:
             self._counts.append((router, keys, totals[name][-1]))
         for name, mixture in mixtures.items() if self._device.type != "meta" else ():
             count = functools.partial(self._count, mixture=mixture, totals=totals[name])
-            module.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True)
+            self.handles.append(module.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True))
             if self.losses:
                 hooks = MixtureLoss(self.losses, mixture=mixture, over_tokens=over_tokens, attach=self._attach)
-                hooks.install(module, name=name)
+                self.handles += hooks.install(module, name=name)
+
+    def close(self) -> None:
+        """Remove the hooks, and the buffers that `prepare` has added."""
+        while self.handles:
+            self.handles.pop().remove()
+        while self._added:
+            del self._added.pop()._buffers[SHARES]
+
+    @property
+    def _counts_now(self) -> bool:
+        return self.active and self.counting() and not in_backward()
 
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64, device=self._device)
 
     @uncompiled
-    def _count(self, experts: nn.Module, *arguments: Any, mixture: Mixture, totals: Sequence[Tensor]) -> None:
+    def _count(self, _experts: nn.Module, *arguments: Any, mixture: Mixture, totals: Sequence[Tensor]) -> None:
         """Add the tokens of each expert to `totals` before the experts run on `arguments`."""
-        if experts.training and self.counting() and not in_backward():
+        if self._counts_now:
             chosen = chosen_experts(mixture, arguments=arguments).sum(0)
             for each in totals:
                 each += chosen
 
     def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
         """Add a loss to this step's, and return `x` with a backward that also begins at the loss."""
-        counts = self.counting()
-        if counts and not in_backward():  # else its rows do not count, or the forward is repeated
+        if self._counts_now:
             self.loss += loss.detach()
-        attached: Tensor = _Attached.apply(x, loss, self, int(counts))
+        attached: Tensor = _Attached.apply(x, loss, self, int(self.counting()))
         return attached
 
-    def drop_counter(self, name: str) -> Callable[[nn.Module, Tensor, Tensor], None]:
-        """Return a function that adds to `drops` of a mixture; it gets its experts, chosen and dropped pairs."""
+    def drop_counter(self, name: str) -> Callable[[Tensor, Tensor], None]:
+        """Return a function that adds to `drops` of a mixture; it gets its chosen and its dropped pairs."""
         counts = self.drops[name] = self._zeros(2)
 
-        def count(experts: nn.Module, chosen: Tensor, dropped: Tensor) -> None:
-            if experts.training and self.counting() and not in_backward():
+        def count(chosen: Tensor, dropped: Tensor) -> None:
+            if self._counts_now:
                 counts.add_(torch.stack([(chosen & dropped).sum(), chosen.sum()]))
 
         return count
 
     def begin(self) -> None:
         """Forget all counts and losses, because a step begins."""
+        self.active = True
         self.loss.zero_()
         for _, _, counts in self._counts:
             counts.zero_()
