@@ -201,8 +201,10 @@ def test_a_scale_is_a_vector_and_what_mixes_features_is_left_to_the_rules() -> N
     parts = assign_roles(model, plan=Plan())
     assert parts["4"].norm == Norm(centred=False, epsilon=1e-6, offset=1.0)
     assert parts["5.gamma"].role == "vector"
+    model.append(Centre(16))
+    assert assign_roles(model, plan=Plan.parse("tp=2"))["6.gamma"].role == "vector", "a rank has all features"
     with pytest.raises(ValueError, match=r"6.gamma .*Centre is no known norm, and it may mix features"):
-        assign_roles(model.append(Centre(16)), plan=Plan())
+        assign_roles(model, plan=Plan.parse("tp=4 tp_mode=2d"))
 
 
 def test_a_parameter_without_dims_is_left_to_the_rules() -> None:
@@ -311,7 +313,7 @@ def test_an_attention_with_matrices_of_its_own_kind_is_kept_whole_by_the_rule_th
     model = stack()
     for block in ("1", "2"):
         model.get_submodule(f"{block}.attention").add_module("places", nn.Linear(16, 16))  # as DeBERTa has
-    with pytest.raises(ValueError, match=r"more matrices than q, k and v") as caught:
+    with pytest.raises(ValueError, match=r"1\.attention\.places ") as caught:
         assign_roles(model, plan=Plan())
     assert 'as in {"*.attention": "whole"}' in str(caught.value)
     parts = assign_roles(model, plan=Plan(), rules={"*.attention": "whole"})

@@ -17,6 +17,7 @@ import difflib
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -75,6 +76,9 @@ class Rule:
             options[match[1]] = int(match[2])
         return cls(role, options)
 
+
+_SHOWN = 8
+"""Largest number of parameters, and of rules for modules of one name, that an error message shows."""
 
 _OF_TOKENS = ("attention pattern=", "tokens whole")
 """First words of the rules that concern tokens and not matrices; see `attention/context_parallel.py`."""
@@ -141,9 +145,11 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
             )
     placed = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _places(parts, name)}
     left = [name for name, p in module.named_parameters() if id(p) not in placed]
-    # Routers, gates of shared experts: every rank computes the same from all features of the same tokens.
+    # Routers, gates of shared experts, matrices around experts: every rank computes the same from all features.
     around = {enclosing(name)[0] for name in divided} - {"", *structure.blocks}
-    parts |= {name: Part("whole") for name in left if _lies_in(name, holders=around)}
+    beside = [n for n, part in parts.items() if part.role in ("colwise", "rowwise") and enclosing(n)[0] in around]
+    held = [name for name in (*left, *beside) if name not in stated and _lies_in(name, holders=around)]
+    parts |= dict.fromkeys(held, Part("whole"))
     left = [name for name in left if name not in parts]
     return _Found(structure, parts, whole, left)
 
@@ -217,16 +223,12 @@ def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
     structure = found.structure
     first = {of_all_blocks(name): name for name in reversed(found.left)}  # one of the names that differ only in numbers
     general = list(first.values())[::-1]
-    lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
-    more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
-    from_reasons = dict(_rule_to_copy(module, name, reason=structure.reason(name)) for name in found.left)
-    kept = dict(_rule_to_copy(module, name, reason="") for name in found.left)
-    # the module in a block around each parameter, as "blocks.*.mlp" for "blocks.0.mlp.up.weight"
-    branches = {of_all_blocks(re.sub(r"^(.*?\.\d+(?:\.[^.]+)?).*", r"\1", name)): "whole" for name in found.left}
+    lines = [
+        f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:_SHOWN]
+    ]
+    more = [f"  and {len(general) - _SHOWN} more"] if len(general) > _SHOWN else []
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
-    for examples, under in itertools.product((from_reasons, kept, branches), dict.fromkeys((plan, plainer))):
-        whole = {name for name, role in examples.items() if role == "whole"}
-        examples = {name: role for name, role in examples.items() if not _lies_in(name, holders=whole)}
+    for examples, under in itertools.product(_rules_to_copy(module, found), dict.fromkeys((plan, plainer))):
         if _rules_work(module, plan=under, rules={**rules, **examples}):
             shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
             instead = "" if under == plan else f", and take tp_mode=1d{' sequence_parallel=0' * plan.sequence_parallel}"
@@ -250,22 +252,46 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
         return False
 
 
-def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
-    """Return a rule to copy, as (pattern, right side), for a parameter without a role.
+def _rules_to_copy(module: nn.Module, found: _Found) -> tuple[dict[str, str], dict[str, str]]:
+    """Return rules for the parameters without a role: those from the reasons, and rules that keep modules whole.
 
-    The rule is the one in `reason`, else "whole". Its pattern covers all blocks if the modules there have one class."""
-    name = parameter.rpartition(".")[0]
-    stated = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
-    if stated and stated[1]:
-        name = stated[1]
-    # nn.MultiheadAttention also reads the parameters of its children.
-    elif not isinstance(module.get_submodule(name), nn.MultiheadAttention) and (
-        not name or next(module.get_submodule(name).children(), None) is not None
-    ):
-        return of_all_blocks(parameter), "whole"
-    pattern, kind = of_all_blocks(name), type(module.get_submodule(name))
-    one_class = all(type(m) is kind for n, m in module.named_modules() if matches(n, pattern=pattern))
-    return pattern if one_class else name, stated[2] if stated else "whole"
+    A pattern covers all blocks if the modules there have one class, or if many of them lack a role."""
+    units: dict[str, list[str]] = {}
+    for name in found.left:
+        units.setdefault(_to_keep_whole(module, name, found), []).append(name)
+    many = Counter(map(of_all_blocks, units))
+
+    def general(name: str) -> str:
+        pattern = of_all_blocks(name)
+        kinds = {type(one) for other, one in module.named_modules() if matches(other, pattern=pattern)}
+        return pattern if len(kinds) < 2 or many[pattern] > _SHOWN else name
+
+    whole, stated = {general(unit): "whole" for unit in units}, dict[str, str]()
+    for unit, names in units.items():
+        reasons = [re.search(r"rule: '([^']+)'", found.structure.reason(name)) for name in names]
+        for name, reason in zip(names, reasons, strict=True):
+            holder = name.rpartition(".")[0]
+            target = name if not holder or any(True for _ in module.get_submodule(holder).children()) else holder
+            stated |= {general(target): reason[1]} if reason and all(reasons) else {general(unit): "whole"}
+    return stated, whole
+
+
+def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
+    """Return the module to keep whole for a parameter without a role, or the parameter itself.
+
+    In a block, it is the outermost module in the block. Other modules, and modules that hold experts, must hold no
+    other parameter with a role."""
+    blocks, left = found.structure.blocks, set(found.left)
+    holders = [each for each in enclosing(name) if each and not any(f"{b}.".startswith(f"{each}.") for b in blocks)]
+    experts = [key for key, part in found.parts.items() if part.role == "experts"]
+
+    def fits(holder: str) -> bool:
+        within, kept = f"{holder}.", module.get_submodule(holder)
+        in_block = _lies_in(holder, holders=blocks) and not any(key.startswith(within) for key in experts)
+        lacking = all(within + key in left for key, _ in kept.named_parameters())
+        return in_block or lacking or isinstance(kept, nn.MultiheadAttention)
+
+    return next(filter(fits, reversed(holders)), name)
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:

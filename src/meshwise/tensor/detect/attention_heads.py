@@ -14,11 +14,13 @@ Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) is foun
     |         └─ kv_a_proj_with_mqa ─┬─ latent ── norm ── kv_b_proj ─ heads of k, v ─┼─ attention ── o_proj ── hidden
     |                                └─ rotary key (k_pe) ───────── for every head ─┘
 
-Matrices that output heads are split by heads, as is the input of `o_proj`. Earlier modules run whole on every rank.
+Matrices that output heads are split by heads, as are gates of the output and the input of `o_proj`. Earlier modules run
+whole on every rank.
 The rotary key is used by the heads of every rank, so its gradient is summed over the ranks (`summed_from`)."""
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,24 +43,35 @@ from meshwise.tensor.detect.known_names import (
 from meshwise.tensor.detect.layer_formulas import MatrixModule
 from meshwise.tensor.schemes import scheme
 
+SEPARATE = 3
+"""Smallest number of matrices of an attention whose queries, keys and values each have a matrix."""
+
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Numbers of query heads (`count`) and of KV heads of one attention, and the features of a head (`width`)."""
+    """Numbers of query heads (`count`) and of KV heads of one attention, and the features of a head.
+
+    A head of queries and keys has `width` features, a head of values `value_width`, usually as many."""
 
     count: int
     key_count: int
     width: int
+    value_width: int
 
     @property
     def features(self) -> int:
-        """Features of all query heads, which the output matrix reads."""
+        """Features of all query heads."""
         return self.count * self.width
 
     @property
     def kv_features(self) -> int:
-        """Features of all KV heads: the outputs of the matrix of keys, and of the matrix of values."""
+        """Features of all KV heads: the outputs of the matrix of keys."""
         return self.key_count * self.width
+
+    @property
+    def value_features(self) -> int:
+        """Features of the values of all KV heads: the outputs of the matrix of values."""
+        return self.key_count * self.value_width
 
     @property
     def group(self) -> int:
@@ -100,14 +113,15 @@ def find_heads(
             count = _count(source, HEADS)
             if not count or features % count:
                 continue
-            width = next((found for each in (source, *sources.values()) if (found := _count(each, HEAD_WIDTHS))), 0)
-            keys = next((found for each in (source, *sources.values()) if (found := _key_count(each))), count)
-            width = width or features // count
-            for key_count in dict.fromkeys((keys, count, *_equal_pair(outputs, width=width))):
-                if count % key_count == 0:
-                    heads = AttentionHeads(count, key_count, width)
-                    if heads.features == features and _fits(heads, outputs, sure=sure):
-                        return heads
+            width = next(
+                (found for each in sources.values() if (found := _count(each, HEAD_WIDTHS))), features // count
+            )
+            keys = next((found for each in sources.values() if (found := _key_count(each))), count)
+            shown = [size // width for size in outputs] if len(outputs) >= SEPARATE else []
+            for key_count in filter(None, dict.fromkeys((keys, count, *shown))):
+                heads = AttentionHeads(count, key_count, width, value_width=features // count)
+                if count % key_count == 0 and _fits(heads, outputs, sure=sure):
+                    return heads
     return None
 
 
@@ -123,16 +137,20 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     kept = [tuple(value) for value in vars(owner).values() if isinstance(value, tuple | list)]
     if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
         return "sections"
-    return "sections" if child in fused_children(owner) else None
+    viewed = fused_children(owner).get(child)
+    return {0: "sections", width * len(sizes): "interleaved"}.get(viewed) if viewed is not None else None
 
 
-def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
+def sections_of(matrix: MatrixModule, *, heads: AttentionHeads, separate: bool) -> tuple[int, ...]:
     """Return the section sizes of a colwise matrix from its output size, if q, k and v follow each other.
 
-    An output that fits neither q, nor k, nor all three is taken as several sections of the size of k."""
-    keys = heads.kv_features
-    fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
-    return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
+    `separate`: True if q, k and v have a matrix each; then q may have a section for a gate. An output of another size
+    is taken as several sections of the size of k."""
+    q, k, v = heads.features, heads.kv_features, heads.value_features
+    whole = {q, k, v, heads.count, heads.count * heads.value_width} if separate else {q, k}
+    fused = {2 * q: (q, q)} if separate else {q + k + v: (q, k, v)}
+    one = (matrix.outputs,)
+    return one if matrix.outputs in whole else fused.get(matrix.outputs, (k,) * (matrix.outputs // k) or one)
 
 
 def cut_by_rule(
@@ -229,19 +247,20 @@ def _key_count(source: Mapping[str, Any]) -> int:
     return _count(source, KEY_HEADS)
 
 
-def _equal_pair(outputs: Sequence[int], *, width: int) -> list[int]:
-    """Return [KV heads] for three matrices whose two smallest, k and v, have equal sizes; else []."""
-    smaller = sorted(outputs)[:2]
-    return [smaller[0] // width] if len(outputs) == 3 and smaller[0] == smaller[1] >= width else []
-
-
 def _fits(heads: AttentionHeads, outputs: Sequence[int], *, sure: bool) -> bool:
-    """Return whether matrices with `outputs` output features can be the q, k and v of these heads.
+    """Return whether matrices with `outputs` output features can be the q, k and v of these heads, and gates.
 
-    A gated MLP's two matrices may add up to q, k and v by chance. So fewer than three must add up to
+    A gate has a number for each feature of the output, or for each head. The matrix of q may contain a gate too. A
+    gated MLP's two matrices may add up to q, k and v by chance. So fewer than three must add up to
     3 · heads.features. `sure` (their own module counts heads) skips this test."""
-    adds_up = sum(outputs) == heads.features + 2 * heads.kv_features
-    return adds_up and (sure or len(outputs) >= 3 or sum(outputs) == 3 * heads.features)
+    q, k, v = heads.features, heads.kv_features, heads.value_features
+    if len(outputs) < SEPARATE:
+        return sum(outputs) == q + k + v and k == v and (sure or sum(outputs) == 3 * q)
+    gates = {heads.count, heads.count * heads.value_width}
+    return any(
+        not Counter((first, k, v)) - Counter(outputs) and set(Counter(outputs) - Counter((first, k, v))) <= gates
+        for first in (q, 2 * q)
+    )
 
 
 _LATENT = "kv_a_proj_with_mqa"
@@ -271,12 +290,15 @@ def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str,
         raise PlanError(
             f"{name} has {heads} heads, and '{plan}' splits them over {plan.tp} ranks. Nearest that works: 'tp={heads}'"
         )
-    parts = {}
+    parts = {f"{name}.{key}": Part("inner") for key, own in attention._parameters.items() if own.shape == (heads,)}
+    output = attention.get_submodule("o_proj")
+    gates = [(output.out_features, size) for size in (heads, output.in_features)]
     for key, child in attention.named_children():
-        if key in ("q_proj", "q_b_proj", "kv_b_proj") and isinstance(child, nn.Linear):
-            parts[f"{name}.{key}"] = Part("colwise", grain=child.out_features // heads)
-        elif key == "o_proj" and isinstance(child, nn.Linear):
-            parts[f"{name}.{key}"] = Part("rowwise", grain=child.in_features // heads)
+        sizes = (child.in_features, child.out_features) if isinstance(child, nn.Linear) else ()
+        if key == "o_proj" and sizes:
+            parts[f"{name}.{key}"] = Part("rowwise", grain=sizes[0] // heads)
+        elif sizes and (key in ("q_proj", "q_b_proj", "kv_b_proj") or sizes in gates):
+            parts[f"{name}.{key}"] = Part("colwise", grain=sizes[1] // heads)
         elif any(True for _ in child.parameters()):
             latent = vars(attention)["kv_lora_rank"] if key == _LATENT else None
             parts[f"{name}.{key}"] = Part("whole", summed_from=latent)

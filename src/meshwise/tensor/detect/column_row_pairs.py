@@ -9,8 +9,8 @@ A transformer block adds the outputs of branches (attention, MLP) to hidden stat
 The colwise matrices of a branch read the hidden states. The rowwise matrix writes them. In between, every feature or
 every head is independent, so ranks split the features and communicate only at the ends. `BranchFinder` finds branches:
 sizes show the role of most matrices. A rowwise matrix writes the width of the hidden states, a colwise matrix another
-size. A square matrix can be either, such as the queries and the output of most attentions. Then the registration order
-shows where a branch ends:
+size. A square matrix can be either, such as the queries and the output of most attentions. The forward shows the role
+if all squares but one read its input (`reads_input`). Else the registration order shows where a branch ends:
 
     | a matrix that is rowwise by its sizes              expansion 8x32, projection 32x8
     | a square after a matrix that is colwise by size    qkv 8x24, output 8x8
@@ -40,6 +40,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_layers import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
+    SEPARATE,
     AttentionHeads,
     attributes_equal_to,
     counts_heads,
@@ -50,7 +51,7 @@ from meshwise.tensor.detect.attention_heads import (
     order_of_fused,
     sections_of,
 )
-from meshwise.tensor.detect.forward_source import only_read_by, reads_no_sizes, splits_by_width
+from meshwise.tensor.detect.forward_source import only_read_by, reads_input, reads_no_sizes, splits_by_width
 from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
 
@@ -69,19 +70,24 @@ class BlockBranch:
     def looks_like_attention(self) -> bool:
         """True for three or more colwise matrices, or one with three times as many outputs as `rowwise` has inputs."""
         writes = [matrix.outputs for matrix in self.colwise]
-        return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.rowwise.inputs)
+        return len(writes) >= SEPARATE or (len(writes) == 1 and writes[0] == 3 * self.rowwise.inputs)
 
 
 def hidden_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
     """Return the width of the hidden states: the size that the most matrices of the blocks read or write.
 
     Only sizes that some matrix reads and some matrix writes count. Among equally frequent sizes, one in `outside` (last
-    dims of parameters outside of the blocks) wins, then the one read first. None if there is no such size."""
+    dims of parameters outside of the blocks) wins, then the one read first. None if there is no such size. Blocks of
+    two matrices that map one size to another have the width of their outputs."""
     uses: Counter[int] = Counter()
     read: list[int] = []
     written = set()
     for block in blocks:
-        for matrix in matrices(block, name=""):
+        found = [*matrices(block, name="")]
+        match found:
+            case [first, last] if first.outputs == last.inputs and first.inputs != last.outputs:
+                return last.outputs
+        for matrix in found:
             uses.update({matrix.inputs, matrix.outputs})
             read.append(matrix.inputs)
             written.add(matrix.outputs)
@@ -109,6 +115,7 @@ class BranchFinder:
         found: list[BlockBranch] = []
         left: list[BranchItem] = []
         own_heads = counts_heads(module) or self.declared.get(name) == "attention"
+        shown = self._shown_by_forward(module, name=name)
         for child_name, child in module.named_children():
             below = f"{name}.{child_name}" if name else child_name
             if below not in self.names or isinstance(child, nn.MultiheadAttention):
@@ -120,7 +127,7 @@ class BranchFinder:
                 inside, items = self.branches(child, name=below)
                 found += inside
             else:
-                role = self._role(matrix)
+                role = shown.get(child_name) or self._role(matrix)
                 items = [BranchItem(matrix, role, own_heads)] if role in ("colwise", "rowwise", "") else []
             for item in items:
                 if item.role == "colwise" and _ends(left):
@@ -137,6 +144,14 @@ class BranchFinder:
         if late := _late(left, branches=found, holder=name):
             return [late], []
         return found, left
+
+    def _shown_by_forward(self, module: nn.Module, *, name: str) -> Mapping[str, str]:
+        """Return the roles of a module's square matrices, by own name, if all but one read the forward's input."""
+        found = [as_matrix(child, name=f"{name}.{key}" if name else key) for key, child in module.named_children()]
+        squares = [matrix.own_name for matrix in found if matrix and not self._role(matrix)]
+        reads = {key: reads for key, reads in reads_input(module).items() if key in squares} if squares else {}
+        roles = {True: "colwise", False: "rowwise"}
+        return {key: roles[read] for key, read in reads.items()} if [*reads.values()].count(False) == 1 else {}
 
     def _role(self, matrix: MatrixModule) -> str:
         if matrix.name in self.declared:
@@ -169,13 +184,15 @@ def _late(items: Sequence[BranchItem], *, branches: Sequence[BlockBranch], holde
     """Return a module's only branch plus the colwise matrices registered after it; None if these do not fit."""
     if len(branches) != 1 or not items:
         return None
-    hidden = branches[0].rowwise.inputs
-    all_matrices = [*(item.matrix for item in items), *branches[0].colwise, branches[0].rowwise]
-    if hidden == branches[0].rowwise.outputs or any(matrix.parent_name != holder for matrix in all_matrices):
+    [branch] = branches
+    hidden = branch.rowwise.inputs
+    if any(matrix.parent_name != holder for matrix in (*(i.matrix for i in items), *branch.colwise, branch.rowwise)):
         return None
-    if any(item.role != "colwise" or item.matrix.outputs != hidden for item in items):
-        return None
-    return BlockBranch((*branches[0].colwise, *(item.matrix for item in items)), branches[0].rowwise)
+    for item in items:  # a gate may have one number for each head
+        size = item.matrix.outputs
+        if item.role != "colwise" or (hidden % size if branch.looks_like_attention else size != hidden):
+            return None
+    return BlockBranch((*branch.colwise, *(item.matrix for item in items)), branch.rowwise)
 
 
 def _branch(items: Sequence[BranchItem]) -> BlockBranch:
@@ -229,21 +246,19 @@ class ColumnRowPairs:
                 found |= self._attention(branch, heads, cross=before > 0)
                 before += 1
             elif branch.looks_like_attention:
-                why = self._why_no_heads(branch, block=block)
+                why = self._why_no_heads(branch)
                 self.reasons.update({matrix.name: why for matrix in (*branch.colwise, branch.rowwise)})
             else:
                 found |= self._mlp(branch)
         return found
 
-    def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
-        """Return the reason why no heads were found for a branch that looks like attention, with a rule that helps."""
+    def _why_no_heads(self, branch: BlockBranch) -> str:
+        """Return the reason why no heads were found for a branch that looks like attention."""
         home = branch.colwise[0].parent_name
-        around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
-        whole = f"rule for {around}: 'whole'" if around != block else ""
-        if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
-            return f"it looks like an attention with more matrices than q, k and v; {whole or 'no role fits them'}"
+        if len(branch.colwise) > SEPARATE and counts_heads(self.modules[home]):
+            return "it looks like an attention with more matrices than q, k and v"
         why = f"it looks like an attention, but {home} counts no heads that fit"
-        return f"{why}; state the number of heads by 'attention heads=…'{whole and f', or {whole}'}"
+        return f"{why}; state the number of heads by 'attention heads=…'"
 
     def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
         homes = list(dict.fromkeys(matrix.parent_name for matrix in (*branch.colwise, branch.rowwise)))
@@ -258,7 +273,7 @@ class ColumnRowPairs:
                         f"{name}: heads={count} kv_heads={keys}, but {branch.rowwise} reads {features} features; heads "
                         "has to divide them, and kv_heads the heads"
                     )
-                heads = AttentionHeads(count, keys, features // count)
+                heads = AttentionHeads(count, keys, features // count, features // count)
                 for matrix in branch.colwise:
                     if matrix.outputs < heads.kv_features:
                         raise ValueError(
@@ -266,6 +281,9 @@ class ColumnRowPairs:
                             f"{matrix} writes only {matrix.outputs}; state fewer kv_heads"
                         )
                 return heads
+        reads = reads_input(self.modules[homes[0]])
+        if len(branch.colwise) > SEPARATE and any(reads.get(matrix.own_name) is False for matrix in branch.colwise):
+            return None  # a gate reads the hidden states, as q, k and v do
         modules = [self.modules[name] for name in homes]
         outputs = [matrix.outputs for matrix in branch.colwise]
         return find_heads(modules, around=[self.modules[n] for n in around], outputs=outputs, features=features)
@@ -273,7 +291,7 @@ class ColumnRowPairs:
     def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
         home = branch.colwise[0].parent_name
         owner = self.modules[home]
-        cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
+        cut_as_one = len(branch.colwise) < SEPARATE or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
         kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_degree(self.plan)) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
@@ -298,11 +316,18 @@ class ColumnRowPairs:
                 heads=heads.count,
                 grain=group,
             ),
-            branch.rowwise.name: Part("rowwise", grain=grain, transposed=branch.rowwise.weight_is_transposed),
+            branch.rowwise.name: Part(
+                "rowwise", grain=group * heads.value_width, transposed=branch.rowwise.weight_is_transposed
+            ),
         }
+        separate = len(branch.colwise) >= SEPARATE
+        sizes = (heads.kv_features, heads.value_features) if separate and heads.group > 1 else ()
+        of_keys = [matrix for matrix in branch.colwise if matrix.outputs in sizes][:2]
         for matrix in branch.colwise:
-            keys = len(branch.colwise) >= 3 and heads.group > 1 and matrix.outputs == heads.kv_features
-            cut = self._cut(matrix, sections_of(matrix, heads=heads), grain=heads.width if keys else grain, heads=heads)
+            keys, sections = matrix in of_keys, sections_of(matrix, heads=heads, separate=separate)
+            each = sections[0] // (heads.key_count if keys else heads.count) * (1 if keys else group)
+            each = each if separate else heads.width
+            cut = self._cut(matrix, sections, grain=each, heads=heads)
             if cut is not None:
                 found[matrix.name] = Part(
                     "colwise",
@@ -314,31 +339,32 @@ class ColumnRowPairs:
                     gathered=gathers and matrix not in outside,
                     shared=keys and kv_replicas > 1,
                 )
-        found |= self._parts_between(home, heads=heads, grain=grain, shared=kv_replicas > 1)
+        found |= self._parts_between(home, heads=heads, group=group, shared=kv_replicas > 1)
         self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, reads_right_sizes=right_sizes))
         return found
 
-    def _parts_between(self, name: str, *, heads: AttentionHeads, grain: int, shared: bool) -> dict[str, Part]:
+    def _parts_between(self, name: str, *, heads: AttentionHeads, group: int, shared: bool) -> dict[str, Part]:
         """Return the parts of the norms, tables and parameters in the attention called `name`, by name.
 
-        `grain`: inner features that stay on one rank. `shared`: True if several ranks hold the same KV head."""
-        owner = self.modules[name]
+        `group`: query heads that stay on one rank. `shared`: True if several ranks hold the same KV head."""
+        owner, widths = self.modules[name], (heads.width, heads.value_width)
         found: dict[str, Part] = {}
         for inner_name, module in owner.named_modules(prefix=name):
             if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
-                found[inner_name] = Part("inner", grain=grain // heads.width)
+                found[inner_name] = Part("inner", grain=group)
             elif norm := as_norm(module):
-                if norm[0] == heads.width:
+                if norm[0] in widths:
                     found[inner_name] = Part("each_head")
                 elif _Q_OR_K.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.kv_features):
                     keys = norm[0] < heads.features
-                    found[inner_name] = Part(
-                        "norm", norm=norm[1], inner=True, grain=heads.width if keys else grain, shared=keys and shared
-                    )
+                    grain = heads.width * (1 if keys else group)
+                    found[inner_name] = Part("norm", norm=norm[1], inner=True, grain=grain, shared=keys and shared)
         for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
             dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
-            if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, heads.width}:
-                found[inner_name] = Part("inner", grain=grain // heads.width, dim=dims[0] - parameter.dim())
+            if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, *widths}:
+                found[inner_name] = Part("inner", grain=group, dim=dims[0] - parameter.dim())
+            elif not dims and parameter.shape[-1] in widths:
+                found[inner_name] = Part("each_head")
             elif dims:
                 self.reasons[inner_name] = (
                     "its shape does not show which dim counts heads; rule: 'inner' if the last dim does"
@@ -389,9 +415,10 @@ class ColumnRowPairs:
         width = heads.width if heads else 1
         order = order_of_fused(self.modules[matrix.parent_name], child=matrix.own_name, sizes=sections, width=width)
         if order == "sections":
-            return sections, width
+            return sections, grain
         if order == "interleaved" and heads:
-            return (), matrix.outputs // heads.key_count
+            by_query = len(set(sections)) == 1 and sections[0] == heads.features
+            return (), grain * len(sections) if by_query else matrix.outputs // heads.key_count
         self.reasons[matrix.name] = (
             f"{matrix} looks like {len(sections)} fused matrices, in an order that its module does not show; "
             f"rule: 'colwise sections={len(sections)}' if they follow each other"
@@ -402,7 +429,7 @@ class ColumnRowPairs:
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
         """Return the parts of torch's MultiheadAttention, whose input matrices are its own parameters, by name."""
         width = module.head_dim
-        heads = AttentionHeads(module.num_heads, module.num_heads, width)
+        heads = AttentionHeads(module.num_heads, module.num_heads, width, width)
         self.attentions.append(FoundAttention(name, heads, cut_as_one=True, reads_right_sizes=True))
         fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
         found = {

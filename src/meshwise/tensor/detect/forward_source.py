@@ -4,12 +4,13 @@ Several linears that read one tensor may share one gather at the entry of the mo
 the tensor (`only_read_by`). Any other reader (a norm, a residual) needs the part before the gather. If the source is
 unclear, every linear gathers separately, which costs only traffic. A forward that reads sizes of its input needs the
 gathered input (`reads_no_sizes`, `splits_by_width`). A forward that splits a child's output shows that the child is a
-fused matrix (`fused_children`)."""
+fused matrix (`fused_children`). A square matrix that reads the input is colwise (`reads_input`)."""
 
 import ast
 import inspect
 from collections.abc import Collection, Mapping
 from functools import lru_cache
+from typing import TypeAlias
 
 from torch import nn
 
@@ -19,6 +20,9 @@ _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 """Attributes and methods of a tensor that read no values."""
+
+_Output: TypeAlias = tuple[str, int]
+"""Name of a child, and the size of the last dim to which its output was viewed; 0 without a view."""
 
 
 def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
@@ -93,23 +97,58 @@ def splits_by_width(module: nn.Module) -> bool:
     return bool(uses) and all(id(node) in harmless for node in uses)
 
 
-def fused_children(module: nn.Module) -> set[str]:
-    """Return the names of children whose output the module's forward splits, directly or through a variable."""
+def reads_input(module: nn.Module) -> Mapping[str, bool]:
+    """Return whether each child that a module's forward calls reads the forward's first argument, by name.
+
+    The other children read tensors that were computed from it. A child that reads both is left out."""
     definition = _forward(module)
     if definition is None:
-        return set()
-    nodes = [node for node in _nodes(definition) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
-    given: dict[str, str | None] = {}
-    found = set()
-    # in the order of the source: a node after the nodes in it, an assignment after its value
-    for node in sorted(nodes, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign))):
+        return {}
+    itself, given = (argument.arg for argument in definition.args.args[:2])
+    unchanged, found = {given}, dict[str, set[bool]]()
+
+    def is_input(node: ast.expr) -> bool:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            return node.func.attr in (_KEEPS_ORDER | _RESHAPING) and is_input(node.func.value)
+        return isinstance(node, ast.Name) and node.id in unchanged
+
+    for node in _in_order(definition):
         if isinstance(node, ast.Assign):
-            child = _child_behind(node.value, given)
-            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-            given |= {name: child if isinstance(node.targets[0], ast.Name) else None for name in names}
-        elif (source := _split_expression(node)) and (child := _child_behind(source, given)):
-            found.add(child)
+            unchanged = unchanged | _assigned(node) if is_input(node.value) else unchanged - _assigned(node)
+        elif isinstance(node, ast.Call) and node.args and (child := _child_called(node.func, itself)):
+            found.setdefault(child, set()).add(is_input(node.args[0]))
+    return {child: both == {True} for child, both in found.items() if len(both) == 1}
+
+
+def fused_children(module: nn.Module) -> Mapping[str, int]:
+    """Return the children whose output the module's forward splits, directly or through a variable, by name.
+
+    The value is 0 if the whole output is split. Else the forward first views the output as heads, and splits each head;
+    the value is the number of features of a head."""
+    definition = _forward(module)
+    if definition is None:
+        return {}
+    given: dict[str, _Output | None] = {}
+    found: dict[str, int] = {}
+    for node in _in_order(definition):
+        if isinstance(node, ast.Assign):
+            child = _child_behind(node.value, given, module) if isinstance(node.targets[0], ast.Name) else None
+            given |= dict.fromkeys(_assigned(node), child)
+        elif (source := _split_expression(node)) and (child := _child_behind(source, given, module)):
+            last = isinstance(node, ast.Subscript) or any(ast.unparse(word.value) == "-1" for word in node.keywords)
+            if last or not child[1]:
+                found.setdefault(*child)
     return found
+
+
+def _in_order(definition: ast.FunctionDef) -> list[ast.Assign | ast.Call | ast.Subscript]:
+    """Return assignments, calls and subscripts in the order of execution: an assignment follows its value."""
+    nodes = [node for node in _nodes(definition) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
+    return sorted(nodes, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign)))
+
+
+def _assigned(node: ast.Assign) -> set[str]:
+    return {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
 
 
 def _is_sizes_of(node: ast.expr, name: str) -> bool:
@@ -158,15 +197,30 @@ def _is_named(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _child_behind(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
-    """Return NAME of an expression `self.NAME(...)`, also through a variable or a conversion, or None."""
+def _child_behind(node: ast.expr, given: Mapping[str, _Output | None], module: nn.Module) -> _Output | None:
+    """Return (NAME, 0) of an expression `self.NAME(...)`, also through a variable, a conversion or a view.
+
+    After a view, the number is the size of the last dim; None if the module does not show this size."""
     if isinstance(node, ast.Name):
         return given.get(node.id)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return None
     if _is_named(node.func.value, "self"):
-        return node.func.attr
-    return _child_behind(node.func.value, given) if node.func.attr in _KEEPS_ORDER else None
+        return node.func.attr, 0
+    child = _child_behind(node.func.value, given, module)
+    if child and node.func.attr in ("view", "reshape") and node.args:
+        size = _number(node.args[-1], module)
+        return (child[0], size) if size else None
+    return child if node.func.attr in _KEEPS_ORDER else None
+
+
+def _number(node: ast.expr, module: nn.Module) -> int:
+    """Return the value of an expression of constants, attributes of `self` and products; 0 for other expressions."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _number(node.left, module) * _number(node.right, module)
+    own = isinstance(node, ast.Attribute) and _is_named(node.value, "self")
+    value = getattr(module, node.attr, 0) if own else getattr(node, "value", 0)
+    return value if type(value) is int else 0
 
 
 def _split_expression(node: ast.Call | ast.Subscript) -> ast.expr | None:
@@ -177,6 +231,8 @@ def _split_expression(node: ast.Call | ast.Subscript) -> ast.expr | None:
         return node.value if of_features and isinstance(index[1], ast.Slice) and index[1].step is None else None
     if not isinstance(node.func, ast.Attribute):
         return None
+    if ast.unparse(node.func) in ("torch.chunk", "torch.split"):
+        return node.args[0]
     last = node.args[-3:]
     three = len(last) == 3 and isinstance(last[0], ast.Constant) and last[0].value == 3
     apart = node.func.attr in ("split", "chunk") or (node.func.attr in ("view", "reshape") and three)

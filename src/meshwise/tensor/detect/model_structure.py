@@ -11,6 +11,7 @@ GPT
 ├── norm                 computes LayerNorm or RMSNorm over the hidden states                            norm
 └── head                 a linear with as many outputs as the vocabulary has tokens                      head"""
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 from torch import nn
@@ -20,7 +21,7 @@ from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.attention_heads import cut_by_rule
 from meshwise.tensor.detect.column_row_pairs import BranchFinder, ColumnRowPairs, hidden_width
-from meshwise.tensor.detect.known_names import enclosing
+from meshwise.tensor.detect.known_names import common_holder, enclosing
 from meshwise.tensor.detect.layer_formulas import (
     PATCH_CONVOLUTIONS,
     as_matrix,
@@ -42,7 +43,8 @@ class ModelStructure:
     | options      options of rules, such as heads=8, by the same names
     | plan         the plan, whose ranks share the heads of attentions
     | modules      modules by name; `blocks`: the repeated blocks among them
-    | width        number of features of the hidden states; None if unknown
+    | width        number of features of the hidden states; None if unknown. Of several, such as of a text model and its
+    |              image encoder, the one of the vocabulary's embedding
     | parts        result: parts by module or parameter name, as far as they were found
     | attentions   result: the attentions, with their heads"""
 
@@ -54,10 +56,12 @@ class ModelStructure:
         self._stated = stated
         self._options = options
         self._reasons: dict[str, str] = {}
+        self._branches: set[str] = set()
+        self._splits_features = plan.tp_mode != "1d"
         self._pairs = ColumnRowPairs(self.modules, options=options, reasons=self._reasons, plan=plan)
         self._regions = self.blocks or {"": module}
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
-        self.width = hidden_width(self._regions.values(), outside={parameter.size(-1) for parameter in outside})
+        self._find_widths({parameter.size(-1) for parameter in outside})
         self._vocabulary = self._find_vocabulary()
         self.parts: dict[str, Part] = {}
         self.attentions = self._pairs.attentions
@@ -84,20 +88,47 @@ class ModelStructure:
     def writes_hidden_states(self, name: str) -> bool:
         """Return whether `name` is a matrix in a block, with an output as wide as the hidden states."""
         matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
-        return matrix is not None and matrix.outputs == self.width and self._in_block(name)
+        return matrix is not None and matrix.outputs == self._width_at(name) and self._in_block(name)
+
+    def _find_widths(self, outside: set[int]) -> None:
+        """Find the width of the hidden states in each list of blocks, and the width of the model."""
+        lists: dict[str, list[nn.Module]] = {}
+        for name, block in self._regions.items():
+            lists.setdefault(name.rpartition(".")[0], []).append(block)
+        self._widths = {name: hidden_width(blocks, outside=outside) for name, blocks in lists.items()}
+        tables = [m for n, m in self.modules.items() if isinstance(m, nn.Embedding) and not self._in_block(n)]
+        tables = sorted(tables, key=lambda table: -table.num_embeddings)
+        self.width = next(
+            (table.embedding_dim for table in tables if table.embedding_dim in self._widths.values()),
+            hidden_width(self._regions.values(), outside=outside),
+        )
+
+    def _width_at(self, name: str) -> int | None:
+        """Return the width of the hidden states at a module or parameter: of the blocks with the most similar name."""
+        words = name.split(".")
+
+        def shared(blocks: str) -> int:
+            pairs = zip(blocks.split("."), words, strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        nearest = max(map(shared, self._widths), default=0)
+        widths = [width for blocks, width in self._widths.items() if shared(blocks) == nearest]
+        return self.width if self.width in widths or not widths else widths[0]
 
     def _read_block(self, block: nn.Module, name: str) -> None:
-        if self.width is None or self._is_kept_whole(name):
+        width = self._width_at(name)
+        if width is None or self._is_kept_whole(name):
             return
-        branches, left = BranchFinder(self.width, self._stated, self.modules.keys()).branches(block, name=name)
+        branches, left = BranchFinder(width, self._stated, self.modules.keys()).branches(block, name=name)
         if name:
             for item in left:
                 self._reasons.setdefault(item.matrix.name, f"{item.matrix} forms no pair with another matrix")
-            self.parts[name] = Part("block", hidden_width=self.width)
+            self.parts[name] = Part("block", hidden_width=width)
         for inner, module in block.named_modules(prefix=name):
             if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
                 assert isinstance(module, nn.MultiheadAttention)
                 self.parts |= self._pairs.torch_attention(module, name=inner)
+        self._branches |= {common_holder([each.name for each in (*b.colwise, b.rowwise)]) for b in branches}
         self.parts |= self._pairs.parts(branches, block=name)
 
     def _read_module(self, module: nn.Module, name: str) -> None:
@@ -106,23 +137,19 @@ class ModelStructure:
         if around not in ("", "block", "pair", "attention"):
             return
         parameters = dict(module.named_parameters(recurse=False))
-        norm = None if around else as_norm(module)
+        norm, width = None if around else as_norm(module), self._width_at(name)
         if computes_as(module, kind=nn.TransformerEncoder):
             self.parts[name] = Part("pair")
-        elif norm is not None and norm[0] == self.width:
+        elif norm is not None and norm[0] == width:
             self.parts[name] = Part("norm", norm=norm[1])
-        elif (
-            isinstance(module, BatchNorm)
-            and not around
-            and (module.num_features == self.width or not self._in_block(name))
-        ):
+        elif not around and self._stays_whole(module, name, is_norm=norm is not None):
             self.parts[name] = Part("whole")
         elif parameters and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
             self.parts[name] = Part(role, transposed=matrix is not None and matrix.weight_is_transposed)
-        elif not any(True for _ in module.children()) and not mixes_no_features(module):
+        elif not (any(True for _ in module.children()) or self._keeps_features(module) or mixes_no_features(module)):
             self._reasons[name] = _why_unknown(module)
-        elif around or type(module).__module__.partition(".")[0] != "torch":
+        elif around or not _is_of_torch(module):
             for key, parameter in parameters.items():
                 self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
 
@@ -130,10 +157,11 @@ class ModelStructure:
         """Give the part `vector` to a parameter of a user's module whose last dim is the width.
 
         It must have one row, or be a table outside of the blocks. A square table may be a matrix: it needs a rule."""
-        if name in self.parts or parameter.shape[-1:] != (self.width,):
+        width = self._width_at(name)
+        if name in self.parts or parameter.shape[-1:] != (width,):
             return
-        table = not self._in_block(name) and parameter.shape[0] != self.width
-        if not (table or parameter.numel() == self.width):
+        table = not self._in_block(name) and parameter.shape[0] != width
+        if not (table or parameter.numel() == width):
             return
         if in_attention:
             self._reasons[name] = "as wide as hidden states and as all heads: rule 'vector', or 'inner grain=number'"
@@ -142,6 +170,7 @@ class ModelStructure:
 
     def _role_outside(self, module: nn.Module, name: str) -> str | None:
         """Return the role of one of torch's layers outside of the blocks; None for other modules."""
+        width = self._width_at(name)
         if matrix := as_matrix(module, name=name):
             if self._vocabulary is not None and matrix.inputs == self.width:
                 tied = getattr(module, "weight", None) is self._vocabulary.weight
@@ -149,18 +178,19 @@ class ModelStructure:
                     return "whole"  # as the embedding that it is tied to
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
                     return "head"
-            if matrix.outputs != self.width or matrix.weight_is_transposed:
+            if matrix.outputs != width or matrix.weight_is_transposed:
                 return "whole"
-            return "single" if matrix.inputs == self.width else "patches"
+            return "single" if matrix.inputs == width else "patches"
         if isinstance(module, nn.Embedding):
-            if module.embedding_dim != self.width:
+            if module.embedding_dim != width:
                 return "whole"
             shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
             shared = shared and returns_table_rows(module)
             return "embedding" if shared else "positions"
         if isinstance(module, PATCH_CONVOLUTIONS):
-            return "patches" if module.out_channels == self.width else "whole"
-        return "whole" if as_norm(module) else None
+            return "patches" if module.out_channels == width else "whole"
+        hidden = any(parameter.numel() == width for parameter in module.parameters())
+        return "whole" if as_norm(module) or (self._keeps_features(module) and not hidden) else None
 
     def _find_vocabulary(self) -> nn.Embedding | None:
         """Return the vocabulary's embedding: an embedding outside of the blocks, as wide as the hidden states; or None.
@@ -209,11 +239,27 @@ class ModelStructure:
         else:
             self.parts[name] = Part(role, grain=grain, transposed=transposed)
 
+    def _stays_whole(self, module: nn.Module, name: str, *, is_norm: bool) -> bool:
+        """Return whether a module is a batch norm of hidden states, or another norm in a block outside of its pairs."""
+        if isinstance(module, BatchNorm):
+            return module.num_features == self._width_at(name) or not self._in_block(name)
+        outside = self._in_block(name) and not any(holder in self._branches for holder in enclosing(name))
+        return is_norm and outside and not self._splits_features
+
+    def _keeps_features(self, module: nn.Module) -> bool:
+        """Return whether each rank has all features, which a module with vectors as parameters may mix."""
+        vectors = all(parameter.dim() == 1 for parameter in module.parameters())
+        return not self._splits_features and vectors and not _is_of_torch(module)
+
     def _in_block(self, name: str) -> bool:
         return any(holder in self.blocks for holder in (name, *enclosing(name)))
 
     def _is_kept_whole(self, name: str) -> bool:
         return any(self._stated.get(holder) == "whole" for holder in (name, *enclosing(name)))
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "torch"
 
 
 def _why_unknown(module: nn.Module) -> str:
