@@ -146,7 +146,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def forward(model: Any, batch: Any) -> Any:
     decoded = {"decoder_input_ids": batch[1]} if model.config.is_encoder_decoder else {}
     with ExactCasts():
-        return model(batch[0], use_cache=False, **decoded).logits
+        output = model(batch[0], use_cache=False, **decoded)
+    return output.logits if "logits" in output else output.last_hidden_state
 
 
 def loss(output: Tensor, batch: Any) -> tuple[Tensor, int]:

@@ -378,6 +378,12 @@ def refuse_unsupported_parts(
 
     `modules`: the model's modules by name. `width`: the number of features of the hidden states; None if unknown."""
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
+    widths = sorted({part.hidden_width for part in parts.values() if part.role == "block"})
+    if len(widths) > 1 and (plan.sequence_parallel or plan.tp_mode != "1d"):
+        raise PlanError(
+            f"the model has blocks with hidden states of {' and of '.join(map(str, widths))} features, and '{plan}' "
+            "splits hidden states of one width alone. Nearest that works: tp_mode=1d sequence_parallel=0"
+        )
     for name, module in modules.items():
         whole = any(holder in parts and parts[holder].role == "whole" for holder in (name, *enclosing(name)))
         if plan.sequence_parallel and isinstance(module, nn.TransformerDecoderLayer) and not whole:
