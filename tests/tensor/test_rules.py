@@ -202,7 +202,7 @@ def test_a_scale_is_a_vector_and_what_mixes_features_is_left_to_the_rules() -> N
     assert parts["4"].norm == Norm(centred=False, epsilon=1e-6, offset=1.0)
     assert parts["5.gamma"].role == "vector"
     model.append(Centre(16))
-    assert assign_roles(model, plan=Plan.parse("tp=2"))["6.gamma"].role == "vector", "a rank has all features"
+    assert assign_roles(model, plan=Plan.parse("tp=2"))["6"].role == "whole", "a rank has all features"
     with pytest.raises(ValueError, match=r"6.gamma .*Centre is no known norm, and it may mix features"):
         assign_roles(model, plan=Plan.parse("tp=4 tp_mode=2d"))
 

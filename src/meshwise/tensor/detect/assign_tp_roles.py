@@ -223,9 +223,8 @@ def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
     structure = found.structure
     first = {of_all_blocks(name): name for name in reversed(found.left)}  # one of the names that differ only in numbers
     general = list(first.values())[::-1]
-    lines = [
-        f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:_SHOWN]
-    ]
+    reasons = {name: f"  ({why})" if (why := structure.reason(name)[1]) else "" for name in general[:_SHOWN]}
+    lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{why}" for name, why in reasons.items()]
     more = [f"  and {len(general) - _SHOWN} more"] if len(general) > _SHOWN else []
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
     for examples, under in itertools.product(_rules_to_copy(module, found), dict.fromkeys((plan, plainer))):
@@ -266,13 +265,11 @@ def _rules_to_copy(module: nn.Module, found: _Found) -> tuple[dict[str, str], di
         kinds = {type(one) for other, one in module.named_modules() if matches(other, pattern=pattern)}
         return pattern if len(kinds) < 2 or many[pattern] > _SHOWN else name
 
-    whole, stated = {general(unit): "whole" for unit in units}, dict[str, str]()
+    stated, whole = dict[str, str](), {general(unit): "whole" for unit in units}
     for unit, names in units.items():
-        reasons = [re.search(r"rule: '([^']+)'", found.structure.reason(name)) for name in names]
-        for name, reason in zip(names, reasons, strict=True):
-            holder = name.rpartition(".")[0]
-            target = name if not holder or any(True for _ in module.get_submodule(holder).children()) else holder
-            stated |= {general(target): reason[1]} if reason and all(reasons) else {general(unit): "whole"}
+        rules = {key: re.search(r"rule: '([^']+)'", why) for key, why in map(found.structure.reason, names)}
+        given = {general(key): rule[1] for key, rule in rules.items() if rule}
+        stated |= given if len(given) == len(rules) else {general(unit): "whole"}
     return stated, whole
 
 

@@ -18,8 +18,8 @@ if all squares but one read its input (`reads_input`). Else the registration ord
     | the second of two squares, otherwise               an MLP whose hidden size is the width
 
 The rules for squares apply at the end of the module that holds the matrices, or where the next branch begins. So q, k
-and v may be in one module and the output in the next. The rowwise matrix may be registered before the colwise ones, if
-their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
+and v may be in one module and the output in the next. If all matrices of a module are its own, and one of them is
+rowwise, their order does not matter. Roles that the user or the model declares take precedence over sizes.
 
 `ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices of an attention hold one
 number per head, or treat all heads equally (`_parts_between`).
@@ -114,21 +114,16 @@ class BranchFinder:
         """Return the branches that end inside a module called `name`, and the matrices of an unfinished branch."""
         found: list[BlockBranch] = []
         left: list[BranchItem] = []
-        own_heads = counts_heads(module) or self.declared.get(name) == "attention"
-        shown = self._shown_by_forward(module, name=name)
-        for child_name, child in module.named_children():
-            below = f"{name}.{child_name}" if name else child_name
-            if below not in self.names or isinstance(child, nn.MultiheadAttention):
-                continue  # read under its first name, or an attention that holds its own matrices
-            if self.declared.get(below) == "whole":
-                continue
-            matrix = as_matrix(child, name=below)
-            if matrix is None:
-                inside, items = self.branches(child, name=below)
+        own = self._own_items(module, name=name)
+        items = sorted(own.values(), key=lambda item: item.role == "rowwise")
+        alone = all("." not in matrix.name for matrix in matrices(module, name=""))
+        if alone and len(items) > 1 and [item.role for item in items] == ["colwise"] * (len(items) - 1) + ["rowwise"]:
+            return [_branch(items)], []
+        for key, child in self._children(module, name=name).items():
+            items = [own[key]] if key in own else []
+            if as_matrix(child, name=key) is None:
+                inside, items = self.branches(child, name=f"{name}.{key}" if name else key)
                 found += inside
-            else:
-                role = shown.get(child_name) or self._role(matrix)
-                items = [BranchItem(matrix, role, own_heads)] if role in ("colwise", "rowwise", "") else []
             for item in items:
                 if item.role == "colwise" and _ends(left):
                     found.append(_branch(left))
@@ -137,21 +132,26 @@ class BranchFinder:
                 if item.role == "rowwise" and len(left) > 1:
                     found.append(_branch(left))
                     left = []
-        if _ends(left):
-            return [*found, _branch(left)], []
-        if len(left) > 1 and [item.role for item in left] == ["rowwise"] + ["colwise"] * (len(left) - 1):
-            return [*found, _branch([*left[1:], left[0]])], []  # Phi-3 registers the output before q, k and v
-        if late := _late(left, branches=found, holder=name):
-            return [late], []
-        return found, left
+        return ([*found, _branch(left)], []) if _ends(left) else (found, left)
 
-    def _shown_by_forward(self, module: nn.Module, *, name: str) -> Mapping[str, str]:
-        """Return the roles of a module's square matrices, by own name, if all but one read the forward's input."""
-        found = [as_matrix(child, name=f"{name}.{key}" if name else key) for key, child in module.named_children()]
-        squares = [matrix.own_name for matrix in found if matrix and not self._role(matrix)]
-        reads = {key: reads for key, reads in reads_input(module).items() if key in squares} if squares else {}
-        roles = {True: "colwise", False: "rowwise"}
-        return {key: roles[read] for key, read in reads.items()} if [*reads.values()].count(False) == 1 else {}
+    def _children(self, module: nn.Module, *, name: str) -> dict[str, nn.Module]:
+        """Return the children to read, without those of another name, kept whole, or attentions with own matrices."""
+        names = {key: f"{name}.{key}" if name else key for key, _ in module.named_children()}
+        read = [key for key, below in names.items() if below in self.names and self.declared.get(below) != "whole"]
+        children = {key: module.get_submodule(key) for key in read}
+        return {key: child for key, child in children.items() if not isinstance(child, nn.MultiheadAttention)}
+
+    def _own_items(self, module: nn.Module, *, name: str) -> "dict[str, BranchItem]":
+        """Return the matrices that a module itself holds, by own name, if they may be in branches."""
+        children = self._children(module, name=name).items()
+        found = {key: as_matrix(child, name=f"{name}.{key}" if name else key) for key, child in children}
+        roles = {key: self._role(matrix) for key, matrix in found.items() if matrix}
+        reads = {key: given for key, given in reads_input(module).items() if roles.get(key) == ""}
+        if [*reads.values()].count(False) == 1:
+            roles |= {key: "colwise" if given else "rowwise" for key, given in reads.items()}
+        heads = counts_heads(module) or self.declared.get(name) == "attention"
+        known = {key: matrix for key, matrix in found.items() if matrix and roles[key] in ("colwise", "rowwise", "")}
+        return {key: BranchItem(matrix, roles[key], heads) for key, matrix in known.items()}
 
     def _role(self, matrix: MatrixModule) -> str:
         if matrix.name in self.declared:
@@ -178,21 +178,6 @@ def _ends(items: Sequence[BranchItem]) -> bool:
         return True
     attention = any(item.in_attention for item in items)
     return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
-
-
-def _late(items: Sequence[BranchItem], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
-    """Return a module's only branch plus the colwise matrices registered after it; None if these do not fit."""
-    if len(branches) != 1 or not items:
-        return None
-    [branch] = branches
-    hidden = branch.rowwise.inputs
-    if any(matrix.parent_name != holder for matrix in (*(i.matrix for i in items), *branch.colwise, branch.rowwise)):
-        return None
-    for item in items:  # a gate may have one number for each head
-        size = item.matrix.outputs
-        if item.role != "colwise" or (hidden % size if branch.looks_like_attention else size != hidden):
-            return None
-    return BlockBranch((*branch.colwise, *(item.matrix for item in items)), branch.rowwise)
 
 
 def _branch(items: Sequence[BranchItem]) -> BlockBranch:

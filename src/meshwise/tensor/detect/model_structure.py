@@ -11,7 +11,6 @@ GPT
 ├── norm                 computes LayerNorm or RMSNorm over the hidden states                            norm
 └── head                 a linear with as many outputs as the vocabulary has tokens                      head"""
 
-import itertools
 from collections.abc import Iterator, Mapping
 
 from torch import nn
@@ -81,9 +80,9 @@ class ModelStructure:
         tables = [buffer for module in own for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
         return any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
 
-    def reason(self, name: str) -> str:
-        """Return the reason why a parameter has no role, as text in brackets, or "" if no reason is known."""
-        return next((f"  ({self._reasons[key]})" for key in (name, *enclosing(name)) if key in self._reasons), "")
+    def reason(self, name: str) -> tuple[str, str]:
+        """Return the module (or parameter) with the reason why a parameter has no role, and the reason, or ""."""
+        return next(((key, self._reasons[key]) for key in (name, *enclosing(name)) if key in self._reasons), (name, ""))
 
     def writes_hidden_states(self, name: str) -> bool:
         """Return whether `name` is a matrix in a block, with an output as wide as the hidden states."""
@@ -105,14 +104,8 @@ class ModelStructure:
 
     def _width_at(self, name: str) -> int | None:
         """Return the width of the hidden states at a module or parameter: of the blocks with the most similar name."""
-        words = name.split(".")
-
-        def shared(blocks: str) -> int:
-            pairs = zip(blocks.split("."), words, strict=False)
-            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-        nearest = max(map(shared, self._widths), default=0)
-        widths = [width for blocks, width in self._widths.items() if shared(blocks) == nearest]
+        common = {blocks: len({blocks, *enclosing(blocks)} & {name, *enclosing(name)}) for blocks in self._widths}
+        widths = [self._widths[blocks] for blocks, number in common.items() if number == max(common.values())]
         return self.width if self.width in widths or not widths else widths[0]
 
     def _read_block(self, block: nn.Module, name: str) -> None:
@@ -137,19 +130,25 @@ class ModelStructure:
         if around not in ("", "block", "pair", "attention"):
             return
         parameters = dict(module.named_parameters(recurse=False))
+        of_torch = type(module).__module__.partition(".")[0] == "torch"
         norm, width = None if around else as_norm(module), self._width_at(name)
         if computes_as(module, kind=nn.TransformerEncoder):
             self.parts[name] = Part("pair")
         elif norm is not None and norm[0] == width:
             self.parts[name] = Part("norm", norm=norm[1])
-        elif not around and self._stays_whole(module, name, is_norm=norm is not None):
+        elif (
+            isinstance(module, BatchNorm) and not around and (module.num_features == width or not self._in_block(name))
+        ):
             self.parts[name] = Part("whole")
         elif parameters and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
             self.parts[name] = Part(role, transposed=matrix is not None and matrix.weight_is_transposed)
-        elif not (any(True for _ in module.children()) or self._keeps_features(module) or mixes_no_features(module)):
-            self._reasons[name] = _why_unknown(module)
-        elif around or not _is_of_torch(module):
+        elif not any(True for _ in module.children()) and not mixes_no_features(module):
+            if parameters and (norm or not of_torch) and self._has_all_features(module, name):
+                self.parts[name] = Part("whole")
+            else:
+                self._reasons[name] = _why_unknown(module)
+        elif around or not of_torch:
             for key, parameter in parameters.items():
                 self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
 
@@ -189,8 +188,7 @@ class ModelStructure:
             return "embedding" if shared else "positions"
         if isinstance(module, PATCH_CONVOLUTIONS):
             return "patches" if module.out_channels == width else "whole"
-        hidden = any(parameter.numel() == width for parameter in module.parameters())
-        return "whole" if as_norm(module) or (self._keeps_features(module) and not hidden) else None
+        return "whole" if as_norm(module) else None
 
     def _find_vocabulary(self) -> nn.Embedding | None:
         """Return the vocabulary's embedding: an embedding outside of the blocks, as wide as the hidden states; or None.
@@ -239,27 +237,16 @@ class ModelStructure:
         else:
             self.parts[name] = Part(role, grain=grain, transposed=transposed)
 
-    def _stays_whole(self, module: nn.Module, name: str, *, is_norm: bool) -> bool:
-        """Return whether a module is a batch norm of hidden states, or another norm in a block outside of its pairs."""
-        if isinstance(module, BatchNorm):
-            return module.num_features == self._width_at(name) or not self._in_block(name)
-        outside = self._in_block(name) and not any(holder in self._branches for holder in enclosing(name))
-        return is_norm and outside and not self._splits_features
-
-    def _keeps_features(self, module: nn.Module) -> bool:
-        """Return whether each rank has all features, which a module with vectors as parameters may mix."""
-        vectors = all(parameter.dim() == 1 for parameter in module.parameters())
-        return not self._splits_features and vectors and not _is_of_torch(module)
+    def _has_all_features(self, module: nn.Module, name: str) -> bool:
+        """Return whether each rank has all features that a module scales, shifts or normalises outside of pairs."""
+        between = any(holder in self._branches for holder in enclosing(name))
+        return not self._splits_features and not between and all(each.dim() == 1 for each in module.parameters())
 
     def _in_block(self, name: str) -> bool:
         return any(holder in self.blocks for holder in (name, *enclosing(name)))
 
     def _is_kept_whole(self, name: str) -> bool:
         return any(self._stated.get(holder) == "whole" for holder in (name, *enclosing(name)))
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "torch"
 
 
 def _why_unknown(module: nn.Module) -> str:
