@@ -45,14 +45,10 @@ def tensors(tree: Any) -> Iterator[Tensor]:
         elif type(item) in _PLAIN:
             continue
         elif type(item) is not dict and dataclasses.is_dataclass(item) and not isinstance(item, type):
-            rest += _field_values(item)[::-1]
+            # a configuration of transformers may refuse to have a field read by getattr
+            rest += [object.__getattribute__(item, field.name) for field in dataclasses.fields(item)][::-1]
         elif type(item) is dict or isinstance(item, Mapping):
             rest += [*item.values()][::-1]
-
-
-def _field_values(item: Any) -> list[Any]:
-    """Return the values of a dataclass's fields, also where its class refuses to read one (Gemma 4's configuration)."""
-    return [object.__getattribute__(item, field.name) for field in dataclasses.fields(item)]
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
@@ -87,7 +83,7 @@ def reachable(value: Any) -> Iterator[Any]:
         elif isinstance(item, list | tuple | set | frozenset):
             open_ += item
         if dataclasses.is_dataclass(item):
-            open_ += _field_values(item)
+            open_ += [object.__getattribute__(item, field.name) for field in dataclasses.fields(item)]
         if isinstance(attributes := getattr(item, "__dict__", None), dict):
             open_.append(attributes)
 

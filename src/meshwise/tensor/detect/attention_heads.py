@@ -40,11 +40,8 @@ from meshwise.tensor.detect.known_names import (
     KEY_HEADS,
     full_name,
 )
-from meshwise.tensor.detect.layer_formulas import MatrixModule
+from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix
 from meshwise.tensor.schemes import scheme
-
-SEPARATE = 3
-"""Smallest number of matrices of an attention whose queries, keys and values each have a matrix."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def find_heads(
                 (found for each in sources.values() if (found := _count(each, HEAD_WIDTHS))), features // count
             )
             keys = next((found for each in sources.values() if (found := _key_count(each))), count)
-            shown = [size // width for size in outputs] if len(outputs) >= SEPARATE else []
+            shown = [size // width for size in outputs] if len(outputs) >= 3 else []
             for key_count in filter(None, dict.fromkeys((keys, count, *shown))):
                 heads = AttentionHeads(count, key_count, width, value_width=features // count)
                 if count % key_count == 0 and _fits(heads, outputs, sure=sure):
@@ -137,8 +134,8 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     kept = [tuple(value) for value in vars(owner).values() if isinstance(value, tuple | list)]
     if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
         return "sections"
-    viewed = fused_children(owner).get(child)
-    return {0: "sections", width * len(sizes): "interleaved"}.get(viewed) if viewed is not None else None
+    by_head = fused_children(owner).get(child)
+    return None if by_head is None else "interleaved" if by_head else "sections"
 
 
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads, separate: bool) -> tuple[int, ...]:
@@ -254,7 +251,7 @@ def _fits(heads: AttentionHeads, outputs: Sequence[int], *, sure: bool) -> bool:
     gated MLP's two matrices may add up to q, k and v by chance. So fewer than three must add up to
     3 · heads.features. `sure` (their own module counts heads) skips this test."""
     q, k, v = heads.features, heads.kv_features, heads.value_features
-    if len(outputs) < SEPARATE:
+    if len(outputs) < 3:
         return sum(outputs) == q + k + v and k == v and (sure or sum(outputs) == 3 * q)
     gates = {heads.count, heads.count * heads.value_width}
     return any(
@@ -290,15 +287,16 @@ def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str,
         raise PlanError(
             f"{name} has {heads} heads, and '{plan}' splits them over {plan.tp} ranks. Nearest that works: 'tp={heads}'"
         )
-    parts = {f"{name}.{key}": Part("inner") for key, own in attention._parameters.items() if own.shape == (heads,)}
+    own = attention.named_parameters(prefix=name, recurse=False)
+    parts = {key: Part("inner") for key, parameter in own if parameter.shape == (heads,)}
     output = attention.get_submodule("o_proj")
     gates = [(output.out_features, size) for size in (heads, output.in_features)]
     for key, child in attention.named_children():
-        sizes = (child.in_features, child.out_features) if isinstance(child, nn.Linear) else ()
-        if key == "o_proj" and sizes:
-            parts[f"{name}.{key}"] = Part("rowwise", grain=sizes[0] // heads)
-        elif sizes and (key in ("q_proj", "q_b_proj", "kv_b_proj") or sizes in gates):
-            parts[f"{name}.{key}"] = Part("colwise", grain=sizes[1] // heads)
+        matrix = as_matrix(child, name=key)
+        if matrix and key == "o_proj":
+            parts[f"{name}.{key}"] = Part("rowwise", grain=matrix.inputs // heads)
+        elif matrix and (key in ("q_proj", "q_b_proj", "kv_b_proj") or (matrix.inputs, matrix.outputs) in gates):
+            parts[f"{name}.{key}"] = Part("colwise", grain=matrix.outputs // heads)
         elif any(True for _ in child.parameters()):
             latent = vars(attention)["kv_lora_rank"] if key == _LATENT else None
             parts[f"{name}.{key}"] = Part("whole", summed_from=latent)

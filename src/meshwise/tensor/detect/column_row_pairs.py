@@ -40,7 +40,6 @@ from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.core.sharded_layers import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
-    SEPARATE,
     AttentionHeads,
     attributes_equal_to,
     counts_heads,
@@ -70,7 +69,7 @@ class BlockBranch:
     def looks_like_attention(self) -> bool:
         """True for three or more colwise matrices, or one with three times as many outputs as `rowwise` has inputs."""
         writes = [matrix.outputs for matrix in self.colwise]
-        return len(writes) >= SEPARATE or (len(writes) == 1 and writes[0] == 3 * self.rowwise.inputs)
+        return len(writes) >= 3 or (len(writes) == 1 and writes[0] == 3 * self.rowwise.inputs)
 
 
 def hidden_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> int | None:
@@ -79,24 +78,17 @@ def hidden_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
     Only sizes that some matrix reads and some matrix writes count. Among equally frequent sizes, one in `outside` (last
     dims of parameters outside of the blocks) wins, then the one read first. None if there is no such size. Blocks of
     two matrices that map one size to another have the width of their outputs."""
-    uses: Counter[int] = Counter()
-    read: list[int] = []
-    written = set()
+    pairs: list[tuple[int, int]] = []
     for block in blocks:
-        found = [*matrices(block, name="")]
+        found = [(matrix.inputs, matrix.outputs) for matrix in matrices(block, name="")]
         match found:
-            case [first, last] if first.outputs == last.inputs and first.inputs != last.outputs:
-                return last.outputs
-        for matrix in found:
-            uses.update({matrix.inputs, matrix.outputs})
-            read.append(matrix.inputs)
-            written.add(matrix.outputs)
-        for module in block.modules():
-            if isinstance(module, nn.MultiheadAttention):
-                uses[module.embed_dim] += 2
-                read.append(module.embed_dim)
-                written.add(module.embed_dim)
-    return max((size for size in read if size in written), key=lambda size: (uses[size], size in outside), default=None)
+            case [(first, inner), (again, last)] if inner == again and first != last:
+                return last
+        widths = [module.embed_dim for module in block.modules() if isinstance(module, nn.MultiheadAttention)]
+        pairs += found + [(width, width) for width in widths for _ in range(2)]
+    uses = Counter(size for pair in pairs for size in {*pair})
+    read = [size for size, _ in pairs if any(size == written for _, written in pairs)]
+    return max(read, key=lambda size: (uses[size], size in outside), default=None)
 
 
 @dataclass(frozen=True)
@@ -114,15 +106,22 @@ class BranchFinder:
         """Return the branches that end inside a module called `name`, and the matrices of an unfinished branch."""
         found: list[BlockBranch] = []
         left: list[BranchItem] = []
-        own = self._own_items(module, name=name)
+        within = f"{name}." if name else ""
+        children = {
+            key: child
+            for key, child in module.named_children()  # without attentions that hold their own matrices
+            if (below := within + key) in self.names and not isinstance(child, nn.MultiheadAttention)
+            if self.declared.get(below) != "whole"
+        }
+        own = self._own_items(module, children, within=within)
         items = sorted(own.values(), key=lambda item: item.role == "rowwise")
         alone = all("." not in matrix.name for matrix in matrices(module, name=""))
         if alone and len(items) > 1 and [item.role for item in items] == ["colwise"] * (len(items) - 1) + ["rowwise"]:
             return [_branch(items)], []
-        for key, child in self._children(module, name=name).items():
+        for key, child in children.items():
             items = [own[key]] if key in own else []
             if as_matrix(child, name=key) is None:
-                inside, items = self.branches(child, name=f"{name}.{key}" if name else key)
+                inside, items = self.branches(child, name=within + key)
                 found += inside
             for item in items:
                 if item.role == "colwise" and _ends(left):
@@ -134,24 +133,18 @@ class BranchFinder:
                     left = []
         return ([*found, _branch(left)], []) if _ends(left) else (found, left)
 
-    def _children(self, module: nn.Module, *, name: str) -> dict[str, nn.Module]:
-        """Return the children to read, without those of another name, kept whole, or attentions with own matrices."""
-        names = {key: f"{name}.{key}" if name else key for key, _ in module.named_children()}
-        read = [key for key, below in names.items() if below in self.names and self.declared.get(below) != "whole"]
-        children = {key: module.get_submodule(key) for key in read}
-        return {key: child for key, child in children.items() if not isinstance(child, nn.MultiheadAttention)}
-
-    def _own_items(self, module: nn.Module, *, name: str) -> "dict[str, BranchItem]":
-        """Return the matrices that a module itself holds, by own name, if they may be in branches."""
-        children = self._children(module, name=name).items()
-        found = {key: as_matrix(child, name=f"{name}.{key}" if name else key) for key, child in children}
-        roles = {key: self._role(matrix) for key, matrix in found.items() if matrix}
+    def _own_items(
+        self, module: nn.Module, children: Mapping[str, nn.Module], *, within: str
+    ) -> "dict[str, BranchItem]":
+        """Return the matrices among a module's children that may be in branches, by own name."""
+        found = {key: matrix for key, child in children.items() if (matrix := as_matrix(child, name=within + key))}
+        roles = {key: self._role(matrix) for key, matrix in found.items()}
         reads = {key: given for key, given in reads_input(module).items() if roles.get(key) == ""}
         if [*reads.values()].count(False) == 1:
             roles |= {key: "colwise" if given else "rowwise" for key, given in reads.items()}
-        heads = counts_heads(module) or self.declared.get(name) == "attention"
-        known = {key: matrix for key, matrix in found.items() if matrix and roles[key] in ("colwise", "rowwise", "")}
-        return {key: BranchItem(matrix, roles[key], heads) for key, matrix in known.items()}
+        heads = counts_heads(module) or self.declared.get(within[:-1]) == "attention"
+        known = [key for key in found if roles[key] in ("colwise", "rowwise", "")]
+        return {key: BranchItem(found[key], roles[key], heads) for key in known}
 
     def _role(self, matrix: MatrixModule) -> str:
         if matrix.name in self.declared:
@@ -240,7 +233,7 @@ class ColumnRowPairs:
     def _why_no_heads(self, branch: BlockBranch) -> str:
         """Return the reason why no heads were found for a branch that looks like attention."""
         home = branch.colwise[0].parent_name
-        if len(branch.colwise) > SEPARATE and counts_heads(self.modules[home]):
+        if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
             return "it looks like an attention with more matrices than q, k and v"
         why = f"it looks like an attention, but {home} counts no heads that fit"
         return f"{why}; state the number of heads by 'attention heads=…'"
@@ -267,7 +260,7 @@ class ColumnRowPairs:
                         )
                 return heads
         reads = reads_input(self.modules[homes[0]])
-        if len(branch.colwise) > SEPARATE and any(reads.get(matrix.own_name) is False for matrix in branch.colwise):
+        if len(branch.colwise) > 3 and any(reads.get(matrix.own_name) is False for matrix in branch.colwise):
             return None  # a gate reads the hidden states, as q, k and v do
         modules = [self.modules[name] for name in homes]
         outputs = [matrix.outputs for matrix in branch.colwise]
@@ -276,7 +269,7 @@ class ColumnRowPairs:
     def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
         home = branch.colwise[0].parent_name
         owner = self.modules[home]
-        cut_as_one = len(branch.colwise) < SEPARATE or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
+        cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
         kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_degree(self.plan)) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
         grain = group * heads.width
@@ -305,7 +298,7 @@ class ColumnRowPairs:
                 "rowwise", grain=group * heads.value_width, transposed=branch.rowwise.weight_is_transposed
             ),
         }
-        separate = len(branch.colwise) >= SEPARATE
+        separate = len(branch.colwise) >= 3
         sizes = (heads.kv_features, heads.value_features) if separate and heads.group > 1 else ()
         of_keys = [matrix for matrix in branch.colwise if matrix.outputs in sizes][:2]
         for matrix in branch.colwise:

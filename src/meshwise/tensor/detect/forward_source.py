@@ -8,21 +8,22 @@ fused matrix (`fused_children`). A square matrix that reads the input is colwise
 
 import ast
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import TypeAlias
 
 from torch import nn
 
 from meshwise.model.parameter_units import source_of
+from meshwise.tensor.detect.known_names import HEAD_WIDTHS
 
 _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 """Attributes and methods of a tensor that read no values."""
 
-_Output: TypeAlias = tuple[str, int]
-"""Name of a child, and the size of the last dim to which its output was viewed; 0 without a view."""
+_Behind: TypeAlias = tuple[str, bool] | None
+"""See `_child_behind`."""
 
 
 def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
@@ -101,54 +102,39 @@ def reads_input(module: nn.Module) -> Mapping[str, bool]:
     """Return whether each child that a module's forward calls reads the forward's first argument, by name.
 
     The other children read tensors that were computed from it. A child that reads both is left out."""
-    definition = _forward(module)
-    if definition is None:
-        return {}
-    itself, given = (argument.arg for argument in definition.args.args[:2])
-    unchanged, found = {given}, dict[str, set[bool]]()
-
-    def is_input(node: ast.expr) -> bool:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            return node.func.attr in (_KEEPS_ORDER | _RESHAPING) and is_input(node.func.value)
-        return isinstance(node, ast.Name) and node.id in unchanged
-
-    for node in _in_order(definition):
-        if isinstance(node, ast.Assign):
-            unchanged = unchanged | _assigned(node) if is_input(node.value) else unchanged - _assigned(node)
-        elif isinstance(node, ast.Call) and node.args and (child := _child_called(node.func, itself)):
-            found.setdefault(child, set()).add(is_input(node.args[0]))
+    found: dict[str, set[bool]] = {}
+    for node, given in _traced(_forward(module)):
+        if isinstance(node, ast.Call) and node.args and (child := _child_called(node.func, "self")):
+            behind = _child_behind(node.args[0], given)
+            found.setdefault(child, set()).add(behind is not None and not behind[0])
     return {child: both == {True} for child, both in found.items() if len(both) == 1}
 
 
-def fused_children(module: nn.Module) -> Mapping[str, int]:
+def fused_children(module: nn.Module) -> Mapping[str, bool]:
     """Return the children whose output the module's forward splits, directly or through a variable, by name.
 
-    The value is 0 if the whole output is split. Else the forward first views the output as heads, and splits each head;
-    the value is the number of features of a head."""
-    definition = _forward(module)
-    if definition is None:
-        return {}
-    given: dict[str, _Output | None] = {}
-    found: dict[str, int] = {}
-    for node in _in_order(definition):
-        if isinstance(node, ast.Assign):
-            child = _child_behind(node.value, given, module) if isinstance(node.targets[0], ast.Name) else None
-            given |= dict.fromkeys(_assigned(node), child)
-        elif (source := _split_expression(node)) and (child := _child_behind(source, given, module)):
+    The value is True if the forward first views the output as heads, and splits each head."""
+    found: dict[str, bool] = {}
+    for node, given in _traced(_forward(module)):
+        if (source := _split_expression(node)) and (child := _child_behind(source, given)):
             last = isinstance(node, ast.Subscript) or any(ast.unparse(word.value) == "-1" for word in node.keywords)
             if last or not child[1]:
                 found.setdefault(*child)
     return found
 
 
-def _in_order(definition: ast.FunctionDef) -> list[ast.Assign | ast.Call | ast.Subscript]:
-    """Return assignments, calls and subscripts in the order of execution: an assignment follows its value."""
+def _traced(definition: ast.FunctionDef | None) -> Iterator[tuple[ast.Call | ast.Subscript, Mapping[str, _Behind]]]:
+    """Yield calls and subscripts in the order of execution, with what `_child_behind` returns for each variable."""
     nodes = [node for node in _nodes(definition) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
-    return sorted(nodes, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign)))
-
-
-def _assigned(node: ast.Assign) -> set[str]:
-    return {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    given: dict[str, _Behind] = {definition.args.args[1].arg: ("", False)} if definition else {}
+    # a node follows the nodes in it, and an assignment its value
+    for node in sorted(nodes, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign))):
+        if isinstance(node, ast.Assign):
+            behind = _child_behind(node.value, given) if isinstance(node.targets[0], ast.Name) else None
+            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            given |= dict.fromkeys(names, behind)
+        else:
+            yield node, given
 
 
 def _is_sizes_of(node: ast.expr, name: str) -> bool:
@@ -183,9 +169,9 @@ def _forward(module: nn.Module) -> ast.FunctionDef | None:
 
 
 @lru_cache(256)
-def _nodes(definition: ast.FunctionDef) -> tuple[ast.AST, ...]:
+def _nodes(definition: ast.FunctionDef | None) -> tuple[ast.AST, ...]:
     """Return all nodes of a definition; cached because a model has many modules of one class."""
-    return tuple(ast.walk(definition))
+    return tuple(ast.walk(definition)) if definition else ()
 
 
 def _asked_for_sizes(definition: ast.FunctionDef) -> set[int]:
@@ -197,30 +183,21 @@ def _is_named(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _child_behind(node: ast.expr, given: Mapping[str, _Output | None], module: nn.Module) -> _Output | None:
-    """Return (NAME, 0) of an expression `self.NAME(...)`, also through a variable, a conversion or a view.
+def _child_behind(node: ast.expr, given: Mapping[str, _Behind]) -> _Behind:
+    """Return (NAME, False) of an expression `self.NAME(...)`, also through a variable or a conversion, or None.
 
-    After a view, the number is the size of the last dim; None if the module does not show this size."""
+    NAME is "" for the forward's first argument. The number is True after a view as heads."""
     if isinstance(node, ast.Name):
         return given.get(node.id)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return None
     if _is_named(node.func.value, "self"):
-        return node.func.attr, 0
-    child = _child_behind(node.func.value, given, module)
-    if child and node.func.attr in ("view", "reshape") and node.args:
-        size = _number(node.args[-1], module)
-        return (child[0], size) if size else None
-    return child if node.func.attr in _KEEPS_ORDER else None
-
-
-def _number(node: ast.expr, module: nn.Module) -> int:
-    """Return the value of an expression of constants, attributes of `self` and products; 0 for other expressions."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _number(node.left, module) * _number(node.right, module)
-    own = isinstance(node, ast.Attribute) and _is_named(node.value, "self")
-    value = getattr(module, node.attr, 0) if own else getattr(node, "value", 0)
-    return value if type(value) is int else 0
+        return node.func.attr, False
+    child, changed = _child_behind(node.func.value, given), node.func.attr
+    if child and child[0] and changed in ("view", "reshape") and node.args:
+        width = any(isinstance(n, ast.Attribute) and n.attr in HEAD_WIDTHS for n in ast.walk(node.args[-1]))
+        return (child[0], True) if width else None
+    return child if changed in _KEEPS_ORDER or (child and changed in _RESHAPING) else None
 
 
 def _split_expression(node: ast.Call | ast.Subscript) -> ast.expr | None:

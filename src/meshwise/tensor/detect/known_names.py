@@ -4,7 +4,7 @@ The names are conventions of several libraries. A few classes are listed too, wh
 matrix is arranged. Classes are listed by full name, so that their library need not be installed."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads", "num_head")
 """Names of the number of attention heads, on a module or on its configuration."""
@@ -67,11 +67,6 @@ def enclosing(name: str) -> list[str]:
     """Return the names of the modules around `name`, innermost first; the last name is "", which is the model."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]
-
-
-def common_holder(names: Sequence[str]) -> str:
-    """Return the name of the innermost module that holds all modules called `names`."""
-    return next(holder for holder in enclosing(names[0]) if all(holder in enclosing(name) for name in names))
 
 
 def of_all_blocks(name: str) -> str:

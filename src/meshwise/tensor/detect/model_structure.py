@@ -20,7 +20,7 @@ from meshwise.plan import Plan
 from meshwise.tensor.core.part import Part
 from meshwise.tensor.detect.attention_heads import cut_by_rule
 from meshwise.tensor.detect.column_row_pairs import BranchFinder, ColumnRowPairs, hidden_width
-from meshwise.tensor.detect.known_names import common_holder, enclosing
+from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.detect.layer_formulas import (
     PATCH_CONVOLUTIONS,
     as_matrix,
@@ -60,8 +60,14 @@ class ModelStructure:
         self._pairs = ColumnRowPairs(self.modules, options=options, reasons=self._reasons, plan=plan)
         self._regions = self.blocks or {"": module}
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
-        self._find_widths({parameter.size(-1) for parameter in outside})
+        lists: dict[str, list[nn.Module]] = {}
+        for name, block in self._regions.items():
+            lists.setdefault(name.rpartition(".")[0], []).append(block)
+        sizes = {parameter.size(-1) for parameter in outside}
+        self._widths = {name: hidden_width(blocks, outside=sizes) for name, blocks in lists.items()}
         self._vocabulary = self._find_vocabulary()
+        usual = hidden_width(self._regions.values(), outside=sizes)
+        self.width = self._vocabulary.embedding_dim if self._vocabulary else usual
         self.parts: dict[str, Part] = {}
         self.attentions = self._pairs.attentions
         for name, block in self._regions.items():
@@ -89,19 +95,6 @@ class ModelStructure:
         matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
         return matrix is not None and matrix.outputs == self._width_at(name) and self._in_block(name)
 
-    def _find_widths(self, outside: set[int]) -> None:
-        """Find the width of the hidden states in each list of blocks, and the width of the model."""
-        lists: dict[str, list[nn.Module]] = {}
-        for name, block in self._regions.items():
-            lists.setdefault(name.rpartition(".")[0], []).append(block)
-        self._widths = {name: hidden_width(blocks, outside=outside) for name, blocks in lists.items()}
-        tables = [m for n, m in self.modules.items() if isinstance(m, nn.Embedding) and not self._in_block(n)]
-        tables = sorted(tables, key=lambda table: -table.num_embeddings)
-        self.width = next(
-            (table.embedding_dim for table in tables if table.embedding_dim in self._widths.values()),
-            hidden_width(self._regions.values(), outside=outside),
-        )
-
     def _width_at(self, name: str) -> int | None:
         """Return the width of the hidden states at a module or parameter: of the blocks with the most similar name."""
         common = {blocks: len({blocks, *enclosing(blocks)} & {name, *enclosing(name)}) for blocks in self._widths}
@@ -121,7 +114,9 @@ class ModelStructure:
             if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
                 assert isinstance(module, nn.MultiheadAttention)
                 self.parts |= self._pairs.torch_attention(module, name=inner)
-        self._branches |= {common_holder([each.name for each in (*b.colwise, b.rowwise)]) for b in branches}
+        for branch in branches:
+            around = [set(enclosing(matrix.name)) for matrix in (*branch.colwise, branch.rowwise)]
+            self._branches.add(max(set.intersection(*around), key=len))
         self.parts |= self._pairs.parts(branches, block=name)
 
     def _read_module(self, module: nn.Module, name: str) -> None:
@@ -194,14 +189,11 @@ class ModelStructure:
         """Return the vocabulary's embedding: an embedding outside of the blocks, as wide as the hidden states; or None.
 
         Of several, take one tied to a linear, else the largest if a linear has as many outputs, else the first."""
-        found = [
-            module
-            for name, module in self.modules.items()
-            if isinstance(module, nn.Embedding) and module.embedding_dim == self.width and not self._in_block(name)
-        ]
         outside = [module for name, module in self.modules.items() if not self._in_block(name)]
+        tables = [module for module in outside if isinstance(module, nn.Embedding)]
+        found = [table for table in tables if table.embedding_dim in self._widths.values()]
         linears = [module for module in outside if isinstance(module, nn.Linear)]
-        sizes = {linear.out_features for linear in linears} - {self.width}
+        sizes = {linear.out_features for linear in linears} - {*self._widths.values()}
         tied = [e for e in found if any(linear.weight is e.weight for linear in linears)]
         largest = max((e.num_embeddings for e in found), default=0)
         sized = [e for e in found if e.num_embeddings in sizes and e.num_embeddings == largest]
