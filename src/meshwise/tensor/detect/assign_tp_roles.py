@@ -221,8 +221,8 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
 def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
     """Return an error message about parameters without a role, with rules to copy that were tried and work."""
     structure = found.structure
-    first = {of_all_blocks(name): name for name in reversed(found.left)}  # one of the names that differ only in numbers
-    general = list(first.values())[::-1]
+    # one of the names that differ only in numbers
+    general = list({of_all_blocks(name): name for name in reversed(found.left)}.values())[::-1]
     reasons = {name: f"  ({why})" if (why := structure.reason(name)[1]) else "" for name in general[:_SHOWN]}
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{why}" for name, why in reasons.items()]
     more = [f"  and {len(general) - _SHOWN} more"] if len(general) > _SHOWN else []
@@ -279,16 +279,14 @@ def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
     In a block, it is the outermost module in the block. Other modules, and modules that hold experts, must hold no
     other parameter with a role."""
     blocks, left = found.structure.blocks, set(found.left)
-    holders = [each for each in enclosing(name) if each and not any(f"{b}.".startswith(f"{each}.") for b in blocks)]
-    experts = [key for key, part in found.parts.items() if part.role == "experts"]
-
-    def fits(holder: str) -> bool:
+    divided = [*blocks, *(key for key, part in found.parts.items() if part.role == "experts")]
+    for holder in reversed(enclosing(name)[:-1]):
         within, kept = f"{holder}.", module.get_submodule(holder)
-        in_block = _lies_in(holder, holders=blocks) and not any(key.startswith(within) for key in experts)
         lacking = all(within + key in left for key, _ in kept.named_parameters())
-        return in_block or lacking or isinstance(kept, nn.MultiheadAttention)
-
-    return next(filter(fits, reversed(holders)), name)
+        fits = lacking or _lies_in(holder, holders=blocks) or isinstance(kept, nn.MultiheadAttention)
+        if fits and not any(f"{key}.".startswith(within) for key in divided):
+            return holder
+    return name
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:

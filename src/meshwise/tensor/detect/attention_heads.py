@@ -61,14 +61,9 @@ class AttentionHeads:
         return self.count * self.width
 
     @property
-    def kv_features(self) -> int:
-        """Features of all KV heads: the outputs of the matrix of keys."""
-        return self.key_count * self.width
-
-    @property
-    def value_features(self) -> int:
-        """Features of the values of all KV heads: the outputs of the matrix of values."""
-        return self.key_count * self.value_width
+    def kv_features(self) -> tuple[int, int]:
+        """Features of the keys, and of the values, of all KV heads."""
+        return self.key_count * self.width, self.key_count * self.value_width
 
     @property
     def group(self) -> int:
@@ -143,7 +138,7 @@ def sections_of(matrix: MatrixModule, *, heads: AttentionHeads, separate: bool) 
 
     `separate`: True if q, k and v have a matrix each; then q may have a section for a gate. An output of another size
     is taken as several sections of the size of k."""
-    q, k, v = heads.features, heads.kv_features, heads.value_features
+    q, (k, v) = heads.features, heads.kv_features
     whole = {q, k, v, heads.count, heads.count * heads.value_width} if separate else {q, k}
     fused = {2 * q: (q, q)} if separate else {q + k + v: (q, k, v)}
     one = (matrix.outputs,)
@@ -250,7 +245,7 @@ def _fits(heads: AttentionHeads, outputs: Sequence[int], *, sure: bool) -> bool:
     A gate has a number for each feature of the output, or for each head. The matrix of q may contain a gate too. A
     gated MLP's two matrices may add up to q, k and v by chance. So fewer than three must add up to
     3 · heads.features. `sure` (their own module counts heads) skips this test."""
-    q, k, v = heads.features, heads.kv_features, heads.value_features
+    q, (k, v) = heads.features, heads.kv_features
     if len(outputs) < 3:
         return sum(outputs) == q + k + v and k == v and (sure or sum(outputs) == 3 * q)
     gates = {heads.count, heads.count * heads.value_width}

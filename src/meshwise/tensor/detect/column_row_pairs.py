@@ -224,19 +224,15 @@ class ColumnRowPairs:
                 found |= self._attention(branch, heads, cross=before > 0)
                 before += 1
             elif branch.looks_like_attention:
-                why = self._why_no_heads(branch)
+                home = branch.colwise[0].parent_name
+                why = f"it looks like an attention, but {home} counts no heads that fit"
+                why += "; state the number of heads by 'attention heads=…'"
+                if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
+                    why = "it looks like an attention with more matrices than q, k and v"
                 self.reasons.update({matrix.name: why for matrix in (*branch.colwise, branch.rowwise)})
             else:
                 found |= self._mlp(branch)
         return found
-
-    def _why_no_heads(self, branch: BlockBranch) -> str:
-        """Return the reason why no heads were found for a branch that looks like attention."""
-        home = branch.colwise[0].parent_name
-        if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
-            return "it looks like an attention with more matrices than q, k and v"
-        why = f"it looks like an attention, but {home} counts no heads that fit"
-        return f"{why}; state the number of heads by 'attention heads=…'"
 
     def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
         homes = list(dict.fromkeys(matrix.parent_name for matrix in (*branch.colwise, branch.rowwise)))
@@ -253,9 +249,9 @@ class ColumnRowPairs:
                     )
                 heads = AttentionHeads(count, keys, features // count, features // count)
                 for matrix in branch.colwise:
-                    if matrix.outputs < heads.kv_features:
+                    if matrix.outputs < heads.kv_features[0]:
                         raise ValueError(
-                            f"{name}: heads={count} kv_heads={keys} are {heads.kv_features} features of keys, but "
+                            f"{name}: heads={count} kv_heads={keys} are {heads.kv_features[0]} features of keys, but "
                             f"{matrix} writes only {matrix.outputs}; state fewer kv_heads"
                         )
                 return heads
@@ -298,13 +294,11 @@ class ColumnRowPairs:
                 "rowwise", grain=group * heads.value_width, transposed=branch.rowwise.weight_is_transposed
             ),
         }
-        separate = len(branch.colwise) >= 3
-        sizes = (heads.kv_features, heads.value_features) if separate and heads.group > 1 else ()
-        of_keys = [matrix for matrix in branch.colwise if matrix.outputs in sizes][:2]
+        separate, shared = len(branch.colwise) >= 3, heads.kv_features if heads.group > 1 else ()
+        of_keys = [matrix for matrix in branch.colwise if separate and matrix.outputs in shared][:2]
         for matrix in branch.colwise:
             keys, sections = matrix in of_keys, sections_of(matrix, heads=heads, separate=separate)
-            each = sections[0] // (heads.key_count if keys else heads.count) * (1 if keys else group)
-            each = each if separate else heads.width
+            each = sections[0] // (heads.key_count if keys else heads.count // group) if separate else heads.width
             cut = self._cut(matrix, sections, grain=each, heads=heads)
             if cut is not None:
                 found[matrix.name] = Part(
@@ -326,6 +320,7 @@ class ColumnRowPairs:
 
         `group`: query heads that stay on one rank. `shared`: True if several ranks hold the same KV head."""
         owner, widths = self.modules[name], (heads.width, heads.value_width)
+        sizes = {heads.kv_features[0]: 1, heads.features: group}
         found: dict[str, Part] = {}
         for inner_name, module in owner.named_modules(prefix=name):
             if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
@@ -333,10 +328,9 @@ class ColumnRowPairs:
             elif norm := as_norm(module):
                 if norm[0] in widths:
                     found[inner_name] = Part("each_head")
-                elif _Q_OR_K.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.kv_features):
-                    keys = norm[0] < heads.features
-                    grain = heads.width * (1 if keys else group)
-                    found[inner_name] = Part("norm", norm=norm[1], inner=True, grain=grain, shared=keys and shared)
+                elif (heads_of_q_or_k := sizes.get(norm[0])) and _Q_OR_K.search(inner_name.rpartition(".")[2]):
+                    grain, own_keys = heads.width * heads_of_q_or_k, norm[0] < heads.features
+                    found[inner_name] = Part("norm", norm=norm[1], inner=True, grain=grain, shared=own_keys and shared)
         for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
             dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
             if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, *widths}:

@@ -11,6 +11,7 @@ GPT
 ├── norm                 computes LayerNorm or RMSNorm over the hidden states                            norm
 └── head                 a linear with as many outputs as the vocabulary has tokens                      head"""
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 from torch import nn
@@ -60,11 +61,10 @@ class ModelStructure:
         self._pairs = ColumnRowPairs(self.modules, options=options, reasons=self._reasons, plan=plan)
         self._regions = self.blocks or {"": module}
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
-        lists: dict[str, list[nn.Module]] = {}
-        for name, block in self._regions.items():
-            lists.setdefault(name.rpartition(".")[0], []).append(block)
         sizes = {parameter.size(-1) for parameter in outside}
-        self._widths = {name: hidden_width(blocks, outside=sizes) for name, blocks in lists.items()}
+        lists = itertools.groupby(self._regions, key=lambda name: name.rpartition(".")[0])
+        blocks = {key: [self._regions[name] for name in names] for key, names in lists}
+        self._widths = {key: hidden_width(each, outside=sizes) for key, each in blocks.items()}
         self._vocabulary = self._find_vocabulary()
         usual = hidden_width(self._regions.values(), outside=sizes)
         self.width = self._vocabulary.embedding_dim if self._vocabulary else usual
@@ -139,8 +139,10 @@ class ModelStructure:
             matrix = as_matrix(module, name=name)
             self.parts[name] = Part(role, transposed=matrix is not None and matrix.weight_is_transposed)
         elif not any(True for _ in module.children()) and not mixes_no_features(module):
-            if parameters and (norm or not of_torch) and self._has_all_features(module, name):
-                self.parts[name] = Part("whole")
+            between = any(holder in self._branches for holder in enclosing(name))
+            vectors = parameters and all(parameter.dim() == 1 for parameter in parameters.values())
+            if vectors and (norm or not of_torch) and not between and not self._splits_features:
+                self.parts[name] = Part("whole")  # each rank has all features
             else:
                 self._reasons[name] = _why_unknown(module)
         elif around or not of_torch:
@@ -194,10 +196,13 @@ class ModelStructure:
         found = [table for table in tables if table.embedding_dim in self._widths.values()]
         linears = [module for module in outside if isinstance(module, nn.Linear)]
         sizes = {linear.out_features for linear in linears} - {*self._widths.values()}
-        tied = [e for e in found if any(linear.weight is e.weight for linear in linears)]
-        largest = max((e.num_embeddings for e in found), default=0)
-        sized = [e for e in found if e.num_embeddings in sizes and e.num_embeddings == largest]
-        return next(iter([*tied, *sized, *found]), None)
+        largest = max((table.num_embeddings for table in found), default=0)
+
+        def rank(table: nn.Embedding) -> tuple[bool, bool]:
+            tied = any(linear.weight is table.weight for linear in linears)
+            return tied, table.num_embeddings in sizes and table.num_embeddings == largest
+
+        return max(found, key=rank, default=None)
 
     def _state(self, name: str, role: str) -> None:
         """Replace a found part by the stated role. Raises ValueError if the role does not fit the module."""
@@ -229,11 +234,6 @@ class ModelStructure:
         else:
             self.parts[name] = Part(role, grain=grain, transposed=transposed)
 
-    def _has_all_features(self, module: nn.Module, name: str) -> bool:
-        """Return whether each rank has all features that a module scales, shifts or normalises outside of pairs."""
-        between = any(holder in self._branches for holder in enclosing(name))
-        return not self._splits_features and not between and all(each.dim() == 1 for each in module.parameters())
-
     def _in_block(self, name: str) -> bool:
         return any(holder in self.blocks for holder in (name, *enclosing(name)))
 
@@ -243,12 +243,11 @@ class ModelStructure:
 
 def _why_unknown(module: nn.Module) -> str:
     """Return the reason why a module without children gets no role."""
-    name = type(module).__name__
-    for kind in (nn.Linear, nn.Embedding):
-        if isinstance(module, kind):
-            own = "" if computes_as(module, kind=kind) else ", with a forward of its own"
-            return f"{name} in a block, outside of its pairs{own}"
-    return f"{name} is no known norm, and it may mix features"
+    kind = next((kind for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), None)
+    if kind is None:
+        return f"{type(module).__name__} is no known norm, and it may mix features"
+    own = "" if computes_as(module, kind=kind) else ", with a forward of its own"
+    return f"{type(module).__name__} in a block, outside of its pairs{own}"
 
 
 def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
