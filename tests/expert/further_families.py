@@ -72,7 +72,11 @@ _LINEAR: Mapping[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-_LATENT: Mapping[str, Any] = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+_LATENT: Mapping[str, Any] = {
+    **_SQUARE,
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+    **{"index_n_heads": 2, "index_head_dim": 8, "index_topk": 3},
+}
 _PATCHES: Mapping[str, Any] = {
     "hidden_size": 16,
     "num_heads": 2,
@@ -143,7 +147,9 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3_5": Family(
         "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**_LINEAR, "num_key_value_heads": 2, "head_dim": 12}, ("tp=2",)
     ),
-    "HunYuanV4": Family("HYV4Config", "HYV4ForCausalLM", {**_MIXTURE, **_LATENT, "v_head_dim": 8}, (_BOTH,)),
+    "HunYuanV4": Family("HYV4Config", "HYV4ForCausalLM", _LATENT, (_BOTH,)),
+    "AXK2": Family("AXK2Config", "AXK2ForCausalLM", _LATENT, (_BOTH,)),
+    "MistralLarge4": Family("MistralLarge4TextConfig", "MistralLarge4TextModel", _LATENT, (_BOTH,)),
     "Step3p7": Family(
         "Step3p7Config",
         "Step3p7ForConditionalGeneration",

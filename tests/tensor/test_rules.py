@@ -102,19 +102,22 @@ def test_square_matrices_have_roles_by_their_order(hidden: int) -> None:
     assert (parts["0"].role, parts["3"].role) == ("embedding", "head")
 
 
-def test_a_gate_may_be_registered_behind_what_closes_its_pair() -> None:
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w1, self.w2, self.w3 = nn.Linear(16, 48), nn.Linear(48, 16), nn.Linear(16, 48)
+class Gated(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(16, hidden), nn.Linear(hidden, 16), nn.Linear(16, hidden)
 
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
-            return y
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
+        return y
 
+
+@pytest.mark.parametrize("hidden", [48, 16])
+def test_a_gate_may_be_registered_behind_what_closes_its_pair(hidden: int) -> None:
+    """Of square matrices, the forward shows which one does not read its input."""
     model = stack()
     for block in ("1", "2"):
-        model.get_submodule(block).add_module("mlp", Gated())
+        model.get_submodule(block).add_module("mlp", Gated(hidden))
     parts = assign_roles(model, plan=Plan())
     assert [parts[f"1.mlp.{name}"].role for name in ("w1", "w2", "w3")] == ["colwise", "rowwise", "colwise"]
     assert [parts[f"1.mlp.{name}"].readers for name in ("w1", "w3")] == [2, 2]

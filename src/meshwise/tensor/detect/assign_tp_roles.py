@@ -136,7 +136,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
     parts |= dict.fromkeys(divided, Part("experts"))
     for name, attention in latents.items():
         if name not in matched and not _lies_in(name, holders=whole):
-            parts |= latent_parts(attention, name=name, plan=plan)
+            parts |= latent_parts(attention, name=name, plan=plan, declared=_declared(module, stated=matched))
     for name, rule in given.items():
         if rule.role in ("colwise", "rowwise") and name in parts and parts[name].role != rule.role:
             raise ValueError(
@@ -221,11 +221,10 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
 def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
     """Return an error message about parameters without a role, with rules to copy that were tried and work."""
     structure = found.structure
-    # one of the names that differ only in numbers
-    general = list({of_all_blocks(name): name for name in reversed(found.left)}.values())[::-1]
-    reasons = {name: f"  ({why})" if (why := structure.reason(name)[1]) else "" for name in general[:_SHOWN]}
+    of_any_block = list({of_all_blocks(name): name for name in reversed(found.left)}.values())[::-1]
+    reasons = {name: f"  ({why})" if (why := structure.reason(name)[1]) else "" for name in of_any_block[:_SHOWN]}
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{why}" for name, why in reasons.items()]
-    more = [f"  and {len(general) - _SHOWN} more"] if len(general) > _SHOWN else []
+    more = [f"  and {len(of_any_block) - _SHOWN} more"] if len(of_any_block) > _SHOWN else []
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
     for examples, under in itertools.product(_rules_to_copy(module, found), dict.fromkeys((plan, plainer))):
         if _rules_work(module, plan=under, rules={**rules, **examples}):
@@ -274,10 +273,9 @@ def _rules_to_copy(module: nn.Module, found: _Found) -> tuple[dict[str, str], di
 
 
 def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
-    """Return the module to keep whole for a parameter without a role, or the parameter itself.
+    """Return the outermost module to keep whole for a parameter without a role, or the parameter itself.
 
-    In a block, it is the outermost module in the block. Other modules, and modules that hold experts, must hold no
-    other parameter with a role."""
+    A module outside of the blocks must hold no parameter with a role. No module may hold blocks or experts."""
     blocks, left = found.structure.blocks, set(found.left)
     divided = [*blocks, *(key for key, part in found.parts.items() if part.role == "experts")]
     for holder in reversed(enclosing(name)[:-1]):

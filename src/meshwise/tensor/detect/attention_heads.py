@@ -14,11 +14,11 @@ Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) is foun
     |         └─ kv_a_proj_with_mqa ─┬─ latent ── norm ── kv_b_proj ─ heads of k, v ─┼─ attention ── o_proj ── hidden
     |                                └─ rotary key (k_pe) ───────── for every head ─┘
 
-Matrices that output heads are split by heads, as are gates of the output and the input of `o_proj`. Earlier modules run
-whole on every rank.
+Matrices that output heads are split by heads, as is the input of `o_proj`. Earlier modules run whole on every rank.
 The rotary key is used by the heads of every rank, so its gradient is summed over the ranks (`summed_from`)."""
 
 import copy
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,15 +40,14 @@ from meshwise.tensor.detect.known_names import (
     KEY_HEADS,
     full_name,
 )
-from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix
+from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm
 from meshwise.tensor.schemes import scheme
 
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Numbers of query heads (`count`) and of KV heads of one attention, and the features of a head.
-
-    A head of queries and keys has `width` features, a head of values `value_width`, usually as many."""
+    """Numbers of query heads (`count`) and of KV heads of one attention, and features of a head of queries or keys
+    (`width`) and of values."""
 
     count: int
     key_count: int
@@ -105,10 +104,9 @@ def find_heads(
             count = _count(source, HEADS)
             if not count or features % count:
                 continue
-            width = next(
-                (found for each in sources.values() if (found := _count(each, HEAD_WIDTHS))), features // count
-            )
-            keys = next((found for each in sources.values() if (found := _key_count(each))), count)
+            widths = [_count(each, HEAD_WIDTHS) for each in sources.values()]
+            width = next(filter(None, widths), features // count)
+            keys = next(filter(None, map(_key_count, sources.values())), count)
             shown = [size // width for size in outputs] if len(outputs) >= 3 else []
             for key_count in filter(None, dict.fromkeys((keys, count, *shown))):
                 heads = AttentionHeads(count, key_count, width, value_width=features // count)
@@ -224,19 +222,13 @@ def _is_count(value: Any) -> bool:
 
 def _count(source: Mapping[str, Any], names: Sequence[str]) -> int:
     """Return the first count under one of `names`, or 0; of a tuple (heads, key_heads, key_heads) its first number."""
-    for name in names:
-        value = source.get(name)
-        if isinstance(value, tuple | int) and _is_count(value):
-            return int(value[0] if isinstance(value, tuple) else value)
-    return 0
+    counts = [value for name in names if isinstance(value := source.get(name), tuple | int) and _is_count(value)]
+    return next((int(value[0] if isinstance(value, tuple) else value) for value in counts), 0)
 
 
 def _key_count(source: Mapping[str, Any]) -> int:
-    for name in HEADS:
-        value = source.get(name)
-        if isinstance(value, tuple) and _is_count(value):
-            return int(value[-1])
-    return _count(source, KEY_HEADS)
+    counts = [value for name in HEADS if isinstance(value := source.get(name), tuple) and _is_count(value)]
+    return int(counts[0][-1]) if counts else _count(source, KEY_HEADS)
 
 
 def _fits(heads: AttentionHeads, outputs: Sequence[int], *, sure: bool) -> bool:
@@ -268,10 +260,11 @@ def latent_attentions(module: nn.Module) -> Mapping[str, nn.Module]:
     }
 
 
-def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str, Part]:
+def latent_parts(attention: nn.Module, *, name: str, plan: Plan, declared: Mapping[str, str]) -> Mapping[str, Part]:
     """Return the parts of a multi-head latent attention called `name` and of its modules.
 
-    Raises PlanError if the plan has more ranks than the attention has heads, splits tokens, or is not `tp_mode=1d`."""
+    `declared`: roles that the model declares, by module name. Raises PlanError if the plan has more ranks than the
+    attention has heads, splits tokens, or is not `tp_mode=1d`."""
     heads = _heads(attention)
     if plan.tp_mode != "1d" or plan.sequence_parallel:
         raise PlanError(
@@ -282,19 +275,21 @@ def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str,
         raise PlanError(
             f"{name} has {heads} heads, and '{plan}' splits them over {plan.tp} ranks. Nearest that works: 'tp={heads}'"
         )
-    own = attention.named_parameters(prefix=name, recurse=False)
-    parts = {key: Part("inner") for key, parameter in own if parameter.shape == (heads,)}
-    output = attention.get_submodule("o_proj")
+    output: Any = attention.get_submodule("o_proj")
     gates = [(output.out_features, size) for size in (heads, output.in_features)]
+    parts, by_head = {}, [attention.named_parameters(prefix=name, recurse=False)]
     for key, child in attention.named_children():
-        matrix = as_matrix(child, name=key)
+        below, matrix = f"{name}.{key}", as_matrix(child, name=key)
+        known = key in ("q_proj", "q_b_proj", "kv_b_proj") or declared.get(below) == "colwise"
         if matrix and key == "o_proj":
-            parts[f"{name}.{key}"] = Part("rowwise", grain=matrix.inputs // heads)
-        elif matrix and (key in ("q_proj", "q_b_proj", "kv_b_proj") or (matrix.inputs, matrix.outputs) in gates):
-            parts[f"{name}.{key}"] = Part("colwise", grain=matrix.outputs // heads)
-        elif any(True for _ in child.parameters()):
-            latent = vars(attention)["kv_lora_rank"] if key == _LATENT else None
-            parts[f"{name}.{key}"] = Part("whole", summed_from=latent)
+            parts[below] = Part("rowwise", grain=matrix.inputs // heads)
+        elif matrix and (known or (matrix.inputs, matrix.outputs) in gates):
+            parts[below] = Part("colwise", grain=matrix.outputs // heads)
+        elif all(parameter.shape == (heads,) for parameter in child.parameters()) and not as_norm(child):
+            by_head.append(child.named_parameters(prefix=below))
+        else:
+            parts[below] = Part("whole", summed_from=vars(attention)["kv_lora_rank"] if key == _LATENT else None)
+    parts |= {key: Part("inner") for key, parameter in itertools.chain(*by_head) if parameter.shape == (heads,)}
     counts = tuple((key, 1) for key in (*HEADS, *KEY_HEADS) if vars(attention).get(key) == heads)
     return {**parts, name: Part("attention", counts=counts, heads=heads)}
 

@@ -92,6 +92,15 @@ def hidden_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
 
 
 @dataclass(frozen=True)
+class BranchItem:
+    """Matrix, its role ("" if its sizes leave it open), and `in_attention`: True if an attention holds it."""
+
+    matrix: MatrixModule
+    role: str
+    in_attention: bool
+
+
+@dataclass(frozen=True)
 class BranchFinder:
     """Finder of the branches in the blocks of a model, from sizes and stated roles."""
 
@@ -102,17 +111,15 @@ class BranchFinder:
     names: Collection[str]
     """First name of each module of the model. A module with several names is read under this name only."""
 
-    def branches(self, module: nn.Module, *, name: str) -> "tuple[list[BlockBranch], list[BranchItem]]":
+    def branches(self, module: nn.Module, *, name: str) -> tuple[list[BlockBranch], list[BranchItem]]:
         """Return the branches that end inside a module called `name`, and the matrices of an unfinished branch."""
         found: list[BlockBranch] = []
         left: list[BranchItem] = []
         within = f"{name}." if name else ""
-        children = {
-            key: child
-            for key, child in module.named_children()  # without attentions that hold their own matrices
-            if (below := within + key) in self.names and not isinstance(child, nn.MultiheadAttention)
-            if self.declared.get(below) != "whole"
-        }
+        children = {key: child for key, child in module.named_children() if within + key in self.names}
+        for key, child in [*children.items()]:
+            if isinstance(child, nn.MultiheadAttention) or self.declared.get(within + key) == "whole":
+                del children[key]  # this attention holds its own matrices
         own = self._own_items(module, children, within=within)
         items = sorted(own.values(), key=lambda item: item.role == "rowwise")
         alone = all("." not in matrix.name for matrix in matrices(module, name=""))
@@ -133,9 +140,7 @@ class BranchFinder:
                     left = []
         return ([*found, _branch(left)], []) if _ends(left) else (found, left)
 
-    def _own_items(
-        self, module: nn.Module, children: Mapping[str, nn.Module], *, within: str
-    ) -> "dict[str, BranchItem]":
+    def _own_items(self, module: nn.Module, children: Mapping[str, nn.Module], *, within: str) -> dict[str, BranchItem]:
         """Return the matrices among a module's children that may be in branches, by own name."""
         found = {key: matrix for key, child in children.items() if (matrix := as_matrix(child, name=within + key))}
         roles = {key: self._role(matrix) for key, matrix in found.items()}
@@ -152,15 +157,6 @@ class BranchFinder:
         if matrix.inputs == matrix.outputs == self.width:
             return ""
         return "rowwise" if matrix.outputs == self.width else "colwise"
-
-
-@dataclass(frozen=True)
-class BranchItem:
-    """Matrix, its role ("" if its sizes leave it open), and `in_attention`: True if an attention holds it."""
-
-    matrix: MatrixModule
-    role: str
-    in_attention: bool
 
 
 def _ends(items: Sequence[BranchItem]) -> bool:
@@ -263,7 +259,7 @@ class ColumnRowPairs:
         return find_heads(modules, around=[self.modules[n] for n in around], outputs=outputs, features=features)
 
     def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
-        home = branch.colwise[0].parent_name
+        home, closing = branch.colwise[0].parent_name, branch.rowwise
         owner = self.modules[home]
         cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
         kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_degree(self.plan)) or 1
@@ -290,9 +286,7 @@ class ColumnRowPairs:
                 heads=heads.count,
                 grain=group,
             ),
-            branch.rowwise.name: Part(
-                "rowwise", grain=group * heads.value_width, transposed=branch.rowwise.weight_is_transposed
-            ),
+            closing.name: Part("rowwise", grain=group * heads.value_width, transposed=closing.weight_is_transposed),
         }
         separate, shared = len(branch.colwise) >= 3, heads.kv_features if heads.group > 1 else ()
         of_keys = [matrix for matrix in branch.colwise if separate and matrix.outputs in shared][:2]

@@ -82,7 +82,7 @@ def splits_by_width(module: nn.Module) -> bool:
     for node in _nodes(definition):
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=[*_, ast.Name(id=name)])], value=value):
-                names |= {name} if _is_sizes_of(value, given) else set()
+                names |= {name} if ast.unparse(value) in (f"{given}.shape", f"{given}.size()") else set()
             case ast.Call(func=ast.Attribute(attr=method), args=args) if method in _RESHAPING:
                 harmless |= {id(argument) for argument in args}
             case ast.BinOp(left=left, op=ast.FloorDiv()):
@@ -130,13 +130,6 @@ def _traced(definition: ast.FunctionDef | None) -> Iterator[tuple[ast.Call | ast
             yield node, given
 
 
-def _is_sizes_of(node: ast.expr, name: str) -> bool:
-    """Return whether an expression is `name.shape` or `name.size()`."""
-    if isinstance(node, ast.Call) and not node.args:
-        node = node.func
-    return isinstance(node, ast.Attribute) and node.attr in ("shape", "size") and _is_named(node.value, name)
-
-
 def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
     """Return the variable that `… if … else …` sets to `given` ("" if none), and the ids of these reads of `given`."""
     for node in _nodes(definition):
@@ -168,8 +161,8 @@ def _nodes(definition: ast.FunctionDef | None) -> tuple[ast.AST, ...]:
 
 
 def _asked_for_sizes(definition: ast.FunctionDef) -> set[int]:
-    attributes = [node for node in _nodes(definition) if isinstance(node, ast.Attribute)]
-    return {id(node.value) for node in attributes if node.attr in _OF_ITS_SHAPE}
+    nodes = _nodes(definition)
+    return {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _OF_ITS_SHAPE}
 
 
 def _is_named(node: ast.AST, name: str) -> bool:

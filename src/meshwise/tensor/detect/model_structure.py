@@ -43,8 +43,7 @@ class ModelStructure:
     | options      options of rules, such as heads=8, by the same names
     | plan         the plan, whose ranks share the heads of attentions
     | modules      modules by name; `blocks`: the repeated blocks among them
-    | width        number of features of the hidden states; None if unknown. Of several, such as of a text model and its
-    |              image encoder, the one of the vocabulary's embedding
+    | width        number of features of the hidden states (of several, of the vocabulary's embedding); None if unknown
     | parts        result: parts by module or parameter name, as far as they were found
     | attentions   result: the attentions, with their heads"""
 
@@ -63,8 +62,7 @@ class ModelStructure:
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
         sizes = {parameter.size(-1) for parameter in outside}
         lists = itertools.groupby(self._regions, key=lambda name: name.rpartition(".")[0])
-        blocks = {key: [self._regions[name] for name in names] for key, names in lists}
-        self._widths = {key: hidden_width(each, outside=sizes) for key, each in blocks.items()}
+        self._widths = {key: hidden_width([self._regions[n] for n in names], outside=sizes) for key, names in lists}
         self._vocabulary = self._find_vocabulary()
         usual = hidden_width(self._regions.values(), outside=sizes)
         self.width = self._vocabulary.embedding_dim if self._vocabulary else usual
@@ -126,16 +124,14 @@ class ModelStructure:
             return
         parameters = dict(module.named_parameters(recurse=False))
         of_torch = type(module).__module__.partition(".")[0] == "torch"
-        norm, width = None if around else as_norm(module), self._width_at(name)
+        norm, width, in_block = None if around else as_norm(module), self._width_at(name), self._in_block(name)
         if computes_as(module, kind=nn.TransformerEncoder):
             self.parts[name] = Part("pair")
         elif norm is not None and norm[0] == width:
             self.parts[name] = Part("norm", norm=norm[1])
-        elif (
-            isinstance(module, BatchNorm) and not around and (module.num_features == width or not self._in_block(name))
-        ):
+        elif isinstance(module, BatchNorm) and not around and (module.num_features == width or not in_block):
             self.parts[name] = Part("whole")
-        elif parameters and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
+        elif parameters and not around and not in_block and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
             self.parts[name] = Part(role, transposed=matrix is not None and matrix.weight_is_transposed)
         elif not any(True for _ in module.children()) and not mixes_no_features(module):
