@@ -252,7 +252,7 @@ class ColumnRowPairs:
                         )
                 return heads
         reads = reads_input(self.modules[homes[0]])
-        if len(branch.colwise) > 3 and any(reads.get(matrix.own_name) is False for matrix in branch.colwise):
+        if len(branch.colwise) > 3 and not all(reads.get(matrix.own_name) for matrix in branch.colwise):
             return None  # a gate reads the hidden states, as q, k and v do
         modules = [self.modules[name] for name in homes]
         outputs = [matrix.outputs for matrix in branch.colwise]
