@@ -61,3 +61,10 @@ def test_every_parameter_of_an_image_encoder_has_a_role_of_its_width() -> None:
 @pytest.mark.parametrize("plan", ["tp=4", "tp=4 ep=4", "tp=4 sequence_parallel=1"])
 def test_ranks_that_share_key_heads_count_each_token_of_a_mixture_once(plan: str) -> None:
     check(copy.deepcopy(build("Qwen3Moe", num_key_value_heads=2)), plan)
+
+
+def test_an_attention_that_compares_heads_of_several_ranks_is_refused() -> None:
+    """DiffLlama subtracts the second half of the heads from the first: only its parameters of one head show it."""
+    family = Family("DiffLlamaConfig", "DiffLlamaForCausalLM", {}, ())
+    with pytest.raises(ValueError, match=r"lambda_q1(.|\n)*\{\"model\.layers\.\*\.self_attn\": \"whole\"\}"):
+        planned_roles(model_of(family), plan=Plan(tp=2), rules=None)

@@ -329,7 +329,7 @@ class ColumnRowPairs:
             dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
             if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, *widths}:
                 found[inner_name] = Part("inner", grain=group, dim=dims[0] - parameter.dim())
-            elif not dims and parameter.shape[-1] in widths:
+            elif not dims and parameter.dim() > 1 and parameter.shape[-1] in widths:  # a table of positions
                 found[inner_name] = Part("each_head")
             elif dims:
                 self.reasons[inner_name] = (
