@@ -74,8 +74,14 @@ _LINEAR: Mapping[str, Any] = {
 }
 _LATENT: Mapping[str, Any] = {
     **_SQUARE,
-    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
-    **{"index_n_heads": 2, "index_head_dim": 8, "index_topk": 3},
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 3,
 }
 _PATCHES: Mapping[str, Any] = {
     "hidden_size": 16,
