@@ -116,15 +116,15 @@ BUILDING = threading.RLock()
 
 def build(family: str, **more: Any) -> Any:
     """Return a model in float64 whose experts are computed by a loop: their grouped product refuses float64."""
-    with BUILDING:
-        return _built(family, more)
-
-
-def _built(family: str, more: dict[str, Any]) -> Any:
-    transformers = __import__("transformers")
     configuration, kind, settings = FAMILIES[family]
+    with BUILDING:
+        return built(configuration, kind, {**settings, **more}, family=family)
+
+
+def built(configuration: str, kind: str, settings: Mapping[str, Any], *, family: str = "") -> Any:
+    transformers = __import__("transformers")
     torch.manual_seed(3)
-    model = getattr(transformers, kind)(getattr(transformers, configuration)(**{**TEXT, **settings, **more})).double()
+    model = getattr(transformers, kind)(getattr(transformers, configuration)(**{**TEXT, **settings})).double()
     if family not in ("Llama4", "Switch", "Nllb"):
         model.set_experts_implementation("eager")
     for module in model.modules():

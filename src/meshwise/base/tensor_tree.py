@@ -45,7 +45,8 @@ def tensors(tree: Any) -> Iterator[Tensor]:
         elif type(item) in _PLAIN:
             continue
         elif type(item) is not dict and dataclasses.is_dataclass(item) and not isinstance(item, type):
-            rest += [getattr(item, field.name) for field in dataclasses.fields(item)][::-1]
+            # a configuration of transformers may refuse to have a field read by getattr
+            rest += [object.__getattribute__(item, field.name) for field in dataclasses.fields(item)][::-1]
         elif type(item) is dict or isinstance(item, Mapping):
             rest += [*item.values()][::-1]
 
@@ -82,7 +83,7 @@ def reachable(value: Any) -> Iterator[Any]:
         elif isinstance(item, list | tuple | set | frozenset):
             open_ += item
         if dataclasses.is_dataclass(item):
-            open_ += [getattr(item, field.name) for field in dataclasses.fields(item)]
+            open_ += [object.__getattribute__(item, field.name) for field in dataclasses.fields(item)]
         if isinstance(attributes := getattr(item, "__dict__", None), dict):
             open_.append(attributes)
 

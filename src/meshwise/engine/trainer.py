@@ -321,7 +321,8 @@ class Trainer:
         """Return the dropped and all pairs of a token and an expert, by mixture; {} without `expert_capacity`.
 
         Every rank calls it. The pairs are of all steps since the last call, over all ranks."""
-        return take_counts(self._recipe.routers.drops, world=self.world, copies=self.plan.tensor_axes)
+        copies = self.world.mesh.others(("pp", *self.plan.loss_axes))
+        return take_counts(self._recipe.routers.drops, world=self.world, copies=copies)
 
     def predict(self, batch: Any, *, split: bool = False) -> Any:
         """Return the output of the model for `batch`, without gradients and in eval mode. Every rank calls it.

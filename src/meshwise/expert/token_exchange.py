@@ -48,7 +48,8 @@ class ExpertAxes:
     def of(cls, world: World, *, plan: Plan) -> "ExpertAxes":
         """Return the axes on a world that has the plan's mesh."""
         mesh = world.mesh
-        experts, inner, tensor = (mesh.expand(axes) for axes in (["ep"], ["etp"], plan.tensor_axes))
+        experts, inner = mesh.expand(["ep"]), mesh.expand(["etp"])
+        tensor = mesh.others(("pp", *plan.loss_axes))  # of tp, and `kv` where several ranks share a KV head
         split = plan.sequence_parallel == 1
         copies = () if split else tuple(axis for axis in tensor if axis not in inner)
         return cls(experts, inner, copies, inner if split else (), mesh.others(("pp", "ep", "etp")))

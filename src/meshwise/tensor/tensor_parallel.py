@@ -225,8 +225,9 @@ class _Split:
             cut, sizes = DimSplit(grain=grain), count if isinstance(count, tuple) else (count,)
             counts = [context.own_size(size, axes=inner, cut=cut) for size in sizes]
             set_count(module, attribute=attribute, count=tuple(counts) if isinstance(count, tuple) else counts[0])
-        keys = tuple(axis for axis in inner if axis not in context.scheme.kv_replicas)
-        for attributes, axes in ((part.key_counts, keys), (part.group_counts, context.scheme.kv_replicas)):
+        replicas = context.scheme.kv_replicas if part.kv_replicas > 1 else ()
+        keys = tuple(axis for axis in inner if axis not in replicas)
+        for attributes, axes in ((part.key_counts, keys), (part.group_counts, replicas)):
             for attribute in attributes:
                 size = operator.attrgetter(attribute)(module)
                 set_count(module, attribute=attribute, count=context.own_size(size, axes=axes))

@@ -17,6 +17,7 @@ import difflib
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -76,6 +77,9 @@ class Rule:
         return cls(role, options)
 
 
+_SHOWN = 8
+"""Largest number of parameters, and of rules for modules of one name, that an error message shows."""
+
 _OF_TOKENS = ("attention pattern=", "tokens whole")
 """First words of the rules that concern tokens and not matrices; see `attention/context_parallel.py`."""
 
@@ -132,7 +136,7 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
     parts |= dict.fromkeys(divided, Part("experts"))
     for name, attention in latents.items():
         if name not in matched and not _lies_in(name, holders=whole):
-            parts |= latent_parts(attention, name=name, plan=plan)
+            parts |= latent_parts(attention, name=name, plan=plan, declared=_declared(module, stated=matched))
     for name, rule in given.items():
         if rule.role in ("colwise", "rowwise") and name in parts and parts[name].role != rule.role:
             raise ValueError(
@@ -141,9 +145,11 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
             )
     placed = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if _places(parts, name)}
     left = [name for name, p in module.named_parameters() if id(p) not in placed]
-    # Routers, gates of shared experts: every rank computes the same from all features of the same tokens.
+    # Routers, gates of shared experts, matrices around experts: every rank computes the same from all features.
     around = {enclosing(name)[0] for name in divided} - {"", *structure.blocks}
-    parts |= {name: Part("whole") for name in left if _lies_in(name, holders=around)}
+    beside = [n for n, part in parts.items() if part.role in ("colwise", "rowwise") and enclosing(n)[0] in around]
+    held = [name for name in (*left, *beside) if name not in stated and _lies_in(name, holders=around)]
+    parts |= dict.fromkeys(held, Part("whole"))
     left = [name for name in left if name not in parts]
     return _Found(structure, parts, whole, left)
 
@@ -215,18 +221,12 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
 def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
     """Return an error message about parameters without a role, with rules to copy that were tried and work."""
     structure = found.structure
-    first = {of_all_blocks(name): name for name in reversed(found.left)}  # one of the names that differ only in numbers
-    general = list(first.values())[::-1]
-    lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{structure.reason(name)}" for name in general[:12]]
-    more = [f"  and {len(general) - 12} more"] if len(general) > 12 else []
-    from_reasons = dict(_rule_to_copy(module, name, reason=structure.reason(name)) for name in found.left)
-    kept = dict(_rule_to_copy(module, name, reason="") for name in found.left)
-    # the module in a block around each parameter, as "blocks.*.mlp" for "blocks.0.mlp.up.weight"
-    branches = {of_all_blocks(re.sub(r"^(.*?\.\d+(?:\.[^.]+)?).*", r"\1", name)): "whole" for name in found.left}
+    of_any_block = list({of_all_blocks(name): name for name in reversed(found.left)}.values())[::-1]
+    reasons = {name: f"  ({why})" if (why := structure.reason(name)[1]) else "" for name in of_any_block[:_SHOWN]}
+    lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{why}" for name, why in reasons.items()]
+    more = [f"  and {len(of_any_block) - _SHOWN} more"] if len(of_any_block) > _SHOWN else []
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
-    for examples, under in itertools.product((from_reasons, kept, branches), dict.fromkeys((plan, plainer))):
-        whole = {name for name, role in examples.items() if role == "whole"}
-        examples = {name: role for name, role in examples.items() if not _lies_in(name, holders=whole)}
+    for examples, under in itertools.product(_rules_to_copy(module, found), dict.fromkeys((plan, plainer))):
         if _rules_work(module, plan=under, rules={**rules, **examples}):
             shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
             instead = "" if under == plan else f", and take tp_mode=1d{' sequence_parallel=0' * plan.sequence_parallel}"
@@ -250,22 +250,41 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
         return False
 
 
-def _rule_to_copy(module: nn.Module, parameter: str, *, reason: str) -> tuple[str, str]:
-    """Return a rule to copy, as (pattern, right side), for a parameter without a role.
+def _rules_to_copy(module: nn.Module, found: _Found) -> tuple[dict[str, str], dict[str, str]]:
+    """Return rules for the parameters without a role: those from the reasons, and rules that keep modules whole.
 
-    The rule is the one in `reason`, else "whole". Its pattern covers all blocks if the modules there have one class."""
-    name = parameter.rpartition(".")[0]
-    stated = re.search(r"rule(?: for (\S+))?: '([^']+)'", reason)
-    if stated and stated[1]:
-        name = stated[1]
-    # nn.MultiheadAttention also reads the parameters of its children.
-    elif not isinstance(module.get_submodule(name), nn.MultiheadAttention) and (
-        not name or next(module.get_submodule(name).children(), None) is not None
-    ):
-        return of_all_blocks(parameter), "whole"
-    pattern, kind = of_all_blocks(name), type(module.get_submodule(name))
-    one_class = all(type(m) is kind for n, m in module.named_modules() if matches(n, pattern=pattern))
-    return pattern if one_class else name, stated[2] if stated else "whole"
+    A pattern covers all blocks if the modules there have one class, or if many of them lack a role."""
+    units: dict[str, list[str]] = {}
+    for name in found.left:
+        units.setdefault(_to_keep_whole(module, name, found), []).append(name)
+    many = Counter(map(of_all_blocks, units))
+
+    def general(name: str) -> str:
+        pattern = of_all_blocks(name)
+        kinds = {type(one) for other, one in module.named_modules() if matches(other, pattern=pattern)}
+        return pattern if len(kinds) < 2 or many[pattern] > _SHOWN else name
+
+    stated, whole = dict[str, str](), {general(unit): "whole" for unit in units}
+    for unit, names in units.items():
+        rules = {key: re.search(r"rule: '([^']+)'", why) for key, why in map(found.structure.reason, names)}
+        given = {general(key): rule[1] for key, rule in rules.items() if rule}
+        stated |= given if len(given) == len(rules) else {general(unit): "whole"}
+    return stated, whole
+
+
+def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
+    """Return the outermost module to keep whole for a parameter without a role, or the parameter itself.
+
+    A module outside of the blocks must hold no parameter with a role. No module may hold blocks or experts."""
+    blocks, left = found.structure.blocks, set(found.left)
+    divided = [*blocks, *(key for key, part in found.parts.items() if part.role == "experts")]
+    for holder in reversed(enclosing(name)[:-1]):
+        within, kept = f"{holder}.", module.get_submodule(holder)
+        lacking = all(within + key in left for key, _ in kept.named_parameters())
+        fits = lacking or _lies_in(holder, holders=blocks) or isinstance(kept, nn.MultiheadAttention)
+        if fits and not any(f"{key}.".startswith(within) for key in divided):
+            return holder
+    return name
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:
@@ -352,6 +371,12 @@ def refuse_unsupported_parts(
 
     `modules`: the model's modules by name. `width`: the number of features of the hidden states; None if unknown."""
     inside = tuple(f"{name}." for name, part in parts.items() if part.role == "block")
+    widths = sorted({part.hidden_width for part in parts.values() if part.role == "block"})
+    if len(widths) > 1 and (plan.sequence_parallel or plan.tp_mode != "1d"):
+        raise PlanError(
+            f"the model has blocks with hidden states of {' and of '.join(map(str, widths))} features, and '{plan}' "
+            "splits hidden states of one width alone. Nearest that works: tp_mode=1d sequence_parallel=0"
+        )
     for name, module in modules.items():
         whole = any(holder in parts and parts[holder].role == "whole" for holder in (name, *enclosing(name)))
         if plan.sequence_parallel and isinstance(module, nn.TransformerDecoderLayer) and not whole:

@@ -18,7 +18,9 @@ Matrices that output heads are split by heads, as is the input of `o_proj`. Earl
 The rotary key is used by the heads of every rank, so its gradient is summed over the ranks (`summed_from`)."""
 
 import copy
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,27 +40,29 @@ from meshwise.tensor.detect.known_names import (
     KEY_HEADS,
     full_name,
 )
-from meshwise.tensor.detect.layer_formulas import MatrixModule
+from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm
 from meshwise.tensor.schemes import scheme
 
 
 @dataclass(frozen=True)
 class AttentionHeads:
-    """Numbers of query heads (`count`) and of KV heads of one attention, and the features of a head (`width`)."""
+    """Numbers of query heads (`count`) and of KV heads of one attention, and features of a head of queries or keys
+    (`width`) and of values."""
 
     count: int
     key_count: int
     width: int
+    value_width: int
 
     @property
     def features(self) -> int:
-        """Features of all query heads, which the output matrix reads."""
+        """Features of all query heads."""
         return self.count * self.width
 
     @property
-    def kv_features(self) -> int:
-        """Features of all KV heads: the outputs of the matrix of keys, and of the matrix of values."""
-        return self.key_count * self.width
+    def kv_features(self) -> tuple[int, int]:
+        """Features of the keys, and of the values, of all KV heads."""
+        return self.key_count * self.width, self.key_count * self.value_width
 
     @property
     def group(self) -> int:
@@ -100,14 +104,14 @@ def find_heads(
             count = _count(source, HEADS)
             if not count or features % count:
                 continue
-            width = next((found for each in (source, *sources.values()) if (found := _count(each, HEAD_WIDTHS))), 0)
-            keys = next((found for each in (source, *sources.values()) if (found := _key_count(each))), count)
-            width = width or features // count
-            for key_count in dict.fromkeys((keys, count, *_equal_pair(outputs, width=width))):
-                if count % key_count == 0:
-                    heads = AttentionHeads(count, key_count, width)
-                    if heads.features == features and _fits(heads, outputs, sure=sure):
-                        return heads
+            widths = [_count(each, HEAD_WIDTHS) for each in sources.values()]
+            width = next(filter(None, widths), features // count)
+            keys = next(filter(None, map(_key_count, sources.values())), count)
+            shown = [size // width for size in outputs] if len(outputs) >= 3 else []
+            for key_count in filter(None, dict.fromkeys((keys, count, *shown))):
+                heads = AttentionHeads(count, key_count, width, value_width=features // count)
+                if count % key_count == 0 and _fits(heads, outputs, sure=sure):
+                    return heads
     return None
 
 
@@ -123,16 +127,20 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
     kept = [tuple(value) for value in vars(owner).values() if isinstance(value, tuple | list)]
     if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
         return "sections"
-    return "sections" if child in fused_children(owner) else None
+    by_head = fused_children(owner).get(child)
+    return None if by_head is None else "interleaved" if by_head else "sections"
 
 
-def sections_of(matrix: MatrixModule, *, heads: AttentionHeads) -> tuple[int, ...]:
+def sections_of(matrix: MatrixModule, *, heads: AttentionHeads, separate: bool) -> tuple[int, ...]:
     """Return the section sizes of a colwise matrix from its output size, if q, k and v follow each other.
 
-    An output that fits neither q, nor k, nor all three is taken as several sections of the size of k."""
-    keys = heads.kv_features
-    fused = {heads.features + 2 * keys: (heads.features, keys, keys), heads.features: (heads.features,), keys: (keys,)}
-    return fused.get(matrix.outputs, (keys,) * (matrix.outputs // keys))
+    `separate`: True if q, k and v have a matrix each; then q may have a section for a gate. An output of another size
+    is taken as several sections of the size of k."""
+    q, (k, v) = heads.features, heads.kv_features
+    whole = {q, k, v, heads.count, heads.count * heads.value_width} if separate else {q, k}
+    fused = {2 * q: (q, q)} if separate else {q + k + v: (q, k, v)}
+    one = (matrix.outputs,)
+    return one if matrix.outputs in whole else fused.get(matrix.outputs, (k,) * (matrix.outputs // k) or one)
 
 
 def cut_by_rule(
@@ -214,34 +222,29 @@ def _is_count(value: Any) -> bool:
 
 def _count(source: Mapping[str, Any], names: Sequence[str]) -> int:
     """Return the first count under one of `names`, or 0; of a tuple (heads, key_heads, key_heads) its first number."""
-    for name in names:
-        value = source.get(name)
-        if isinstance(value, tuple | int) and _is_count(value):
-            return int(value[0] if isinstance(value, tuple) else value)
-    return 0
+    counts = [value for name in names if isinstance(value := source.get(name), tuple | int) and _is_count(value)]
+    return next((int(value[0] if isinstance(value, tuple) else value) for value in counts), 0)
 
 
 def _key_count(source: Mapping[str, Any]) -> int:
-    for name in HEADS:
-        value = source.get(name)
-        if isinstance(value, tuple) and _is_count(value):
-            return int(value[-1])
-    return _count(source, KEY_HEADS)
-
-
-def _equal_pair(outputs: Sequence[int], *, width: int) -> list[int]:
-    """Return [KV heads] for three matrices whose two smallest, k and v, have equal sizes; else []."""
-    smaller = sorted(outputs)[:2]
-    return [smaller[0] // width] if len(outputs) == 3 and smaller[0] == smaller[1] >= width else []
+    counts = [value for name in HEADS if isinstance(value := source.get(name), tuple) and _is_count(value)]
+    return int(counts[0][-1]) if counts else _count(source, KEY_HEADS)
 
 
 def _fits(heads: AttentionHeads, outputs: Sequence[int], *, sure: bool) -> bool:
-    """Return whether matrices with `outputs` output features can be the q, k and v of these heads.
+    """Return whether matrices with `outputs` output features can be the q, k and v of these heads, and gates.
 
-    A gated MLP's two matrices may add up to q, k and v by chance. So fewer than three must add up to
+    A gate has a number for each feature of the output, or for each head. The matrix of q may contain a gate too. A
+    gated MLP's two matrices may add up to q, k and v by chance. So fewer than three must add up to
     3 · heads.features. `sure` (their own module counts heads) skips this test."""
-    adds_up = sum(outputs) == heads.features + 2 * heads.kv_features
-    return adds_up and (sure or len(outputs) >= 3 or sum(outputs) == 3 * heads.features)
+    q, (k, v) = heads.features, heads.kv_features
+    if len(outputs) < 3:
+        return sum(outputs) == q + k + v and k == v and (sure or sum(outputs) == 3 * q)
+    gates = {heads.count, heads.count * heads.value_width}
+    return any(
+        not Counter((first, k, v)) - Counter(outputs) and set(Counter(outputs) - Counter((first, k, v))) <= gates
+        for first in (q, 2 * q)
+    )
 
 
 _LATENT = "kv_a_proj_with_mqa"
@@ -257,10 +260,11 @@ def latent_attentions(module: nn.Module) -> Mapping[str, nn.Module]:
     }
 
 
-def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str, Part]:
+def latent_parts(attention: nn.Module, *, name: str, plan: Plan, declared: Mapping[str, str]) -> Mapping[str, Part]:
     """Return the parts of a multi-head latent attention called `name` and of its modules.
 
-    Raises PlanError if the plan has more ranks than the attention has heads, splits tokens, or is not `tp_mode=1d`."""
+    `declared`: roles that the model declares, by module name. Raises PlanError if the plan has more ranks than the
+    attention has heads, splits tokens, or is not `tp_mode=1d`."""
     heads = _heads(attention)
     if plan.tp_mode != "1d" or plan.sequence_parallel:
         raise PlanError(
@@ -271,15 +275,21 @@ def latent_parts(attention: nn.Module, *, name: str, plan: Plan) -> Mapping[str,
         raise PlanError(
             f"{name} has {heads} heads, and '{plan}' splits them over {plan.tp} ranks. Nearest that works: 'tp={heads}'"
         )
-    parts = {}
+    output: Any = attention.get_submodule("o_proj")
+    gates = [(output.out_features, size) for size in (heads, output.in_features)]
+    parts, by_head = {}, [attention.named_parameters(prefix=name, recurse=False)]
     for key, child in attention.named_children():
-        if key in ("q_proj", "q_b_proj", "kv_b_proj") and isinstance(child, nn.Linear):
-            parts[f"{name}.{key}"] = Part("colwise", grain=child.out_features // heads)
-        elif key == "o_proj" and isinstance(child, nn.Linear):
-            parts[f"{name}.{key}"] = Part("rowwise", grain=child.in_features // heads)
-        elif any(True for _ in child.parameters()):
-            latent = vars(attention)["kv_lora_rank"] if key == _LATENT else None
-            parts[f"{name}.{key}"] = Part("whole", summed_from=latent)
+        below, matrix = f"{name}.{key}", as_matrix(child, name=key)
+        known = key in ("q_proj", "q_b_proj", "kv_b_proj") or declared.get(below) == "colwise"
+        if matrix and key == "o_proj":
+            parts[below] = Part("rowwise", grain=matrix.inputs // heads)
+        elif matrix and (known or (matrix.inputs, matrix.outputs) in gates):
+            parts[below] = Part("colwise", grain=matrix.outputs // heads)
+        elif all(parameter.shape == (heads,) for parameter in child.parameters()) and not as_norm(child):
+            by_head.append(child.named_parameters(prefix=below))
+        else:
+            parts[below] = Part("whole", summed_from=vars(attention)["kv_lora_rank"] if key == _LATENT else None)
+    parts |= {key: Part("inner") for key, parameter in itertools.chain(*by_head) if parameter.shape == (heads,)}
     counts = tuple((key, 1) for key in (*HEADS, *KEY_HEADS) if vars(attention).get(key) == heads)
     return {**parts, name: Part("attention", counts=counts, heads=heads)}
 

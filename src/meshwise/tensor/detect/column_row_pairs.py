@@ -9,8 +9,8 @@ A transformer block adds the outputs of branches (attention, MLP) to hidden stat
 The colwise matrices of a branch read the hidden states. The rowwise matrix writes them. In between, every feature or
 every head is independent, so ranks split the features and communicate only at the ends. `BranchFinder` finds branches:
 sizes show the role of most matrices. A rowwise matrix writes the width of the hidden states, a colwise matrix another
-size. A square matrix can be either, such as the queries and the output of most attentions. Then the registration order
-shows where a branch ends:
+size. A square matrix can be either, such as the queries and the output of most attentions. The forward shows the role
+if all squares but one read its input (`reads_input`). Else the registration order shows where a branch ends:
 
     | a matrix that is rowwise by its sizes              expansion 8x32, projection 32x8
     | a square after a matrix that is colwise by size    qkv 8x24, output 8x8
@@ -18,8 +18,8 @@ shows where a branch ends:
     | the second of two squares, otherwise               an MLP whose hidden size is the width
 
 The rules for squares apply at the end of the module that holds the matrices, or where the next branch begins. So q, k
-and v may be in one module and the output in the next. The rowwise matrix may be registered before the colwise ones, if
-their module holds no other matrix. Roles that the user or the model declares take precedence over sizes.
+and v may be in one module and the output in the next. If all matrices of a module are its own, and one of them is
+rowwise, their order does not matter. Roles that the user or the model declares take precedence over sizes.
 
 `ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices of an attention hold one
 number per head, or treat all heads equally (`_parts_between`).
@@ -50,7 +50,7 @@ from meshwise.tensor.detect.attention_heads import (
     order_of_fused,
     sections_of,
 )
-from meshwise.tensor.detect.forward_source import only_read_by, reads_no_sizes, splits_by_width
+from meshwise.tensor.detect.forward_source import only_read_by, reads_input, reads_no_sizes, splits_by_width
 from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
 
@@ -76,21 +76,28 @@ def hidden_width(blocks: Iterable[nn.Module], *, outside: Collection[int]) -> in
     """Return the width of the hidden states: the size that the most matrices of the blocks read or write.
 
     Only sizes that some matrix reads and some matrix writes count. Among equally frequent sizes, one in `outside` (last
-    dims of parameters outside of the blocks) wins, then the one read first. None if there is no such size."""
-    uses: Counter[int] = Counter()
-    read: list[int] = []
-    written = set()
+    dims of parameters outside of the blocks) wins, then the one read first. None if there is no such size. Blocks of
+    two matrices that map one size to another have the width of their outputs."""
+    pairs: list[tuple[int, int]] = []
     for block in blocks:
-        for matrix in matrices(block, name=""):
-            uses.update({matrix.inputs, matrix.outputs})
-            read.append(matrix.inputs)
-            written.add(matrix.outputs)
-        for module in block.modules():
-            if isinstance(module, nn.MultiheadAttention):
-                uses[module.embed_dim] += 2
-                read.append(module.embed_dim)
-                written.add(module.embed_dim)
-    return max((size for size in read if size in written), key=lambda size: (uses[size], size in outside), default=None)
+        found = [(matrix.inputs, matrix.outputs) for matrix in matrices(block, name="")]
+        match found:
+            case [(first, inner), (again, last)] if inner == again and first != last:
+                return last
+        widths = [module.embed_dim for module in block.modules() if isinstance(module, nn.MultiheadAttention)]
+        pairs += found + [(width, width) for width in widths for _ in range(2)]
+    uses = Counter(size for pair in pairs for size in {*pair})
+    read = [size for size, _ in pairs if any(size == written for _, written in pairs)]
+    return max(read, key=lambda size: (uses[size], size in outside), default=None)
+
+
+@dataclass(frozen=True)
+class BranchItem:
+    """Matrix, its role ("" if its sizes leave it open), and `in_attention`: True if an attention holds it."""
+
+    matrix: MatrixModule
+    role: str
+    in_attention: bool
 
 
 @dataclass(frozen=True)
@@ -104,24 +111,25 @@ class BranchFinder:
     names: Collection[str]
     """First name of each module of the model. A module with several names is read under this name only."""
 
-    def branches(self, module: nn.Module, *, name: str) -> "tuple[list[BlockBranch], list[BranchItem]]":
+    def branches(self, module: nn.Module, *, name: str) -> tuple[list[BlockBranch], list[BranchItem]]:
         """Return the branches that end inside a module called `name`, and the matrices of an unfinished branch."""
         found: list[BlockBranch] = []
         left: list[BranchItem] = []
-        own_heads = counts_heads(module) or self.declared.get(name) == "attention"
-        for child_name, child in module.named_children():
-            below = f"{name}.{child_name}" if name else child_name
-            if below not in self.names or isinstance(child, nn.MultiheadAttention):
-                continue  # read under its first name, or an attention that holds its own matrices
-            if self.declared.get(below) == "whole":
-                continue
-            matrix = as_matrix(child, name=below)
-            if matrix is None:
-                inside, items = self.branches(child, name=below)
+        within = f"{name}." if name else ""
+        children = {key: child for key, child in module.named_children() if within + key in self.names}
+        for key, child in [*children.items()]:
+            if isinstance(child, nn.MultiheadAttention) or self.declared.get(within + key) == "whole":
+                del children[key]  # this attention holds its own matrices
+        own = self._own_items(module, children, within=within)
+        items = sorted(own.values(), key=lambda item: item.role == "rowwise")
+        alone = all("." not in matrix.name for matrix in matrices(module, name=""))
+        if alone and len(items) > 1 and [item.role for item in items] == ["colwise"] * (len(items) - 1) + ["rowwise"]:
+            return [_branch(items)], []
+        for key, child in children.items():
+            items = [own[key]] if key in own else []
+            if as_matrix(child, name=key) is None:
+                inside, items = self.branches(child, name=within + key)
                 found += inside
-            else:
-                role = self._role(matrix)
-                items = [BranchItem(matrix, role, own_heads)] if role in ("colwise", "rowwise", "") else []
             for item in items:
                 if item.role == "colwise" and _ends(left):
                     found.append(_branch(left))
@@ -130,13 +138,18 @@ class BranchFinder:
                 if item.role == "rowwise" and len(left) > 1:
                     found.append(_branch(left))
                     left = []
-        if _ends(left):
-            return [*found, _branch(left)], []
-        if len(left) > 1 and [item.role for item in left] == ["rowwise"] + ["colwise"] * (len(left) - 1):
-            return [*found, _branch([*left[1:], left[0]])], []  # Phi-3 registers the output before q, k and v
-        if late := _late(left, branches=found, holder=name):
-            return [late], []
-        return found, left
+        return ([*found, _branch(left)], []) if _ends(left) else (found, left)
+
+    def _own_items(self, module: nn.Module, children: Mapping[str, nn.Module], *, within: str) -> dict[str, BranchItem]:
+        """Return the matrices among a module's children that may be in branches, by own name."""
+        found = {key: matrix for key, child in children.items() if (matrix := as_matrix(child, name=within + key))}
+        roles = {key: self._role(matrix) for key, matrix in found.items()}
+        reads = {key: given for key, given in reads_input(module).items() if roles.get(key) == ""}
+        if [*reads.values()].count(False) == 1:
+            roles |= {key: "colwise" if given else "rowwise" for key, given in reads.items()}
+        heads = counts_heads(module) or self.declared.get(within[:-1]) == "attention"
+        known = [key for key in found if roles[key] in ("colwise", "rowwise", "")]
+        return {key: BranchItem(found[key], roles[key], heads) for key in known}
 
     def _role(self, matrix: MatrixModule) -> str:
         if matrix.name in self.declared:
@@ -144,15 +157,6 @@ class BranchFinder:
         if matrix.inputs == matrix.outputs == self.width:
             return ""
         return "rowwise" if matrix.outputs == self.width else "colwise"
-
-
-@dataclass(frozen=True)
-class BranchItem:
-    """Matrix, its role ("" if its sizes leave it open), and `in_attention`: True if an attention holds it."""
-
-    matrix: MatrixModule
-    role: str
-    in_attention: bool
 
 
 def _ends(items: Sequence[BranchItem]) -> bool:
@@ -163,19 +167,6 @@ def _ends(items: Sequence[BranchItem]) -> bool:
         return True
     attention = any(item.in_attention for item in items)
     return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
-
-
-def _late(items: Sequence[BranchItem], *, branches: Sequence[BlockBranch], holder: str) -> BlockBranch | None:
-    """Return a module's only branch plus the colwise matrices registered after it; None if these do not fit."""
-    if len(branches) != 1 or not items:
-        return None
-    hidden = branches[0].rowwise.inputs
-    all_matrices = [*(item.matrix for item in items), *branches[0].colwise, branches[0].rowwise]
-    if hidden == branches[0].rowwise.outputs or any(matrix.parent_name != holder for matrix in all_matrices):
-        return None
-    if any(item.role != "colwise" or item.matrix.outputs != hidden for item in items):
-        return None
-    return BlockBranch((*branches[0].colwise, *(item.matrix for item in items)), branches[0].rowwise)
 
 
 def _branch(items: Sequence[BranchItem]) -> BlockBranch:
@@ -229,21 +220,15 @@ class ColumnRowPairs:
                 found |= self._attention(branch, heads, cross=before > 0)
                 before += 1
             elif branch.looks_like_attention:
-                why = self._why_no_heads(branch, block=block)
+                home = branch.colwise[0].parent_name
+                why = f"it looks like an attention, but {home} counts no heads that fit"
+                why += "; state the number of heads by 'attention heads=…'"
+                if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
+                    why = "it looks like an attention with more matrices than q, k and v"
                 self.reasons.update({matrix.name: why for matrix in (*branch.colwise, branch.rowwise)})
             else:
                 found |= self._mlp(branch)
         return found
-
-    def _why_no_heads(self, branch: BlockBranch, *, block: str) -> str:
-        """Return the reason why no heads were found for a branch that looks like attention, with a rule that helps."""
-        home = branch.colwise[0].parent_name
-        around = next((name for name in reversed(enclosing(home)) if len(name) > len(block)), home)
-        whole = f"rule for {around}: 'whole'" if around != block else ""
-        if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
-            return f"it looks like an attention with more matrices than q, k and v; {whole or 'no role fits them'}"
-        why = f"it looks like an attention, but {home} counts no heads that fit"
-        return f"{why}; state the number of heads by 'attention heads=…'{whole and f', or {whole}'}"
 
     def _heads(self, branch: BlockBranch, *, block: str) -> AttentionHeads | None:
         homes = list(dict.fromkeys(matrix.parent_name for matrix in (*branch.colwise, branch.rowwise)))
@@ -258,20 +243,23 @@ class ColumnRowPairs:
                         f"{name}: heads={count} kv_heads={keys}, but {branch.rowwise} reads {features} features; heads "
                         "has to divide them, and kv_heads the heads"
                     )
-                heads = AttentionHeads(count, keys, features // count)
+                heads = AttentionHeads(count, keys, features // count, features // count)
                 for matrix in branch.colwise:
-                    if matrix.outputs < heads.kv_features:
+                    if matrix.outputs < heads.kv_features[0]:
                         raise ValueError(
-                            f"{name}: heads={count} kv_heads={keys} are {heads.kv_features} features of keys, but "
+                            f"{name}: heads={count} kv_heads={keys} are {heads.kv_features[0]} features of keys, but "
                             f"{matrix} writes only {matrix.outputs}; state fewer kv_heads"
                         )
                 return heads
+        reads = reads_input(self.modules[homes[0]])
+        if len(branch.colwise) > 3 and not all(reads.get(matrix.own_name) for matrix in branch.colwise):
+            return None  # a gate reads the hidden states, as q, k and v do
         modules = [self.modules[name] for name in homes]
         outputs = [matrix.outputs for matrix in branch.colwise]
         return find_heads(modules, around=[self.modules[n] for n in around], outputs=outputs, features=features)
 
     def _attention(self, branch: BlockBranch, heads: AttentionHeads, *, cross: bool) -> dict[str, Part]:
-        home = branch.colwise[0].parent_name
+        home, closing = branch.colwise[0].parent_name, branch.rowwise
         owner = self.modules[home]
         cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
         kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_degree(self.plan)) or 1
@@ -298,11 +286,14 @@ class ColumnRowPairs:
                 heads=heads.count,
                 grain=group,
             ),
-            branch.rowwise.name: Part("rowwise", grain=grain, transposed=branch.rowwise.weight_is_transposed),
+            closing.name: Part("rowwise", grain=group * heads.value_width, transposed=closing.weight_is_transposed),
         }
+        separate, shared = len(branch.colwise) >= 3, heads.kv_features if heads.group > 1 else ()
+        of_keys = [matrix for matrix in branch.colwise if separate and matrix.outputs in shared][:2]
         for matrix in branch.colwise:
-            keys = len(branch.colwise) >= 3 and heads.group > 1 and matrix.outputs == heads.kv_features
-            cut = self._cut(matrix, sections_of(matrix, heads=heads), grain=heads.width if keys else grain, heads=heads)
+            keys, sections = matrix in of_keys, sections_of(matrix, heads=heads, separate=separate)
+            each = sections[0] // (heads.key_count if keys else heads.count // group) if separate else heads.width
+            cut = self._cut(matrix, sections, grain=each, heads=heads)
             if cut is not None:
                 found[matrix.name] = Part(
                     "colwise",
@@ -314,31 +305,32 @@ class ColumnRowPairs:
                     gathered=gathers and matrix not in outside,
                     shared=keys and kv_replicas > 1,
                 )
-        found |= self._parts_between(home, heads=heads, grain=grain, shared=kv_replicas > 1)
+        found |= self._parts_between(home, heads=heads, group=group, shared=kv_replicas > 1)
         self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, reads_right_sizes=right_sizes))
         return found
 
-    def _parts_between(self, name: str, *, heads: AttentionHeads, grain: int, shared: bool) -> dict[str, Part]:
+    def _parts_between(self, name: str, *, heads: AttentionHeads, group: int, shared: bool) -> dict[str, Part]:
         """Return the parts of the norms, tables and parameters in the attention called `name`, by name.
 
-        `grain`: inner features that stay on one rank. `shared`: True if several ranks hold the same KV head."""
-        owner = self.modules[name]
+        `group`: query heads that stay on one rank. `shared`: True if several ranks hold the same KV head."""
+        owner, widths = self.modules[name], (heads.width, heads.value_width)
+        sizes = {heads.kv_features[0]: 1, heads.features: group}
         found: dict[str, Part] = {}
         for inner_name, module in owner.named_modules(prefix=name):
             if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
-                found[inner_name] = Part("inner", grain=grain // heads.width)
+                found[inner_name] = Part("inner", grain=group)
             elif norm := as_norm(module):
-                if norm[0] == heads.width:
+                if norm[0] in widths:
                     found[inner_name] = Part("each_head")
-                elif _Q_OR_K.search(inner_name.rpartition(".")[2]) and norm[0] in (heads.features, heads.kv_features):
-                    keys = norm[0] < heads.features
-                    found[inner_name] = Part(
-                        "norm", norm=norm[1], inner=True, grain=heads.width if keys else grain, shared=keys and shared
-                    )
+                elif (heads_of_q_or_k := sizes.get(norm[0])) and _Q_OR_K.search(inner_name.rpartition(".")[2]):
+                    grain, own_keys = heads.width * heads_of_q_or_k, norm[0] < heads.features
+                    found[inner_name] = Part("norm", norm=norm[1], inner=True, grain=grain, shared=own_keys and shared)
         for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
             dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
-            if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, heads.width}:
-                found[inner_name] = Part("inner", grain=grain // heads.width, dim=dims[0] - parameter.dim())
+            if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, *widths}:
+                found[inner_name] = Part("inner", grain=group, dim=dims[0] - parameter.dim())
+            elif not dims and parameter.dim() > 1 and parameter.shape[-1] in widths:  # a table of positions
+                found[inner_name] = Part("each_head")
             elif dims:
                 self.reasons[inner_name] = (
                     "its shape does not show which dim counts heads; rule: 'inner' if the last dim does"
@@ -389,9 +381,10 @@ class ColumnRowPairs:
         width = heads.width if heads else 1
         order = order_of_fused(self.modules[matrix.parent_name], child=matrix.own_name, sizes=sections, width=width)
         if order == "sections":
-            return sections, width
+            return sections, grain
         if order == "interleaved" and heads:
-            return (), matrix.outputs // heads.key_count
+            by_query = len(set(sections)) == 1 and sections[0] == heads.features
+            return (), grain * len(sections) if by_query else matrix.outputs // heads.key_count
         self.reasons[matrix.name] = (
             f"{matrix} looks like {len(sections)} fused matrices, in an order that its module does not show; "
             f"rule: 'colwise sections={len(sections)}' if they follow each other"
@@ -402,7 +395,7 @@ class ColumnRowPairs:
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
         """Return the parts of torch's MultiheadAttention, whose input matrices are its own parameters, by name."""
         width = module.head_dim
-        heads = AttentionHeads(module.num_heads, module.num_heads, width)
+        heads = AttentionHeads(module.num_heads, module.num_heads, width, width)
         self.attentions.append(FoundAttention(name, heads, cut_as_one=True, reads_right_sizes=True))
         fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
         found = {

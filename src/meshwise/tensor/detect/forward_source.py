@@ -4,21 +4,24 @@ Several linears that read one tensor may share one gather at the entry of the mo
 the tensor (`only_read_by`). Any other reader (a norm, a residual) needs the part before the gather. If the source is
 unclear, every linear gathers separately, which costs only traffic. A forward that reads sizes of its input needs the
 gathered input (`reads_no_sizes`, `splits_by_width`). A forward that splits a child's output shows that the child is a
-fused matrix (`fused_children`)."""
+fused matrix (`fused_children`). A square matrix that reads the input is colwise (`reads_input`)."""
 
 import ast
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
+from typing import TypeAlias
 
 from torch import nn
 
 from meshwise.model.parameter_units import source_of
+from meshwise.tensor.detect.known_names import HEAD_WIDTHS
 
 _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 """Attributes and methods of a tensor that read no values."""
+_Variables: TypeAlias = dict[str, tuple[str, bool] | None]
 
 
 def only_read_by(module: nn.Module, *, children: Collection[str], others: Collection[str] = ()) -> bool:
@@ -38,14 +41,14 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
     harmless |= _asked_for_sizes(definition)
     readers: dict[str, set[str]] = {given: set(), also: set()}
     for node in _nodes(definition):
-        if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Name):
-            called, name = _child_called(node.func, itself), node.args[0].id
-            if name in readers and called in (*children, *others):
-                readers[name].add(called)
-                harmless.add(id(node.args[0]))
-    read = readers[given] if others else readers[given] | readers[also]
+        match node:
+            case ast.Call(func=func, args=[ast.Name(id=name) as read]) if name in readers:
+                if (called := _child_called(func, itself)) in (*children, *others):
+                    readers[name].add(called)
+                    harmless.add(id(read))
+    reading = readers[given] if others else readers[given] | readers[also]
     loads = [node for node in _nodes(definition) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
-    return read == set(children) and all(id(node) in harmless for node in loads if node.id in readers)
+    return reading == set(children) and all(id(node) in harmless for node in loads if node.id in readers)
 
 
 def reads_no_sizes(module: nn.Module) -> bool:
@@ -75,57 +78,65 @@ def splits_by_width(module: nn.Module) -> bool:
     if definition is None:
         return False
     given = definition.args.args[1].arg
-    names = {
-        node.targets[0].elts[-1].id
-        for node in _nodes(definition)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(node.targets[0].elts[-1], ast.Name)
-        and _is_sizes_of(node.value, given)
-    }
-    harmless: set[int] = set()
+    names, harmless = set(), set[int]()
     for node in _nodes(definition):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _RESHAPING:
-            harmless |= {id(argument) for argument in node.args}
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
-            harmless.add(id(node.left))
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=[*_, ast.Name(id=name)])], value=value):
+                names |= {name} if ast.unparse(value) in (f"{given}.shape", f"{given}.size()") else set()
+            case ast.Call(func=ast.Attribute(attr=method), args=args) if method in _RESHAPING:
+                harmless |= {id(argument) for argument in args}
+            case ast.BinOp(left=left, op=ast.FloorDiv()):
+                harmless.add(id(left))
     uses = [n for n in _nodes(definition) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
     return bool(uses) and all(id(node) in harmless for node in uses)
 
 
-def fused_children(module: nn.Module) -> set[str]:
-    """Return the names of children whose output the module's forward splits, directly or through a variable."""
-    definition = _forward(module)
-    if definition is None:
-        return set()
-    nodes = [node for node in _nodes(definition) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
-    given: dict[str, str | None] = {}
-    found = set()
-    # in the order of the source: a node after the nodes in it, an assignment after its value
-    for node in sorted(nodes, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign))):
-        if isinstance(node, ast.Assign):
-            child = _child_behind(node.value, given)
-            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
-            given |= {name: child if isinstance(node.targets[0], ast.Name) else None for name in names}
-        elif (source := _split_expression(node)) and (child := _child_behind(source, given)):
-            found.add(child)
+def reads_input(module: nn.Module) -> Mapping[str, bool]:
+    """Return whether each child that a module's forward calls reads the forward's first argument, by name.
+
+    The other children read tensors that were computed from it. A child that reads both is left out."""
+    found: dict[str, set[bool]] = {}
+    for node, given in _traced(_forward(module)):
+        if isinstance(node, ast.Call) and node.args and (child := _child_called(node.func, "self")):
+            behind = _child_behind(node.args[0], given)
+            found.setdefault(child, set()).add(behind is not None and not behind[0])
+    return {child: both == {True} for child, both in found.items() if len(both) == 1}
+
+
+def fused_children(module: nn.Module) -> Mapping[str, bool]:
+    """Return the children whose output the module's forward splits, directly or through a variable, by name.
+
+    The value is True if the forward first views the output as heads, and splits each head."""
+    found: dict[str, bool] = {}
+    for node, given in _traced(_forward(module)):
+        if (source := _split_expression(node)) and (child := _child_behind(source, given)):
+            last = isinstance(node, ast.Subscript) or any(ast.unparse(word.value) == "-1" for word in node.keywords)
+            if last or not child[1]:
+                found.setdefault(*child)
     return found
 
 
-def _is_sizes_of(node: ast.expr, name: str) -> bool:
-    """Return whether an expression is `name.shape` or `name.size()`."""
-    if isinstance(node, ast.Call) and not node.args:
-        node = node.func
-    return isinstance(node, ast.Attribute) and node.attr in ("shape", "size") and _is_named(node.value, name)
+def _traced(definition: ast.FunctionDef | None) -> Iterator[tuple[ast.Call | ast.Subscript, _Variables]]:
+    """Yield calls and subscripts in the order of execution, with what `_child_behind` returns for each variable."""
+    nodes = [node for node in _nodes(definition) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
+    given: _Variables = {definition.args.args[1].arg: ("", False)} if definition else {}
+    # a node follows the nodes in it, and an assignment its value
+    for node in sorted(nodes, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign))):
+        if isinstance(node, ast.Assign):
+            behind = _child_behind(node.value, given) if isinstance(node.targets[0], ast.Name) else None
+            names = [n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            given |= dict.fromkeys(names, behind)
+        else:
+            yield node, given
 
 
 def _second_names(definition: ast.FunctionDef, given: str) -> tuple[str, set[int]]:
     """Return the variable that `… if … else …` sets to `given` ("" if none), and the ids of these reads of `given`."""
     for node in _nodes(definition):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp) and isinstance(node.targets[0], ast.Name):
-            either = [branch for branch in (node.value.body, node.value.orelse) if _is_named(branch, given)]
-            if either:
-                return node.targets[0].id, set(map(id, either))
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp(body=body, orelse=other)):
+                if either := {id(branch) for branch in (body, other) if _is_named(branch, given)}:
+                    return name, either
     return "", set()
 
 
@@ -144,40 +155,47 @@ def _forward(module: nn.Module) -> ast.FunctionDef | None:
 
 
 @lru_cache(256)
-def _nodes(definition: ast.FunctionDef) -> tuple[ast.AST, ...]:
+def _nodes(definition: ast.FunctionDef | None) -> tuple[ast.AST, ...]:
     """Return all nodes of a definition; cached because a model has many modules of one class."""
-    return tuple(ast.walk(definition))
+    return tuple(ast.walk(definition)) if definition else ()
 
 
 def _asked_for_sizes(definition: ast.FunctionDef) -> set[int]:
-    attributes = [node for node in _nodes(definition) if isinstance(node, ast.Attribute)]
-    return {id(node.value) for node in attributes if node.attr in _OF_ITS_SHAPE}
+    nodes = _nodes(definition)
+    return {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _OF_ITS_SHAPE}
 
 
 def _is_named(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _child_behind(node: ast.expr, given: Mapping[str, str | None]) -> str | None:
-    """Return NAME of an expression `self.NAME(...)`, also through a variable or a conversion, or None."""
-    if isinstance(node, ast.Name):
-        return given.get(node.id)
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return None
-    if _is_named(node.func.value, "self"):
-        return node.func.attr
-    return _child_behind(node.func.value, given) if node.func.attr in _KEEPS_ORDER else None
+def _child_behind(node: ast.expr, given: _Variables) -> tuple[str, bool] | None:
+    """Return (NAME, False) of an expression `self.NAME(...)`, also through a variable or a conversion, or None.
+
+    NAME is "" for the forward's first argument. The number is True after a view as heads."""
+    match node:
+        case ast.Name(id=name):
+            return given.get(name)
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)):
+            return name, False
+        case ast.Call(func=ast.Attribute(value=source, attr=changed), args=args):
+            child = _child_behind(source, given)
+            if child and child[0] and changed in ("view", "reshape") and args:
+                width = any(isinstance(n, ast.Attribute) and n.attr in HEAD_WIDTHS for n in ast.walk(args[-1]))
+                return (child[0], True) if width else None
+            return child if changed in _KEEPS_ORDER or (child and changed in _RESHAPING) else None
+    return None
 
 
 def _split_expression(node: ast.Call | ast.Subscript) -> ast.expr | None:
     """Return the expression that `node` splits by `.split`, `.chunk`, a view or `[..., start:stop]`, or None."""
-    if isinstance(node, ast.Subscript):
-        index = node.slice.elts if isinstance(node.slice, ast.Tuple) else []
-        of_features = len(index) == 2 and isinstance(index[0], ast.Constant) and index[0].value is Ellipsis
-        return node.value if of_features and isinstance(index[1], ast.Slice) and index[1].step is None else None
-    if not isinstance(node.func, ast.Attribute):
-        return None
-    last = node.args[-3:]
-    three = len(last) == 3 and isinstance(last[0], ast.Constant) and last[0].value == 3
-    apart = node.func.attr in ("split", "chunk") or (node.func.attr in ("view", "reshape") and three)
-    return node.func.value if apart else None
+    match node:
+        case ast.Subscript(value=source, slice=ast.Tuple(elts=[ast.Constant(value=first), ast.Slice(step=None)])):
+            return source if first is Ellipsis else None
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="split" | "chunk"), args=[source, *_]):
+            return source
+        case ast.Call(func=ast.Attribute(value=source, attr=changed), args=[*_, ast.Constant(value=3), _, _]):
+            return source if changed in ("view", "reshape", "split", "chunk") else None
+        case ast.Call(func=ast.Attribute(value=source, attr="split" | "chunk")):
+            return source
+    return None

@@ -11,6 +11,7 @@ GPT
 ├── norm                 computes LayerNorm or RMSNorm over the hidden states                            norm
 └── head                 a linear with as many outputs as the vocabulary has tokens                      head"""
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 from torch import nn
@@ -42,7 +43,7 @@ class ModelStructure:
     | options      options of rules, such as heads=8, by the same names
     | plan         the plan, whose ranks share the heads of attentions
     | modules      modules by name; `blocks`: the repeated blocks among them
-    | width        number of features of the hidden states; None if unknown
+    | width        number of features of the hidden states (of several, of the vocabulary's embedding); None if unknown
     | parts        result: parts by module or parameter name, as far as they were found
     | attentions   result: the attentions, with their heads"""
 
@@ -54,11 +55,17 @@ class ModelStructure:
         self._stated = stated
         self._options = options
         self._reasons: dict[str, str] = {}
+        self._branches: set[str] = set()
+        self._splits_features = plan.tp_mode != "1d"
         self._pairs = ColumnRowPairs(self.modules, options=options, reasons=self._reasons, plan=plan)
         self._regions = self.blocks or {"": module}
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
-        self.width = hidden_width(self._regions.values(), outside={parameter.size(-1) for parameter in outside})
+        sizes = {parameter.size(-1) for parameter in outside}
+        lists = itertools.groupby(self._regions, key=lambda name: name.rpartition(".")[0])
+        self._widths = {key: hidden_width([self._regions[n] for n in names], outside=sizes) for key, names in lists}
         self._vocabulary = self._find_vocabulary()
+        usual = hidden_width(self._regions.values(), outside=sizes)
+        self.width = self._vocabulary.embedding_dim if self._vocabulary else usual
         self.parts: dict[str, Part] = {}
         self.attentions = self._pairs.attentions
         for name, block in self._regions.items():
@@ -77,27 +84,37 @@ class ModelStructure:
         tables = [buffer for module in own for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
         return any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
 
-    def reason(self, name: str) -> str:
-        """Return the reason why a parameter has no role, as text in brackets, or "" if no reason is known."""
-        return next((f"  ({self._reasons[key]})" for key in (name, *enclosing(name)) if key in self._reasons), "")
+    def reason(self, name: str) -> tuple[str, str]:
+        """Return the module (or parameter) with the reason why a parameter has no role, and the reason, or ""."""
+        return next(((key, self._reasons[key]) for key in (name, *enclosing(name)) if key in self._reasons), (name, ""))
 
     def writes_hidden_states(self, name: str) -> bool:
         """Return whether `name` is a matrix in a block, with an output as wide as the hidden states."""
         matrix = as_matrix(self.modules[name], name=name) if name in self.modules else None
-        return matrix is not None and matrix.outputs == self.width and self._in_block(name)
+        return matrix is not None and matrix.outputs == self._width_at(name) and self._in_block(name)
+
+    def _width_at(self, name: str) -> int | None:
+        """Return the width of the hidden states at a module or parameter: of the blocks with the most similar name."""
+        common = {blocks: len({blocks, *enclosing(blocks)} & {name, *enclosing(name)}) for blocks in self._widths}
+        widths = [self._widths[blocks] for blocks, number in common.items() if number == max(common.values())]
+        return self.width if self.width in widths or not widths else widths[0]
 
     def _read_block(self, block: nn.Module, name: str) -> None:
-        if self.width is None or self._is_kept_whole(name):
+        width = self._width_at(name)
+        if width is None or self._is_kept_whole(name):
             return
-        branches, left = BranchFinder(self.width, self._stated, self.modules.keys()).branches(block, name=name)
+        branches, left = BranchFinder(width, self._stated, self.modules.keys()).branches(block, name=name)
         if name:
             for item in left:
                 self._reasons.setdefault(item.matrix.name, f"{item.matrix} forms no pair with another matrix")
-            self.parts[name] = Part("block", hidden_width=self.width)
+            self.parts[name] = Part("block", hidden_width=width)
         for inner, module in block.named_modules(prefix=name):
             if computes_as(module, kind=nn.MultiheadAttention) and not self._is_kept_whole(inner):
                 assert isinstance(module, nn.MultiheadAttention)
                 self.parts |= self._pairs.torch_attention(module, name=inner)
+        for branch in branches:
+            around = [set(enclosing(matrix.name)) for matrix in (*branch.colwise, branch.rowwise)]
+            self._branches.add(max(set.intersection(*around), key=len))
         self.parts |= self._pairs.parts(branches, block=name)
 
     def _read_module(self, module: nn.Module, name: str) -> None:
@@ -106,23 +123,25 @@ class ModelStructure:
         if around not in ("", "block", "pair", "attention"):
             return
         parameters = dict(module.named_parameters(recurse=False))
-        norm = None if around else as_norm(module)
+        of_torch = type(module).__module__.partition(".")[0] == "torch"
+        norm, width, in_block = None if around else as_norm(module), self._width_at(name), self._in_block(name)
         if computes_as(module, kind=nn.TransformerEncoder):
             self.parts[name] = Part("pair")
-        elif norm is not None and norm[0] == self.width:
+        elif norm is not None and norm[0] == width:
             self.parts[name] = Part("norm", norm=norm[1])
-        elif (
-            isinstance(module, BatchNorm)
-            and not around
-            and (module.num_features == self.width or not self._in_block(name))
-        ):
+        elif isinstance(module, BatchNorm) and not around and (module.num_features == width or not in_block):
             self.parts[name] = Part("whole")
-        elif parameters and not around and not self._in_block(name) and (role := self._role_outside(module, name)):
+        elif parameters and not around and not in_block and (role := self._role_outside(module, name)):
             matrix = as_matrix(module, name=name)
             self.parts[name] = Part(role, transposed=matrix is not None and matrix.weight_is_transposed)
         elif not any(True for _ in module.children()) and not mixes_no_features(module):
-            self._reasons[name] = _why_unknown(module)
-        elif around or type(module).__module__.partition(".")[0] != "torch":
+            between = any(holder in self._branches for holder in enclosing(name))
+            vectors = parameters and all(parameter.dim() == 1 for parameter in parameters.values())
+            if vectors and (norm or not of_torch) and not between and not self._splits_features:
+                self.parts[name] = Part("whole")  # each rank has all features
+            else:
+                self._reasons[name] = _why_unknown(module)
+        elif around or not of_torch:
             for key, parameter in parameters.items():
                 self._read_parameter(f"{name}.{key}" if name else key, parameter, in_attention=around == "attention")
 
@@ -130,10 +149,11 @@ class ModelStructure:
         """Give the part `vector` to a parameter of a user's module whose last dim is the width.
 
         It must have one row, or be a table outside of the blocks. A square table may be a matrix: it needs a rule."""
-        if name in self.parts or parameter.shape[-1:] != (self.width,):
+        width = self._width_at(name)
+        if name in self.parts or parameter.shape[-1:] != (width,):
             return
-        table = not self._in_block(name) and parameter.shape[0] != self.width
-        if not (table or parameter.numel() == self.width):
+        table = not self._in_block(name) and parameter.shape[0] != width
+        if not (table or parameter.numel() == width):
             return
         if in_attention:
             self._reasons[name] = "as wide as hidden states and as all heads: rule 'vector', or 'inner grain=number'"
@@ -142,6 +162,7 @@ class ModelStructure:
 
     def _role_outside(self, module: nn.Module, name: str) -> str | None:
         """Return the role of one of torch's layers outside of the blocks; None for other modules."""
+        width = self._width_at(name)
         if matrix := as_matrix(module, name=name):
             if self._vocabulary is not None and matrix.inputs == self.width:
                 tied = getattr(module, "weight", None) is self._vocabulary.weight
@@ -149,35 +170,35 @@ class ModelStructure:
                     return "whole"  # as the embedding that it is tied to
                 if tied or self.width != matrix.outputs == self._vocabulary.num_embeddings:
                     return "head"
-            if matrix.outputs != self.width or matrix.weight_is_transposed:
+            if matrix.outputs != width or matrix.weight_is_transposed:
                 return "whole"
-            return "single" if matrix.inputs == self.width else "patches"
+            return "single" if matrix.inputs == width else "patches"
         if isinstance(module, nn.Embedding):
-            if module.embedding_dim != self.width:
+            if module.embedding_dim != width:
                 return "whole"
             shared = self._vocabulary is not None and module.weight is self._vocabulary.weight
             shared = shared and returns_table_rows(module)
             return "embedding" if shared else "positions"
         if isinstance(module, PATCH_CONVOLUTIONS):
-            return "patches" if module.out_channels == self.width else "whole"
+            return "patches" if module.out_channels == width else "whole"
         return "whole" if as_norm(module) else None
 
     def _find_vocabulary(self) -> nn.Embedding | None:
         """Return the vocabulary's embedding: an embedding outside of the blocks, as wide as the hidden states; or None.
 
         Of several, take one tied to a linear, else the largest if a linear has as many outputs, else the first."""
-        found = [
-            module
-            for name, module in self.modules.items()
-            if isinstance(module, nn.Embedding) and module.embedding_dim == self.width and not self._in_block(name)
-        ]
         outside = [module for name, module in self.modules.items() if not self._in_block(name)]
+        tables = [module for module in outside if isinstance(module, nn.Embedding)]
+        found = [table for table in tables if table.embedding_dim in self._widths.values()]
         linears = [module for module in outside if isinstance(module, nn.Linear)]
-        sizes = {linear.out_features for linear in linears} - {self.width}
-        tied = [e for e in found if any(linear.weight is e.weight for linear in linears)]
-        largest = max((e.num_embeddings for e in found), default=0)
-        sized = [e for e in found if e.num_embeddings in sizes and e.num_embeddings == largest]
-        return next(iter([*tied, *sized, *found]), None)
+        sizes = {linear.out_features for linear in linears} - {*self._widths.values()}
+        largest = max((table.num_embeddings for table in found), default=0)
+
+        def rank(table: nn.Embedding) -> tuple[bool, bool]:
+            tied = any(linear.weight is table.weight for linear in linears)
+            return tied, table.num_embeddings in sizes and table.num_embeddings == largest
+
+        return max(found, key=rank, default=None)
 
     def _state(self, name: str, role: str) -> None:
         """Replace a found part by the stated role. Raises ValueError if the role does not fit the module."""
@@ -218,12 +239,11 @@ class ModelStructure:
 
 def _why_unknown(module: nn.Module) -> str:
     """Return the reason why a module without children gets no role."""
-    name = type(module).__name__
-    for kind in (nn.Linear, nn.Embedding):
-        if isinstance(module, kind):
-            own = "" if computes_as(module, kind=kind) else ", with a forward of its own"
-            return f"{name} in a block, outside of its pairs{own}"
-    return f"{name} is no known norm, and it may mix features"
+    kind = next((kind for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), None)
+    if kind is None:
+        return f"{type(module).__name__} is no known norm, and it may mix features"
+    own = "" if computes_as(module, kind=kind) else ", with a forward of its own"
+    return f"{type(module).__name__} in a block, outside of its pairs{own}"
 
 
 def _replaces_own_forward(module: nn.Module | None, role: str) -> bool:
