@@ -36,8 +36,8 @@ from torch.distributed.fsdp import fully_shard
 
 import gpt
 import meshwise as mw
-from meshwise.comm import run
 from meshwise.comm.api.world import World
+from meshwise.comm.launch.launch import run
 from meshwise.engine.trainer import Trainer
 from peer_table import machine, write_between_markers
 

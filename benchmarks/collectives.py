@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from meshwise.bench.collective_benchmark import COPY, VARIANTS, Measurement, SizeSweep, measure, parse_size
-from meshwise.comm import World, run
+from meshwise.comm.api.world import World
+from meshwise.comm.launch.launch import run
 from peer_table import machine, write_between_markers
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from disk import DDS, dds
-from meshwise.comm import World, run_threads
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.swap_file import SwapConfig, SwapFile

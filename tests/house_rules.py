@@ -84,7 +84,6 @@ HOUSE: tuple[Mapping[str, str], ...] = (
     },
     {"memory": "recomputation, and tiers of state between its uses"},
     {"model": "a model seen from outside: parameter table, blocks, deferred initialization, random draws"},
-    {"comm": "the names that the rest of the package imports from comm"},
     {"comm.launch": "starts ranks and joins them"},
     {"comm.health": "hang reports: which rank waits for which"},
     {"comm.network": "worlds over gloo and NCCL"},
@@ -146,7 +145,7 @@ def within(name: str, package: str) -> bool:
 def imports_go_down(source: Source) -> Iterator[str]:
     """Yield imports of a part that is not on a lower floor."""
     for module in source.values():
-        if not module.part:
+        if not module.part or (module.is_package and len(module.tree.body) == 1):  # a docstring alone
             continue
         if module.part not in FLOOR_OF:
             yield f"{module.name}: the part {module.part!r} is on no floor; add it to HOUSE"

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from meshwise.comm import World
+from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.train.job import Job
 from meshwise.train.loop import RunSummary, train

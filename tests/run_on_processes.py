@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 
 from meshwise import testing
-from meshwise.comm import World
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.world import World
 from meshwise.comm.launch.connect import _worlds, connect
 from meshwise.comm.network.job_store import LOOPBACK
 from meshwise.comm.shared_memory.local_world import LocalWorld

@@ -65,7 +65,7 @@ BROKEN = [
     ("imports_go_down", "meshwise.newcomer", "import math"),
     ("imports_go_down", "meshwise.comm.api.world", "if TYPE_CHECKING:\n    from meshwise.train import loop"),
     ("imports_go_down", "meshwise.comm.api.world", "from meshwise.comm.network import gloo_world"),
-    ("imports_go_down", "meshwise.comm.network.gloo_world", "from meshwise.comm import World"),
+    ("imports_go_down", "meshwise.comm.network.gloo_world", "from meshwise.comm.launch.launch import run"),
     ("imports_stand_at_the_top", "meshwise.base.a", "def f():\n    import math"),
     ("imports_stand_at_the_top", "meshwise.base.a", "class A:\n    def f(self):\n        if 1:\n            import a"),
     ("only_comm_imports_torch_distributed", "meshwise.engine.a", "import torch.distributed as dist"),
@@ -124,7 +124,7 @@ def test_the_page_shows_the_house() -> None:
 
 
 SOUND = [
-    ("meshwise.train.loop", "from meshwise.comm import World\nfrom meshwise.train.dataset import Data"),
+    ("meshwise.train.loop", "from meshwise.comm.api.world import World\nfrom meshwise.train.dataset import Data"),
     ("meshwise.train.loop", "from . import data\nimport torch.nn"),
     ("meshwise.view.plot", "def f():\n    import matplotlib.pyplot as plt\n    return plt"),
     ("meshwise.comm.network.process_world", "import torch.distributed as dist"),

@@ -6,7 +6,11 @@ from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
 from meshwise.checkpoint.dcp_format import export_dcp, import_dcp
 from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.checkpoint.save_state import PendingSave
-from meshwise.comm import RankLostError, RanksDisagree, World, connect, run
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.world import World
+from meshwise.comm.launch.connect import connect
+from meshwise.comm.launch.launch import run
 from meshwise.engine.open_step import OpenStep
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.parameter_average import ParameterAverage

@@ -16,9 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwise.attention.context_parallel import ContextParallel, token_rules, use_attend
 from meshwise.base.tensor_tree import map_tensors, row_count
 from meshwise.base.text_format import align_columns
-from meshwise.comm import run as run_processes
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld, run_threads
+from meshwise.comm.launch.launch import run as run_processes
 from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_capacity import limit_experts

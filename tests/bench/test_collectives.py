@@ -16,7 +16,8 @@ from meshwise.bench.collective_benchmark import (
     rows,
 )
 from meshwise.cli.main import main
-from meshwise.comm import CallRecord, World
+from meshwise.comm.api.flight_recorder import CallRecord
+from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from warm_processes import Processes
 

@@ -12,7 +12,7 @@ import pytest
 from free_port import free_port
 from meshwise.bench.doctor import DoctorReport, MachineFinding, check_port, check_reachable, examine_job
 from meshwise.cli.main import main
-from meshwise.comm import World
+from meshwise.comm.api.world import World
 from meshwise.comm.network.job_store import address_towards, roll_call
 from warm_processes import Processes
 

@@ -6,7 +6,8 @@ import pytest
 from torch import Tensor
 
 from meshwise.bench.doctor import PairMessages, exchange_messages
-from meshwise.comm import CallRecord, Group, Work, World
+from meshwise.comm.api.flight_recorder import CallRecord
+from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld, run_threads
 from warm_processes import Processes
 

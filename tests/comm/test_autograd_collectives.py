@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm import World
 from meshwise.comm.api import autograd_collectives as gradient
-from meshwise.comm.api.world import Work
+from meshwise.comm.api.world import Work, World
 from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld, TraceWorld, run_threads
 
 SIZE = 3

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwise.comm import World, run
+from meshwise.comm.api.world import World
+from meshwise.comm.launch.launch import run
 from script_processes import ended
 
 pytestmark = pytest.mark.processes
@@ -18,7 +19,7 @@ FAILING = """
 import multiprocessing, time
 import torch
 from torch.utils.data import DataLoader, Dataset
-from meshwise.comm import run
+from meshwise.comm.launch.launch import run
 
 class Rows(Dataset):
     def __len__(self):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
-from meshwise.comm import World
+from meshwise.comm.api.world import World
 from meshwise.comm.network.job_store import job_store
 from meshwise.comm.network.process_world import process_world
 from meshwise.testing import run

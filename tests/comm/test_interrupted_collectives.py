@@ -16,8 +16,8 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from joined_worlds import joined
-from meshwise.comm import World
 from meshwise.comm.api.collective_buffers import copy, reduce_block
+from meshwise.comm.api.world import World
 from meshwise.comm.network.gloo_world import PendingMessages
 from meshwise.comm.network.job_store import job_store
 from meshwise.testing import run

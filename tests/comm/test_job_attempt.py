@@ -97,7 +97,7 @@ def test_stores_of_one_machine_listen_on_its_loopback_interface_alone() -> None:
 LISTENING = """
 import os
 from pathlib import Path
-from meshwise.comm import run
+from meshwise.comm.launch.launch import run
 
 def main(world):
     world.barrier()

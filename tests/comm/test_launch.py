@@ -19,11 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from meshwise.comm import RanksDisagree, World, connect, run, torchrun_line
+from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.world import World
 from meshwise.comm.launch import connect as connecting
+from meshwise.comm.launch.connect import connect
 from meshwise.comm.launch.fork_server import start_context
-from meshwise.comm.launch.launch import NoSemaphoresError, cores
+from meshwise.comm.launch.launch import NoSemaphoresError, cores, run, torchrun_line
 from meshwise.comm.network.process_world import takes_nccl
 from warm_processes import Processes
 
@@ -36,7 +38,8 @@ STARTING = """
 from pathlib import Path
 import os, sys, time
 import torch
-from meshwise.comm import connect, run
+from meshwise.comm.launch.connect import connect
+from meshwise.comm.launch.launch import run
 
 def main(world, folder):
     (Path(folder) / f"{world.rank}.pid").write_text(str(os.getpid()))
@@ -57,7 +60,7 @@ run({size}, blocked, args=("{folder}",))
 # As a notebook's too. What run raises, for each main that goes wrong in its own way.
 WRONG = """
 import json, os, signal
-from meshwise.comm import run
+from meshwise.comm.launch.launch import run
 
 def raises_on_the_last(world):
     if world.rank == world.size - 1:

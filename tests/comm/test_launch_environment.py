@@ -5,9 +5,10 @@ from unittest import mock
 
 import pytest
 
-from meshwise.comm import connect, run
 from meshwise.comm.api.job_processes import launched_rank, prints_for_job
 from meshwise.comm.api.world import World
+from meshwise.comm.launch.connect import connect
+from meshwise.comm.launch.launch import run
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 ALL = {**MEETING, "RANK": "1", "WORLD_SIZE": "2"}

@@ -18,8 +18,8 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from joined_worlds import joined
-from meshwise.comm import World
 from meshwise.comm.api.job_processes import has_ended
+from meshwise.comm.api.world import World
 from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.job_store import job_store

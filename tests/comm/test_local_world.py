@@ -21,9 +21,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in
 
 from joined_worlds import joined
 from meshwise.base.mesh import Mesh
-from meshwise.comm import World
-from meshwise.comm import run as run_processes
 from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.world import World
+from meshwise.comm.launch.launch import run as run_processes
 from meshwise.comm.network import job_store as store_module
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.job_store import job_store

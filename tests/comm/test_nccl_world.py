@@ -13,7 +13,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm import World
+from meshwise.comm.api.world import World
 from meshwise.comm.network.job_store import job_store
 from meshwise.comm.network.nccl_world import Backend, Communicators, NcclWorld
 from meshwise.testing import run

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from joined_worlds import joined
 from meshwise.base.mesh import Mesh
-from meshwise.comm import Work, World
+from meshwise.comm.api.world import Work, World
 from meshwise.testing import run
 from warm_processes import Processes
 

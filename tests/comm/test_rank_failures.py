@@ -18,11 +18,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # not in t
 
 import script_processes
 from meshwise.base.mesh import Mesh
-from meshwise.comm import World, run
 from meshwise.comm.api.job_processes import JobAttempt, RankKilledError, RankLostError, has_ended
+from meshwise.comm.api.world import World
 from meshwise.comm.health.watchdog import Watchdog
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
-from meshwise.comm.launch.launch import cores
+from meshwise.comm.launch.launch import cores, run
 from meshwise.comm.launch.rank_process import RankOutcome, threads_from_environment
 from meshwise.comm.shared_memory import host_connection, local_world
 
@@ -101,7 +101,7 @@ def test_ranks_that_end_well_without_a_result_are_named(main: Any, who: str, cap
 
 IMPORTED = """
 import os, sys, torch
-from meshwise.comm import run
+from meshwise.comm.launch.launch import run
 
 if __name__ == "__mp_main__" and "--import" in sys.argv:
     os._exit(0)

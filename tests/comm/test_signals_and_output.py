@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import script_processes
-from meshwise.comm import World, run
 from meshwise.comm.api.job_processes import RankKilledError
+from meshwise.comm.api.world import World
+from meshwise.comm.launch.launch import run
 
 pytestmark = pytest.mark.processes
 
@@ -23,7 +24,7 @@ SECONDS = 200.0
 WAITING = """
 import sys, time
 from pathlib import Path
-from meshwise.comm import run
+from meshwise.comm.launch.launch import run
 
 def waits(world, folder):
     world.barrier()
@@ -108,7 +109,7 @@ def test_ranks_print_whole_lines_however_they_end(capfd: pytest.CaptureFixture[s
 
 
 PRINTING = """
-from meshwise.comm import run
+from meshwise.comm.launch.launch import run
 
 def prints(world):
     world.barrier()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm import World
+from meshwise.comm.api.world import World
 from meshwise.testing import run
 from warm_processes import Processes
 

@@ -14,7 +14,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm import World, run
+from meshwise.comm.api.world import World
+from meshwise.comm.launch.launch import run
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
 from meshwise.comm.network.process_world import NCCL_SHARES_GPUS

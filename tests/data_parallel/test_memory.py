@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from joined_worlds import holds_together
-from meshwise.comm import World
+from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.testing import run

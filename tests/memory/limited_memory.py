@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import meshwise as mw
 from meshwise.cli import train_command as command
-from meshwise.comm import World, run_threads
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train.flags_and_toml import read_job

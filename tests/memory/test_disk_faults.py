@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from memory.offloaded_model import CLIPPED, SMALL, batches, is_refused_until_a_load, outcome, the_same, under
-from meshwise.comm import World, run_threads
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.engine.parallelize import Options
 from meshwise.engine.trainer import Trainer
 from meshwise.memory.swap_file import TierError

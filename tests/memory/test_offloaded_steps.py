@@ -8,7 +8,7 @@ from torch import Tensor
 
 from memory.offloaded_model import CLIPPED, batches, outcome, the_same, under
 from meshwise.base.timeline import Timeline, TimelineRow
-from meshwise.comm import World
+from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.engine.trainer import Trainer, measure

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from memory.offloaded_model import CLIPPED, SMALL, Blocks, batches, squares, under
-from meshwise.comm import World, run_threads
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.engine.parallelize import Options
 from meshwise.memory.activation_offload import ActivationTransfers
 from meshwise.memory.swap_file import BLOCK

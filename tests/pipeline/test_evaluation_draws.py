@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm import World
+from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.testing import run

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from meshwise import Plan
-from meshwise.comm import TraceWorld, World
+from meshwise.comm.api.world import World
+from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.engine.parallelize import parallelize
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import SavedForBackward, run

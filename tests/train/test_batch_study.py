@@ -11,7 +11,7 @@ import pytest
 
 from meshwise.cli import batch_command
 from meshwise.cli.batch_command import TRIAL, BatchStudy, Trial, has_ended, read_trial, train_trials, trial_job
-from meshwise.comm import World
+from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.train.flags_and_toml import to_toml
 from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwise.comm import RankLostError, RanksDisagree, World
+from meshwise.comm.api.flight_recorder import RanksDisagree
+from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.world import World
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.model.forward import LossError
 from meshwise.testing import run

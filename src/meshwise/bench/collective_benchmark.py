@@ -16,8 +16,8 @@ from torch import Tensor
 
 from meshwise.base.mesh import Mesh
 from meshwise.base.text_format import time_text
-from meshwise.comm import Work, World
 from meshwise.comm.api.flight_recorder import bus_factor
+from meshwise.comm.api.world import Work, World
 from meshwise.comm.network.process_world import Call, gloo_calls
 from meshwise.plan.plan_keys import read_size
 from meshwise.simulate.predicted_memory import size_text

@@ -15,10 +15,10 @@ import tomlkit
 from meshwise.bench import collective_benchmark as benchmark
 from meshwise.bench.calibrate import CalibrationEffort, calibrate
 from meshwise.cli import shared_flags
-from meshwise.comm import World, run
 from meshwise.comm.api.job_processes import prints_for_job
 from meshwise.comm.api.streams import gpu_count
-from meshwise.comm.launch.launch import cores
+from meshwise.comm.api.world import World
+from meshwise.comm.launch.launch import cores, run
 from meshwise.simulate.cluster import Cluster
 from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.flags_and_toml import parse_flags

@@ -107,9 +107,9 @@ def router_of(module: nn.Module, *, name: str, experts: int) -> nn.Module | None
     around = module.get_submodule(module_around(name))
     for key, each in around.named_modules():
         weight, words = getattr(each, "weight", None), key.split(".")
-        if each not in inside and isinstance(weight, Tensor) and weight.shape[:-1] == (experts,):
-            if not {"lora_A", "lora_B"} & set(words):
-                found[key.removesuffix(".base_layer")] = bool({"router", "gate"} & set(words))
+        is_like = isinstance(weight, Tensor) and weight.shape[:-1] == (experts,)
+        if is_like and each not in inside and not {"lora_A", "lora_B"} & set(words):
+            found[key.removesuffix(".base_layer")] = bool({"router", "gate"} & set(words))
     named = [key for key, is_named in found.items() if is_named] or (list(found) if len(found) == 1 else [])
     return around.get_submodule(named[0]) if named else None
 
