@@ -1,26 +1,8 @@
 """Interface that gives an optimizer norms or full tensors of parameters that are split over ranks.
 
 An optimizer under a plan updates flat slices: parts of one or more parameters. A class that needs norms of whole
-parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and receives the argument `logical`:
-
-    class Normed(torch.optim.Optimizer):
-        needs = "norms"                     # or "matrices"
-
-        def __init__(self, params, *, logical, lr):
-            super().__init__(params, {})
-            self.logical, self.lr = logical, lr
-
-        def step(self):
-            gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
-            squares = self.logical.squared_norms(gradients)
-            for p, gradient in gradients.items():
-                for part in self.logical.parts(p):
-                    here = slice(part.start, part.stop)
-                    p.data.view(-1)[here] -= self.lr * gradient.view(-1)[here] / squares[part.name].sqrt()
-
-A class that needs matrices computes each of them on one rank, by a function of a key and the full tensor:
-
-    self.logical.map_whole(gradients, groups=self.param_groups, function=lambda key, full: orthogonal(full))
+parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and receives the argument `logical`.
+docs/large_batch.md has an example ("Your own class").
 
 `logical` is a `LogicalTensors`; under a plan it is a `LogicalSlices`. Every rank must call its methods in the same
 order. Slices of frozen parameters have no gradient."""
