@@ -13,6 +13,7 @@ divided it is not sent."""
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class ExpertCapacity:
     """Hooks that limit the experts of one mixture, on the module of experts and on the module around it."""
 
     def __init__(self, capacity: float, *, mixture: Mixture, over_tokens: OverTokens | None, count: Any) -> None:
-        """`capacity`: most tokens of a sample for one expert, over the even share; `count`: a `drop_counter`."""
+        """`capacity`: most tokens of a sample for one expert, over the even share; `count`: a `count_drops`."""
         self._capacity, self._mixture, self._count = capacity, mixture, count
         self._over_tokens: OverTokens = over_tokens or (lambda x, *, function, **_: function(x))
         self._tokens = 0
@@ -45,14 +46,14 @@ class ExpertCapacity:
         if self._mixture.form == "rows":
             chosen = (given[0] != 0).any(-1).view(self._mixture.experts, -1, self._tokens)
             dropped = self._over_tokens(chosen, function=self._dropped_rows, dim=2)
-            self._count(chosen, dropped)
+            self._count(chosen, dropped=dropped)
             return (given[0].masked_fill(dropped.reshape(-1, 1), 0), *given[1:]), named
         tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
         index = next(each for each in tensors if not each.is_floating_point())
         weights = next(each for each in tensors[1:] if each.is_floating_point())
         by_sample = index.reshape(-1, self._tokens, index.size(-1))
         dropped = self._over_tokens(by_sample, function=self._dropped_pairs, dim=1).reshape(index.shape)
-        self._count(index < self._mixture.experts, dropped)
+        self._count(index < self._mixture.experts, dropped=dropped)
         if isinstance(experts, SplitExperts):
             old, new = index, index.masked_fill(dropped, self._mixture.experts)
         else:
@@ -81,7 +82,7 @@ def limit_experts(
     Call it before the experts are divided. `over_tokens`: None if this rank has all tokens of its samples."""
     for name, mixture in find_mixtures(module).items() if capacity else ():
         around, experts = module.get_submodule(module_around(name)), module.get_submodule(name)
-        count = routers.drop_counter(name)
+        count = partial(routers.count_drops, name=name)
         own = ExpertCapacity(capacity or 0, mixture=mixture, over_tokens=over_tokens, count=count)
         routers.handles.append(around.register_forward_pre_hook(own._note_tokens, with_kwargs=True))
         routers.handles.append(experts.register_forward_pre_hook(own._drop, with_kwargs=True))

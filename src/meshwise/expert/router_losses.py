@@ -11,7 +11,6 @@ sequence or in the batch; no gradient flows through it.
 Hooks compute the losses before the experts run. `attach` lets the backward begin at them too. So they work in every
 pipeline stage and recomputed block, for models that return no scores of their routers."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,17 +46,14 @@ class RouterLosses:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Return the losses that a mapping states. Raises PlanError for an unknown key or a wrong value."""
-        known = [each.name for each in dataclasses.fields(cls)]
-        if unknown := [key for key in given if key not in known]:
-            raise PlanError(f"router_losses has no key {unknown[0]!r}; the keys are {', '.join(known)}")
-        found = cls(**given)
-        for key in ("balance", "z"):
-            value = getattr(found, key)
-            if type(value) not in (int, float) or not 0 <= value < math.inf:
-                raise PlanError(f"router_losses: {key}={value!r} is no weight; write {key}=0.01")
-        if found.over not in ("sequence", "batch"):
-            raise PlanError(f"router_losses: over={found.over!r} is neither sequence nor batch; write over=sequence")
-        return found
+        for key, value in given.items():
+            is_weight = type(value) in (int, float) and 0 <= value < math.inf
+            if not (is_weight if key in ("balance", "z") else key == "over" and value in ("sequence", "batch")):
+                raise PlanError(
+                    f"router_losses: {key}={value!r} is wrong. balance and z are weights of at least 0, and over is "
+                    "sequence or batch; write balance=0.01 z=0.001 over=sequence"
+                )
+        return cls(**given)
 
     def __bool__(self) -> bool:
         return bool(self.balance or self.z)

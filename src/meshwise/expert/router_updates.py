@@ -142,15 +142,11 @@ class RouterUpdates:
         attached: Tensor = _Attached.apply(x, loss, self, int(self.counting()))
         return attached
 
-    def drop_counter(self, name: str) -> Callable[[Tensor, Tensor], None]:
-        """Return a function that adds to `drops` of a mixture; it gets its chosen and its dropped pairs."""
-        counts = self.drops[name] = self._zeros(2)
-
-        def count(chosen: Tensor, dropped: Tensor) -> None:
-            if self._counts_now:
-                counts.add_(torch.stack([(chosen & dropped).sum(), chosen.sum()]))
-
-        return count
+    def count_drops(self, chosen: Tensor, *, dropped: Tensor, name: str) -> None:
+        """Add the chosen and the dropped pairs of a mixture to its `drops`."""
+        counts = self.drops.setdefault(name, self._zeros(2))
+        if self._counts_now:
+            counts.add_(torch.stack([(chosen & dropped).sum(), chosen.sum()]))
 
     def begin(self) -> None:
         """Forget all counts and losses, because a step begins."""
@@ -180,13 +176,13 @@ class _Attached(torch.autograd.Function):
     """Identity of `x`, whose backward gives `loss` the gradient `routers.scale`, or 0 if its rows do not count."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, routers: RouterUpdates, weight: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, _loss: Tensor, routers: RouterUpdates, weight: int) -> Tensor:
         """Return `x`; `weight`: 1 if its rows count, else 0."""
-        ctx.routers, ctx.weight, ctx.like = routers, weight, (loss.dtype, loss.device)
+        ctx.routers, ctx.weight = routers, weight
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Return the gradients of `x` and of the loss."""
-        dtype, device = ctx.like
-        return gradient, torch.full((), ctx.routers.scale * ctx.weight, dtype=dtype, device=device), None, None
+        slope = torch.full((), ctx.routers.scale * ctx.weight, dtype=torch.float64, device=gradient.device)
+        return gradient, slope, None, None
