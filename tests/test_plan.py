@@ -328,3 +328,18 @@ def test_the_nearest_plans_fill_the_world(degrees: tuple[int, ...], world: int) 
 def test_the_page_about_plans_is_the_table() -> None:
     written = (DOCS / "plans.md").read_text(encoding="utf-8")
     assert written == plans_page(), "docs/plans.md differs from the code; run `make docs`"
+
+
+@pytest.mark.parametrize(
+    "text, works",
+    [
+        ("dp=2x2 sync=diloco", "dp=4 sync=diloco"),
+        ("dp=4 zero=1 shards=2 sync=local", "dp=4 sync=local"),
+        ("dp=2 zero=3 offload=params:cpu sync=local", "dp=2 sync=local"),
+        ("dp=2x2 zero=1 server=1", "dp=4 server=1"),
+        ("dp=2 zero=3 offload=params:cpu server=1", "dp=2 server=1"),
+    ],
+)
+def test_rows_that_take_back_each_other_s_changes_do_not_meet(text: str, works: str) -> None:
+    with pytest.raises(PlanError, match=f"Nearest that works: '{works}'"):
+        Plan.parse(text)

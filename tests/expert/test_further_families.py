@@ -18,6 +18,8 @@ from tensor.plain import shown
 RULES = {
     "Qwen3Next": {"model.layers.*.linear_attn": "whole"},
     "Qwen3_5": {"model.layers.*.linear_attn": "whole"},
+    "Qwen3Omni": {"model.visual.merger_list.*.ln_q": "whole"},
+    "UnlimitedOcr": {f"model.vision_tower.sam_encoder.neck.layer_norm{one}": "whole" for one in (1, 2)},
     "HunYuanV4": {
         **{f"model.layers.*.{part}_hc": "whole" for part in ("attn", "ffn")},
         "model.hc_head": "whole",

@@ -261,7 +261,8 @@ def test_a_training_is_the_same_with_and_without_the_kernels(plan: str, monkeypa
     size = 2 if "dp=2" in plan else 1
     before = run(size, losses)
     monkeypatch.setattr(fused_dropout, "can_drop", can_drop)
-    assert run(size, losses) == before
+    # The masks have equal bits; a processor may round the products of another order differently.
+    assert run(size, losses) == [pytest.approx(each, rel=1e-14) for each in before]
     assert served
 
 

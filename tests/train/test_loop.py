@@ -221,7 +221,7 @@ subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_link_of_an_axis_that_the_plan_lacks_is_refused(job: Job) -> None:
-    with pytest.raises(JobError, match=r"emulate = '1Gbit 2ms foo': no axis foo .*; its axes are pp .* etp dp"):
+    with pytest.raises(JobError, match=r"emulate = '1Gbit 2ms foo': no axis foo .*; its axes are pp .* outer"):
         run_job(dataclasses.replace(job, plan=Plan.parse("dp=2x2 zero=1"), emulate="1Gbit 2ms foo"), ranks=4)
 
 

@@ -12,6 +12,7 @@ Hooks compute the losses before the experts run. `attach` lets the backward begi
 pipeline stage and recomputed block, for models that return no scores of their routers."""
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
@@ -71,9 +72,7 @@ class RouterLosses:
 
 def outermost(name: str) -> str:
     """Return the name of the wrapper of PEFT that holds the experts called `name`; `name` itself without one."""
-    while name.endswith(".base_layer"):
-        name = name.removesuffix(".base_layer")
-    return name
+    return re.sub(r"(\.base_layer)*$", "", name)
 
 
 def module_around(name: str) -> str:

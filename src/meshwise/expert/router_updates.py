@@ -1,6 +1,6 @@
 """Update buffers of routers once a step, from the tokens that each expert got in the whole global batch.
 
-It also collects the losses of the routers, which `router_losses.py` computes.
+It also collects the losses of the routers (`router_losses.py`).
 
     | buffer (experts,)           after a step
     | e_score_correction_bias     += rate · sign(mean count - count)     DeepSeek-V3, arXiv 2412.19437, section 2.1.2
@@ -19,15 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.autograd_collectives import uncompiled
 from meshwise.comm.api.world import World
-from meshwise.expert.router_losses import (
-    SHARES,
-    MixtureLoss,
-    OverTokens,
-    RouterLosses,
-    chosen_experts,
-    module_around,
-    router_of,
-)
+from meshwise.expert.router_losses import SHARES, MixtureLoss, RouterLosses, chosen_experts, module_around, router_of
 from meshwise.model.find_mixtures import Mixture, find_mixtures
 from meshwise.model.torch_private import in_backward
 
@@ -96,7 +88,7 @@ class RouterUpdates:
                 "rate out, or give the router the buffer (experts,); the reference mixture has it with routing=biased"
             )
 
-    def follow(self, module: nn.Module, *, over_tokens: OverTokens | None = None) -> None:
+    def follow(self, module: nn.Module, *, over_tokens: Callable[..., Tensor] | None = None) -> None:
         """Count the tokens of the module's mixtures, and add the losses of their routers, by hooks.
 
         Call it before the experts are divided. `over_tokens`: None if this rank has all tokens of its samples."""

@@ -52,6 +52,11 @@ def _conditions(when: str) -> Sequence[tuple[str, str, Callable[[Any, Any], bool
 
 
 COMPATIBILITY = (
+    # before the rows that would choose another zero, which replicas of their own and workers do not have
+    Refusal("sync!=step shards>0", "shards=0", "replicas that differ between agreements cannot share their state"),
+    Refusal("server>0 shards>0", "shards=0", "workers hold the whole parameters"),
+    Refusal("sync!=step offload.params!=device", "offload=none", "replicas agree about state on the device"),
+    Refusal("server>0 offload.params!=device", "offload=none", "workers hold the whole parameters"),
     Refusal("tp_mode!=1d sequence_parallel>0", "sequence_parallel=0", "2d, 2.5d and 3d split every activation already"),
     Refusal("tp_mode!=2.5d tp_depth>1", "tp_depth=1", "only 2.5d has a depth"),
     Refusal("pp=1 schedule!=1f1b", "schedule=1f1b", "only a pipeline has a schedule"),

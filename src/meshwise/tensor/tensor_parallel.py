@@ -32,6 +32,7 @@ from meshwise.tensor.core.sharded_layers import (
 )
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
+from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS, computes_as
 from meshwise.tensor.schemes import scheme_on
 
@@ -245,11 +246,11 @@ class _Split:
             if any(f"{other}.".startswith(f"{within}{key}.") for other in gathered)
         ]
         if readers:
-            reshard.gather_input_once(module, context=context, features=self._width(), readers=len(readers))
+            reshard.gather_input_once(module, context=context, features=self._width(name), readers=len(readers))
         if part.even_rows:
             reshard.require_even_rows(module, name=name, context=context)
         if part.narrow_grain:
-            own = context.own_size(self._width(), axes=inner, cut=DimSplit(grain=part.narrow_grain))
+            own = context.own_size(self._width(name), axes=inner, cut=DimSplit(grain=part.narrow_grain))
             reshard.narrow_input(module, readers=readers, features=own)
         if part.sharded_class is None:
             return
@@ -311,9 +312,10 @@ class _Split:
         within = any(name == block or name.startswith(f"{block}.") for block in self._blocks)
         return self._inside if within and not part.whole_tokens else self._outside
 
-    def _width(self) -> int:
-        """Return the number of features of the hidden states. Raises ValueError if no part and no matrix shows it."""
-        for name, part in self._parts.items():
+    def _width(self, name: str = "") -> int:
+        """Return the number of features of the hidden states at a module. Raises ValueError if nothing shows it."""
+        around = {holder: self._parts[holder] for holder in enclosing(name) if holder in self._parts}
+        for name, part in {**around, **self._parts}.items():
             if part.hidden_width:
                 return part.hidden_width
             if part.on_other_stage:

@@ -50,7 +50,7 @@ from meshwise.tensor.detect.attention_heads import (
     order_of_fused,
     sections_of,
 )
-from meshwise.tensor.detect.forward_source import only_read_by, reads_input, reads_no_sizes, splits_by_width
+from meshwise.tensor.detect.forward_source import is_gated, only_read_by, reads_input, reads_no_sizes, splits_by_width
 from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
 
@@ -145,7 +145,10 @@ class BranchFinder:
         found = {key: matrix for key, child in children.items() if (matrix := as_matrix(child, name=within + key))}
         roles = {key: self._role(matrix) for key, matrix in found.items()}
         reads = {key: given for key, given in reads_input(module).items() if roles.get(key) == ""}
-        if [*reads.values()].count(False) == 1:
+        squares, called = [key for key, role in roles.items() if role == ""], [*reads]
+        # the last one called writes hidden states, if no square before it is unseen
+        sure = len(called) > 1 and reads.keys() >= {*squares[: squares.index(called[-1])]}
+        if sure and [*reads.values()] == [True] * (len(called) - 1) + [False]:
             roles |= {key: "colwise" if given else "rowwise" for key, given in reads.items()}
         heads = counts_heads(module) or self.declared.get(within[:-1]) == "attention"
         known = [key for key in found if roles[key] in ("colwise", "rowwise", "")]
@@ -167,6 +170,10 @@ def _ends(items: Sequence[BranchItem]) -> bool:
         return True
     attention = any(item.in_attention for item in items)
     return len(items) == (_SQUARES_OF_ATTENTION if attention else _SQUARES_OF_MLP)
+
+
+def _is_gate(matrix: MatrixModule) -> bool:
+    return bool({"g", "gate"} & set(matrix.own_name.split("_")))
 
 
 def _branch(items: Sequence[BranchItem]) -> BlockBranch:
@@ -251,8 +258,9 @@ class ColumnRowPairs:
                             f"{matrix} writes only {matrix.outputs}; state fewer kv_heads"
                         )
                 return heads
-        reads = reads_input(self.modules[homes[0]])
-        if len(branch.colwise) > 3 and not all(reads.get(matrix.own_name) for matrix in branch.colwise):
+        others = [one for one in branch.colwise if not _is_gate(one)]
+        gated = is_gated(self.modules[homes[0]], names=[one.own_name for one in branch.colwise])
+        if len(branch.colwise) > 3 and (len(others) > 3 or not gated):
             return None  # a gate reads the hidden states, as q, k and v do
         modules = [self.modules[name] for name in homes]
         outputs = [matrix.outputs for matrix in branch.colwise]
@@ -289,7 +297,7 @@ class ColumnRowPairs:
             closing.name: Part("rowwise", grain=group * heads.value_width, transposed=closing.weight_is_transposed),
         }
         separate, shared = len(branch.colwise) >= 3, heads.kv_features if heads.group > 1 else ()
-        of_keys = [matrix for matrix in branch.colwise if separate and matrix.outputs in shared][:2]
+        of_keys = [one for one in branch.colwise if separate and one.outputs in shared and not _is_gate(one)][:2]
         for matrix in branch.colwise:
             keys, sections = matrix in of_keys, sections_of(matrix, heads=heads, separate=separate)
             each = sections[0] // (heads.key_count if keys else heads.count // group) if separate else heads.width

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from torch import nn
 
 from meshwise.model.parameter_units import source_of
-from meshwise.tensor.detect.known_names import HEAD_WIDTHS
+from meshwise.tensor.detect.known_names import HEAD_WIDTHS, HEADS, KEY_HEADS
 
 _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
@@ -116,6 +116,13 @@ def fused_children(module: nn.Module) -> Mapping[str, bool]:
     return found
 
 
+def is_gated(module: nn.Module, *, names: Collection[str]) -> bool:
+    """Return whether children `names` all read the forward's input, and it calls a function of gates, as sigmoid."""
+    reads = reads_input(module)
+    called = {node.attr for node in _nodes(_forward(module)) if isinstance(node, ast.Attribute)}
+    return bool(called & {"sigmoid", "silu", "softplus"}) and all(reads.get(name) for name in names)
+
+
 def _traced(definition: ast.FunctionDef | None) -> Iterator[tuple[ast.Call | ast.Subscript, _Variables]]:
     """Yield calls and subscripts in the order of execution, with what `_child_behind` returns for each variable."""
     nodes = [node for node in _nodes(definition) if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
@@ -172,7 +179,7 @@ def _is_named(node: ast.AST, name: str) -> bool:
 def _child_behind(node: ast.expr, given: _Variables) -> tuple[str, bool] | None:
     """Return (NAME, False) of an expression `self.NAME(...)`, also through a variable or a conversion, or None.
 
-    NAME is "" for the forward's first argument. The number is True after a view as heads."""
+    NAME is "" for the forward's first argument. The flag is True after a view whose last size is that of a head."""
     match node:
         case ast.Name(id=name):
             return given.get(name)
@@ -180,9 +187,10 @@ def _child_behind(node: ast.expr, given: _Variables) -> tuple[str, bool] | None:
             return name, False
         case ast.Call(func=ast.Attribute(value=source, attr=changed), args=args):
             child = _child_behind(source, given)
-            if child and child[0] and changed in ("view", "reshape") and args:
-                width = any(isinstance(n, ast.Attribute) and n.attr in HEAD_WIDTHS for n in ast.walk(args[-1]))
-                return (child[0], True) if width else None
+            if child and child[0] and changed in ("view", "reshape", "unflatten") and args:
+                read = {n.attr for n in ast.walk(args[-1]) if isinstance(n, ast.Attribute)}
+                of_a_head = read & set(HEAD_WIDTHS) and not read & {*HEADS, *KEY_HEADS}
+                return (child[0], True) if of_a_head and changed != "unflatten" else None
             return child if changed in _KEEPS_ORDER or (child and changed in _RESHAPING) else None
     return None
 

@@ -12,14 +12,9 @@ from typing import Any
 _FILE = resources.files("meshwise.tensor.detect").joinpath("known_names.toml")
 _NAMES: Mapping[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 
-
-def _names(key: str) -> tuple[str, ...]:
-    return tuple(_NAMES[key])
-
-
-HEADS, KEY_HEADS, GROUPS = map(_names, ("heads", "key_heads", "groups"))
-HEAD_WIDTHS, FEATURES, CONFIGURATIONS = map(_names, ("head_widths", "features", "configurations"))
-BY_HEAD, MASKS, STORED_AS_INPUTS_BY_OUTPUTS = map(_names, ("by_head", "masks", "stored_as_inputs_by_outputs"))
+HEADS, KEY_HEADS, GROUPS = (tuple(_NAMES[key]) for key in ("heads", "key_heads", "groups"))
+HEAD_WIDTHS, FEATURES, CONFIGURATIONS = (tuple(_NAMES[key]) for key in ("head_widths", "features", "configurations"))
+BY_HEAD, MASKS, STORED_AS_INPUTS_BY_OUTPUTS = (tuple(_NAMES[key]) for key in ("by_head", "masks", "inputs_by_outputs"))
 INTERLEAVED: Mapping[str, str] = _NAMES["interleaved"]
 DECLARED: Mapping[str, str | None] = {word: role or None for word, role in _NAMES["declared"].items()}
 

@@ -137,7 +137,8 @@ class ModelStructure:
         elif not any(True for _ in module.children()) and not mixes_no_features(module):
             between = any(holder in self._branches for holder in enclosing(name))
             vectors = parameters and all(parameter.dim() == 1 for parameter in parameters.values())
-            if vectors and (norm or not of_torch) and not between and not self._splits_features:
+            of_hidden = vectors and all(parameter.numel() == width for parameter in parameters.values())
+            if of_hidden and not of_torch and not between and not self._splits_features:
                 self.parts[name] = Part("whole")  # each rank has all features
             else:
                 self._reasons[name] = _why_unknown(module)
