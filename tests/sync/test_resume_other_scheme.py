@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
+from meshwise.engine.parallelize import parallelize
 from meshwise.testing import agree, run
 from sync.test_replay import batch, made
 
@@ -71,3 +72,29 @@ def test_a_longer_delay_begins_with_the_next_exchange(delays: tuple[int, int], t
     run(2, begun, args=("diloco every=4", {"delay": before}, tmp_path / "saved"))
     for _, last in run(2, new_round, args=("diloco every=4", {"delay": after}, tmp_path / "saved")):
         assert all(bool(torch.isfinite(value).all()) for value in last.values())
+
+
+@pytest.mark.parametrize("wire", ["auto", "int8"])
+def test_a_layer_that_was_frozen_at_the_save_begins_at_its_own_values(wire: str, tmp_path: Path) -> None:
+    """Its last agreed parameters are not in the checkpoint: with zeros the next round would pull it there."""
+
+    def layers(*, frozen: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).double()
+        model[1].requires_grad_(not frozen)
+        return model
+
+    def main(world: World) -> list[tuple[Tensor, Tensor]]:
+        given: Any = {"loss": lambda output, _: (output.square().sum(), len(output)), "world": world, "lr": 1e-3}
+        plan, rows = f"dp=2 sync=diloco every=3 wire={wire}", torch.ones(4, 8, dtype=torch.float64)
+        saved = parallelize(layers(frozen=True), plan, **given)
+        saved.step(rows)
+        saved.save(tmp_path / "saved")
+        trainer = parallelize(layers(frozen=False), plan, **given)
+        trainer.load(tmp_path / "saved")
+        buckets = [bucket for unit in trainer.units for bucket in unit.buckets]
+        return [(bucket.reduction_state["agreed"].clone(), bucket.owned_parameters.clone()) for bucket in buckets]
+
+    for found in run(2, main):
+        assert sum(torch.equal(agreed, own) for agreed, own in found) == 1  # of the layer that was frozen
+        assert all((agreed - own).abs().max() < 2e-3 for agreed, own in found)

@@ -1,7 +1,5 @@
 """Update buffers of routers once a step, from the tokens that each expert got in the whole global batch.
 
-It also collects the losses of the routers (`router_losses.py`).
-
     | buffer (experts,)           after a step
     | e_score_correction_bias     += rate · sign(mean count - count)     DeepSeek-V3, arXiv 2412.19437, section 2.1.2
     | expert_shares               = count / sum of the counts            for a balance loss over the batch
@@ -36,6 +34,7 @@ class RouterUpdates:
     def __init__(self, *, rate: float, device: torch.device, losses: RouterLosses | None = None) -> None:
         """`rate`: step of the bias; 0 leaves it as it is."""
         self._rate, self._device = rate, device
+        self._zeros = functools.partial(torch.zeros, dtype=torch.int64, device=device)
         self.losses = losses or RouterLosses()
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.scale = 1.0
@@ -115,9 +114,6 @@ class RouterUpdates:
     @property
     def _counts_now(self) -> bool:
         return self.active and self.counting() and not in_backward()
-
-    def _zeros(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int64, device=self._device)
 
     @uncompiled
     def _count(self, _experts: nn.Module, *arguments: Any, mixture: Mixture, totals: Sequence[Tensor]) -> None:

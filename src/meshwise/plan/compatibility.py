@@ -52,7 +52,6 @@ def _conditions(when: str) -> Sequence[tuple[str, str, Callable[[Any, Any], bool
 
 
 COMPATIBILITY = (
-    # before the rows that would choose another zero, which replicas of their own and workers do not have
     Refusal("sync!=step shards>0", "shards=0", "replicas that differ between agreements cannot share their state"),
     Refusal("server>0 shards>0", "shards=0", "workers hold the whole parameters"),
     Refusal("sync!=step offload.params!=device", "offload=none", "replicas agree about state on the device"),

@@ -24,6 +24,7 @@ sums (`JoinedJobs`). A job that joins copies parameters, outer state and optimiz
 
 import contextlib
 import dataclasses
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -405,8 +406,11 @@ class Replicas:
         same = saved["replicas"] == self.size
         totals = [sum(each) / self.size for each in zip(*saved["counts"], strict=True)]
         self._counts = list(saved["counts"][self.index]) if same else totals
-        for state in (bucket.reduction_state for bucket in self._buckets if "outer_error" in bucket.reduction_state):
-            state["outer_error"].mul_(saved["replicas"] / self.size)  # all errors add up as before
+        for bucket, name in itertools.product(self._buckets, self.scheme.state_names):
+            value = bucket.reduction_state[name]
+            factor = saved["replicas"] / self.size if name == "outer_error" else 1.0  # all errors add up as before
+            # A parameter that was frozen when the checkpoint was saved has no state there, which shows as NaN.
+            value.copy_(torch.where(value.isnan(), _master(bucket) if name == "agreed" else 0.0, value * factor))
         for fragment, weight in saved["in_flight"].items():
             sent = [
                 _SentTensor(_master(bucket), bucket.reduction_state["outer_change"].clone(), Work())

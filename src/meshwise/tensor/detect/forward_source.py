@@ -179,7 +179,7 @@ def _is_named(node: ast.AST, name: str) -> bool:
 def _child_behind(node: ast.expr, given: _Variables) -> tuple[str, bool] | None:
     """Return (NAME, False) of an expression `self.NAME(...)`, also through a variable or a conversion, or None.
 
-    NAME is "" for the forward's first argument. The flag is True after a view whose last size is the width of a head."""
+    NAME is "" for the forward's first argument. The flag is True after a view with the width of a head as last size."""
     match node:
         case ast.Name(id=name):
             return given.get(name)
