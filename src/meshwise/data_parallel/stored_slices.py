@@ -358,7 +358,7 @@ class CheckpointRefill:
         return own or self._trained.get(options, [])[:1]
 
     def _reduction_state(self, bucket: Bucket) -> Iterator[StoredSlice]:
-        """Set the reduction's state to zero (owned state to NaN), and yield the slices of it that the checkpoint has.
+        """Set the reduction's state to zero, and yield the slices of it that the checkpoint has.
 
         A saved `summed_state` is a sum over ranks. So each rank of the first replica loads only its shard, and has
         zeros elsewhere. State that is not saved is removed."""
@@ -367,7 +367,7 @@ class CheckpointRefill:
         for name in [name for name in bucket.reduction_state if name.partition("/")[0] not in names]:
             del bucket.reduction_state[name]
         for name, values in bucket.reduction_state.items():
-            values.fill_(float("nan") if name in reduction.owned_state else 0.0)
+            values.fill_(float("nan") if name == "agreed" else 0.0)  # `Replicas.load_state` replaces NaN
             start, stop = bucket.owned if name in reduction.owned_state else bucket.shard
             if name not in reduction.owned_state and bucket.has_replicas and bucket.world.group(bucket.outer).index:
                 continue

@@ -409,8 +409,8 @@ class Replicas:
         for bucket, name in itertools.product(self._buckets, self.scheme.state_names):
             value = bucket.reduction_state[name]
             factor = saved["replicas"] / self.size if name == "outer_error" else 1.0  # all errors add up as before
-            # A parameter that was frozen when the checkpoint was saved has no state there, which shows as NaN.
-            value.copy_(torch.where(value.isnan(), _master(bucket) if name == "agreed" else 0.0, value * factor))
+            # A parameter that was frozen when the checkpoint was saved has no `agreed` there, which shows as NaN.
+            value.copy_(torch.where(value.isnan(), _master(bucket), value * factor))
         for fragment, weight in saved["in_flight"].items():
             sent = [
                 _SentTensor(_master(bucket), bucket.reduction_state["outer_change"].clone(), Work())
