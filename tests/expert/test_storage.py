@@ -26,6 +26,9 @@ def trainer_of(world: World, plan: str) -> Trainer:
         ("dp=2 tp=2 ep=2 etp=2 zero=1", "dp=1"),
         ("dp=1", "pp=2 dp=2 ep=2 zero=2 microbatches=2"),
         ("pp=2 dp=2 ep=2 zero=2 microbatches=2", "dp=4 ep=2"),
+        ("dp=2x2 ep=2 zero=3", "dp=4 ep=4"),
+        ("dp=4 ep=4 zero=1", "dp=2x2 ep=2 zero=2"),
+        ("dp=2x2 ep=4 zero=1", "dp=4 hpz=2 ep=2 zero=3"),
     ],
 )
 def test_a_checkpoint_is_loaded_under_another_division_of_the_experts(before: str, after: str, tmp_path: Path) -> None:

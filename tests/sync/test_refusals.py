@@ -16,6 +16,8 @@ from sync.test_replay import batch, made
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dp=2 sync=local", {"outer_rl": 0.5}, "no setting 'outer_rl'; did you mean outer_lr?"),
     ("dp=2 sync=local", {"xyz": 1}, "no setting 'xyz'; the settings are graph, outer_lr, "),
+    ("dp=2 sync=diloco every=4", {"wire": "int4"}, "no setting 'wire'; it is a key of the plan: write wire=int4 there"),
+    ("dp=2 sync=local wire=int8", {"group": 2}, "in the plan, sync=local and wire=auto"),
     ("dp=2 sync=local", {"state": "mine"}, "state='mine' is none of keep, mean, reset; write state=keep"),
     ("dp=2 sync=local", {"after": -1}, "after=-1 is no whole number of at least 0; write after=0"),
     ("dp=2 sync=diloco every=4", {"outer_momentum": 1.0}, "outer_momentum=1.0"),

@@ -37,7 +37,7 @@ from meshwise.engine.schedule_and_cut import cut_source, cutter, plan_schedule
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
 from meshwise.engine.step_result import SkipPolicy, UpdateRecipe
 from meshwise.engine.trainer import Trainer
-from meshwise.expert.expert_capacity import check_expert_options, limit_experts
+from meshwise.expert.expert_capacity import check_experts, limit_experts
 from meshwise.expert.expert_parallel import expert_parallel
 from meshwise.expert.router_losses import RouterLosses
 from meshwise.expert.router_updates import RouterUpdates
@@ -206,8 +206,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
     if plan.asynchronous and world.device.type == "cuda":
         raise PlanError(f"staleness={plan.staleness} needs ranks on CPUs: GPUs cannot wait for any of several messages")
     losses = RouterLosses.of(options.router_losses)
-    capacity, rules = options.expert_capacity, options.tensor_rules
-    check_expert_options(module, capacity=capacity, losses=losses, plan=plan, rules=rules)
+    check_experts(module, capacity=options.expert_capacity, losses=losses, plan=plan, rules=options.tensor_rules)
     routers = RouterUpdates(rate=options.expert_bias_rate, device=world.device, losses=losses)
     routers.prepare(module)
     precision, scheme = options.precision or precision_of(plan), _scheme(plan, options, module=module, routers=routers)
@@ -238,8 +237,8 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         reduction = compressed(reduction, wire=plan.wire, feedback=bool(plan.feedback))
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
     outer, node = (plan.mesh().expand([axis]) for axis in ("outer", "node"))
-    kept = reduction, precision, tiers, outer, plan.sync_axes, node
-    storage = StorageConfig(*kept, gather, plan.prefetch, plan.overlap_gather > 0)
+    axes = outer, plan.sync_axes, node
+    storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch, plan.overlap_gather > 0)
     task = MicrobatchTask(forward, loss or no_loss, call)
     policy.undo.push(casts.hook(module))
     return ParallelSetting(plan, world, options, task, storage, policy, context, scheme, routers)

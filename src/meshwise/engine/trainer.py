@@ -90,7 +90,8 @@ class Trainer:
         self._average: ParameterAverage | None = None
         self._state = TrainingState(engine, update=self._update, plan=plan)
         wait = self._state.wait_staged
-        self.agreements = None
+        self.agreements: Replicas | None = None
+        """Rounds of the replicas under a `sync` across steps; None under `sync=step`."""
         if scheme is not None:
             self.agreements = Replicas(engine, optimizer=optimizer, scheme=scheme, axes=plan.sync_axes, wait=wait)
         self._servers = None

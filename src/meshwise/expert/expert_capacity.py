@@ -88,7 +88,7 @@ def limit_experts(
         routers.handles.append(experts.register_forward_pre_hook(own._drop, with_kwargs=True))
 
 
-def check_expert_options(
+def check_experts(
     module: nn.Module, *, capacity: float | None, losses: RouterLosses, plan: Plan, rules: Mapping[str, str] | None
 ) -> None:
     """Raise PlanError for a capacity or losses of routers with which the plan or the model cannot work."""

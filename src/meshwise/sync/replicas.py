@@ -385,8 +385,8 @@ class Replicas:
     def _goes_on(self, saved: Mapping[str, Any]) -> bool:
         """Return whether this scheme can continue the round of a result of `state`."""
         scheme, timing = self.scheme, [self.scheme.every, self.scheme.delay]
-        same = {*saved["state"]} ^ {*scheme.state_names} <= {"outer_error"}  # errors may begin as zero
-        same = same and len(saved["counts"][0]) == scheme.fragments
+        differ = {*saved["state"]} ^ {*scheme.state_names}
+        same = differ <= {"outer_error"} and len(saved["counts"][0]) == scheme.fragments
         same = same and saved.get("scaled_by_lr", scheme.scaled_by_lr) == scheme.scaled_by_lr
         return same and (not saved["in_flight"] or saved.get("timing", timing) == timing)
 

@@ -179,7 +179,7 @@ class SyncScheme:
         if self.group and (self.has_anchor or self.fragments > 1):
             raise ValueError(
                 f"sync: group={self.group} agrees about whole parameters, without an outer step and fragments; write "
-                "group=0, or sync=local in the plan and fragments=1"
+                "group=0, or fragments=1 and, in the plan, sync=local and wire=auto"
             )
 
     @property
@@ -240,6 +240,7 @@ def sync_scheme(plan: Plan, *, settings: Mapping[str, Any]) -> SyncScheme:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
+            hint = f"it is a key of the plan: write {key}={settings[key]} there" if key in of_plan else hint
             raise ValueError(f"sync has no setting {key!r}; {hint}")
     scheme = dataclasses.replace(SCHEMES[plan.sync], **of_plan, **settings)
     plan.check(() if scheme.join else ALONE)
