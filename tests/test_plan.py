@@ -233,6 +233,7 @@ MET_BY |= {"offload.params!=device": "offload=params:disk", "schedule!=1f1b": "s
 MET_BY |= {"wire.codec=powersgd": "wire=powersgd:4", "gather!=exact": "gather=int8"}
 MET_BY |= {"wire.codec!=none": "wire=int8", "precision=fp16": "precision=fp16"}
 MET_BY |= {"sync!=step": "sync=local", "wire!=auto": "wire=bf16", "offload.optimizer!=device": "offload=optimizer:cpu"}
+MET_BY |= {"offload.outer!=device": "offload=outer:cpu"}
 MET_BY |= {"staleness!=0": "staleness=2", "correction!=none": "correction=dc:0.1"}
 MET_BY |= {"context!=auto": "context=ring", "context!=usp": "context=ring", "ep>1": "ep=2 dp=2"}
 MET_BY |= {"dispatch!=auto": "dispatch=all-gather", "prefetch!=1": "prefetch=2"}

@@ -176,7 +176,9 @@ class Bucket:
         kept |= dict.fromkeys(reduction.summed_state, (self.place.size, wide_sum))
         kept |= {f"{name}/owner": (self.shard[1] - self.shard[0], wide_sum) for name in reduction.owner_state}
         for name, (size, dtype) in kept.items():
-            self.reduction_state[name] = torch.zeros(size, dtype=dtype, device=self.device)
+            away = name in reduction.owned_state and name != "outer_error" and tiers.is_offloaded("outer")
+            new = partial(tiers.empty, "outer", numel=size) if away else partial(torch.empty, size, device=self.device)
+            self.reduction_state[name] = new(dtype=dtype).zero_()
 
     def _chunk(self, low: int, *, high: int) -> UpdateChunk:
         """Return elements [low, high) as one chunk to update, and add their slices, one for each run, to `slices`."""

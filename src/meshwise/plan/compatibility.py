@@ -94,6 +94,7 @@ COMPATIBILITY = (
     Refusal("sync!=step wire.codec=powersgd", "wire=int8", "replicas sum flat tensors, PowerSGD needs whole matrices"),
     Refusal("sync=gossip wire.codec!=none", "wire=auto", "its replicas send parameters, and a codec needs changes"),
     Refusal("sync!=step offload.optimizer!=device", "offload=none", "replicas agree about state on the device"),
+    Refusal("sync=step offload.outer!=device", "offload=none", "only replicas that differ keep an outer state"),
     Refusal("server=0 staleness!=0", "staleness=0", "only servers apply gradients late"),
     Refusal("staleness=0 correction!=none", "correction=none", "only late gradients are corrected"),
     Refusal("server>0 zero>0", "zero=0", "the servers hold the optimizer, and workers the whole parameters"),

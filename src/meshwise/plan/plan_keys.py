@@ -171,6 +171,8 @@ class Offload:
     gradients: str = "device"
     params: str = "device"
     activations: str = "device"
+    outer: str = "device"
+    """Tier of what replicas keep between their agreements: the last agreed parameters, and the outer momentum."""
 
     @classmethod
     def parse(cls, text: str) -> "Offload":
@@ -211,7 +213,7 @@ class Offload:
 
     @property
     def state_tiers(self) -> set[str]:
-        """Tiers of the state that an update needs: all except activations."""
+        """Tiers of the state that an update needs: all except activations and `outer`."""
         return {self.optimizer, self.masters, self.gradients, self.params}
 
     @property
@@ -222,7 +224,7 @@ class Offload:
     @property
     def uses_disk(self) -> bool:
         """True if any state is stored on disk; activations are not counted."""
-        return "disk" in self.state_tiers
+        return "disk" in {*self.state_tiers, self.outer}
 
 
 OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))

@@ -313,7 +313,7 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
                 usual = Category.GRADIENTS if name in ("gradient", "reduced") else Category.PARAMETERS
                 note = recorder.watch if value is bucket.whole else recorder.record_allocation
                 note(value, category=Category.GATHERED if gathered else usual)
-        for state in bucket.reduction_state.values():
+        for state in [each for each in bucket.reduction_state.values() if not trainer.tiers.on_disk(each)]:
             recorder.record_allocation(state, category=Category.REDUCTION)
     for module in trainer.modules:
         for buffer in module.buffers():

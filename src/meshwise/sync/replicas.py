@@ -153,7 +153,7 @@ class Replicas:
         for bucket in self._fragments[fragment]:
             value = _master(bucket)
             if self.scheme.has_anchor:
-                value = bucket.reduction_state["agreed"] - value
+                value = _on_device(bucket, "agreed") - value
             sent.append(self._send_bucket(value * weight, bucket=bucket, updated=count > 0))
         if self.scheme.state == "mean":
             sent += [self._send(value * weight, target=value) for value in self._common_state(fragment)]
@@ -219,12 +219,14 @@ class Replicas:
         unit = (self._optimizer.param_groups[0]["lr"] or 1.0) if scheme.scaled_by_lr else 1.0
         step = change = change / unit
         if scheme.outer_momentum:
-            step = state["outer_momentum"].mul_(scheme.outer_momentum).add_(change)
+            step = _on_device(bucket, "outer_momentum").mul_(scheme.outer_momentum).add_(change)
+            state["outer_momentum"].copy_(step)
             if scheme.nesterov:
                 step = change + scheme.outer_momentum * step
-        before = state["agreed"].clone() if scheme.elastic else state["agreed"]
-        state["agreed"].sub_(step, alpha=scheme.outer_lr * unit)
-        master.copy_(before.lerp(master, scheme.blend))
+        before = _on_device(bucket, "agreed")
+        agreed = before.sub(step, alpha=scheme.outer_lr * unit)
+        master.copy_((before if scheme.elastic else agreed).lerp(master, scheme.blend))
+        state["agreed"].copy_(agreed)
 
     def _mix(self, graph: str) -> None:
         """Mix the parameters of this replica with its neighbours' in a graph."""
@@ -407,13 +409,13 @@ class Replicas:
         totals = [sum(each) / self.size for each in zip(*saved["counts"], strict=True)]
         self._counts = list(saved["counts"][self.index]) if same else totals
         for bucket, name in itertools.product(self._buckets, self.scheme.state_names):
-            value = bucket.reduction_state[name]
+            value = _on_device(bucket, name)
             factor = saved["replicas"] / self.size if name == "outer_error" else 1.0  # all errors add up as before
             # A parameter that was frozen when the checkpoint was saved has no `agreed` there, which shows as NaN.
-            value.copy_(torch.where(value.isnan(), _master(bucket), value * factor))
+            bucket.reduction_state[name].copy_(torch.where(value.isnan(), _master(bucket), value * factor))
         for fragment, weight in saved["in_flight"].items():
             sent = [
-                _SentTensor(_master(bucket), bucket.reduction_state["outer_change"].clone(), Work())
+                _SentTensor(_master(bucket), _on_device(bucket, "outer_change").clone(), Work())
                 for bucket in self._fragments[int(fragment)]
             ]
             total = torch.full((1,), weight, dtype=torch.float64, device=self._world.device)
@@ -424,6 +426,11 @@ def _is_own(each: StoredSlice) -> bool:
     """Return whether replicas have different values of a slice."""
     kind = each.slot.partition("/")[0]
     return kind in ("parameter", "optimizer", "scalar", "number") or each.slot == "reduction/outer_error"
+
+
+def _on_device(bucket: Bucket, name: str) -> Tensor:
+    """Return an outer state of a bucket from its tier; on the device already, the state itself."""
+    return bucket.reduction_state[name].to(bucket.device)
 
 
 def _master(bucket: Bucket) -> Tensor:

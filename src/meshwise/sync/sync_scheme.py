@@ -249,6 +249,8 @@ def sync_scheme(plan: Plan, *, settings: Mapping[str, Any]) -> SyncScheme:
         raise ValueError(f"sync: the blend of easgd is 1 - outer_lr / {replicas}; leave blend out, set outer_lr=0.9")
     if scheme.elastic:
         scheme = dataclasses.replace(scheme, blend=1 - scheme.outer_lr / replicas)
+    if plan.tiers.outer != "device" and not scheme.has_anchor:
+        raise ValueError(f"sync={plan.sync} keeps nothing between agreements; write offload=none, or sync=diloco")
     if scheme.after and scheme.delay:
         raise ValueError(f"sync: after={scheme.after} agrees at once, and delay={scheme.delay} later; write delay=0")
     check_graph(scheme.graph, size=replicas)
