@@ -288,7 +288,7 @@ def test_each_rank_of_a_ring_over_nodes_sends_its_part_between_them() -> None:
     assert found["8x1 h100"] == {"inside": 0, "between": whole}
 
 
-@pytest.mark.parametrize("name", ["v100", "a100-40", "a100-80", "h100", "h200", "b200", "cpu4"])
+@pytest.mark.parametrize("name", ["v100", "a100-40", "a100-80", "h100", "h200", "b200", "h100-sites", "cpu4"])
 def test_a_shipped_cluster_is_read_and_written_back(name: str, tmp_path: Path) -> None:
     cluster = load(name)
     path = tmp_path / "cluster.toml"
