@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.train.flags_and_toml import read_job
-from meshwise.train.job import Job
+from meshwise.train.job_settings import Job
 from meshwise.train.loop import train as train_job
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.toml"

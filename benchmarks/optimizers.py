@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise import World, parallelize, run
-from meshwise.data_parallel.logical_slices import LogicalSlices
-from meshwise.data_parallel.stored_slices import optimizer_slices
+from meshwise.data_parallel.checkpoint_slices import optimizer_slices
+from meshwise.data_parallel.whole_parameter_functions import LogicalSlices
 from meshwise.engine.trainer import Trainer
 from meshwise.optim import Muon, Several
 from meshwise.reference import GPT, GPTConfig, next_token_loss

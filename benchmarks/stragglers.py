@@ -23,7 +23,7 @@ from meshwise.comm.api.world import World
 from meshwise.plan import Plan
 from meshwise.reference import next_token_loss
 from meshwise.testing import run
-from meshwise.train.job import DataJob, Job, ModelJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, ModelJob, TrainJob
 from meshwise.train.loop import train
 
 SECONDS = "SECONDS_OF_A_ROW"

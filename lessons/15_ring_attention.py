@@ -24,7 +24,7 @@ from torch.nn import functional
 import meshwise as mw
 from classroom import run_mesh, run_plain
 from meshwise.attention import causal
-from meshwise.attention.token_attention import work_table
+from meshwise.attention.cp_attention import work_table
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, outcome
 

@@ -22,7 +22,7 @@ from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
-from meshwise.view.plan_account import comparison_table, predicted_account
+from meshwise.view.drawing_data import comparison_table, predicted_account
 
 LAYERS, WIDTH, CONTEXT, BATCH, GPUS = 4, 8192, 1024, 64, 16
 P = 12 * LAYERS * WIDTH**2

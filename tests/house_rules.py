@@ -248,7 +248,7 @@ WAITING_METHODS = frozenset({"item", "tolist", "nonzero", "masked_select", "cpu"
 REDUCTIONS = frozenset({"any", "all", "sum", "max", "min", "mean"})
 MAY_WAIT: Mapping[str, str] = {
     # Between steps, or once: checkpoints, trials at the begin, errors, measurements.
-    "meshwise.data_parallel.stored_slices": "a checkpoint is read",
+    "meshwise.data_parallel.checkpoint_slices": "a checkpoint is read",
     "meshwise.engine.step_result": "the batch of the first step is compared; a gradient that is not finite is named",
     "meshwise.engine.staged_runner._absent": "predictions, not steps",
     "meshwise.memory.swap_file": "memory of the host",
@@ -261,13 +261,13 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.data_parallel.batch_norm_statistics": "for a batch of one value, which is refused",
     "meshwise.expert.expert_parallel": "which experts have tokens; figures between steps",
     "meshwise.expert.token_exchange": "tokens for each expert",
-    "meshwise.attention.token_attention": "whether a batch is packed; a mask on the CPU",
+    "meshwise.attention.cp_attention": "whether a batch is packed; a mask on the CPU",
     "meshwise.attention.token_interception._row_of_all": "whether a row and a column are positions of tokens",
     "meshwise.attention.mask_pattern": "which tiles of documents and padding are empty",
     "meshwise.sync.parameter_servers": "what a server receives depends on the numbers of a message; rows that are sent",
     # On the CPU; for the last one CUDA has a check on the device (torch._assert_async).
     "meshwise.model.random_draws.RandomDraws.reseed": "positions of tokens, which are made on the CPU",
-    "meshwise.model.shape_constants": "values of masks in a run on meta tensors, on the CPU",
+    "meshwise.model.meta_tensor_values": "values of masks in a run on meta tensors, on the CPU",
     "meshwise.tensor.core.vocab_parallel.require_valid": "classes and tokens are checked",
 }
 """Files and functions that may let the host wait for the device, and for what; a step reads its totals in `World`."""
@@ -424,7 +424,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.testing.difference": 2,
     "meshwise.base.tensor_tree.map_tensors": 2,
     "meshwise.comm.launch.launch.torchrun_line": 2,
-    "meshwise.comm.api.collective_buffers.split": 2,
+    "meshwise.comm.api.split_and_reduce.split": 2,
     # What is called back: loss(output, batch), forward(model, batch), parameter_options(name, parameter),
     # on_gradient(row, gradient); and what torch's launcher calls in a rank.
     "meshwise.comm.launch.rank_process.rank_main": 5,
@@ -437,7 +437,7 @@ POSITIONS: Mapping[str, int] = {
     "meshwise.model.parameter_table.matrices_decay": 2,
     "meshwise.reference.gpt.next_token_loss": 2,
     "meshwise.train.objects_by_name.answer_loss": 2,
-    "meshwise.train.global_batches.without_targets": 2,
+    "meshwise.train.streams_and_collators.without_targets": 2,
     "meshwise.train.objects_by_name.mean_squared_error": 2,
 }
 """How many arguments a public function may take by position, where it is more than one, and why."""

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from meshwise.comm.api.world import World
 from meshwise.testing import run
-from meshwise.train.job import Job
+from meshwise.train.job_settings import Job
 from meshwise.train.loop import RunSummary, train
 
 

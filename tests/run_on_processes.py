@@ -33,7 +33,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exp
 
 from meshwise import testing
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.connect import _worlds, connect
 from meshwise.comm.network.job_store import LOOPBACK

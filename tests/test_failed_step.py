@@ -10,7 +10,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import LossError
-from meshwise.pipeline.run.pipeline_stage import StageError
+from meshwise.pipeline.run.stage_forward import StageError
 from meshwise.testing import agree, run
 
 ROWS, WIDTH = 8, 4

@@ -15,7 +15,7 @@ from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.model.full_parameter_access import LogicalTensors
+from meshwise.model.whole_parameters import LogicalTensors
 from meshwise.optim import LAMB, LARS, Muon, OneBitAdam, Several, parameter_rule, whole
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss

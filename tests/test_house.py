@@ -124,10 +124,10 @@ def test_the_page_shows_the_house() -> None:
 
 
 SOUND = [
-    ("meshwise.train.loop", "from meshwise.comm.api.world import World\nfrom meshwise.train.dataset import Data"),
+    ("meshwise.train.loop", "from meshwise.comm.api.world import World\nfrom meshwise.train.data_loading import Data"),
     ("meshwise.train.loop", "from . import data\nimport torch.nn"),
     ("meshwise.view.plot", "def f():\n    import matplotlib.pyplot as plt\n    return plt"),
-    ("meshwise.comm.network.process_world", "import torch.distributed as dist"),
+    ("meshwise.comm.network.choose_world", "import torch.distributed as dist"),
     ("meshwise.base.a", "__all__ = ['a']\nNAMES = ('a', 'b')\nTABLE: Mapping[str, int] = {'a': 1}\nSIZE: int = 3"),
     ("meshwise.base.a", "class A:\n    def __init__(self):\n        self.seen = []\n        self.weight = None"),
     ("meshwise.engine.a", "for p in m.parameters():\n    p.grad = None\n    p.data = x\n    p.requires_grad = False"),

@@ -3,11 +3,11 @@
 from meshwise.base import __version__
 from meshwise.base.mesh import Mesh
 from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
-from meshwise.checkpoint.dcp_format import export_dcp, import_dcp
+from meshwise.checkpoint.dcp_conversion import export_dcp, import_dcp
 from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.connect import connect
 from meshwise.comm.launch.launch import run

@@ -24,13 +24,13 @@ from meshwise.engine.trainer import Trainer
 from meshwise.expert.expert_capacity import limit_experts
 from meshwise.expert.router_losses import RouterLosses
 from meshwise.expert.router_updates import RouterUpdates
-from meshwise.memory.recompute_modes import saved_bytes_hook
+from meshwise.memory.recompute_costs import saved_bytes_hook
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.forward import Loss, call_loss, default_forward
-from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
+from meshwise.model.whole_parameters import LogicalTensors
 from meshwise.optim.flat_optimizer import default_options, needs_of
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import ModelCasts, Precision, convert, widen_for_loss

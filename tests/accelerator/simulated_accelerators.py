@@ -19,7 +19,7 @@ from accelerator.simulated_nccl import SimulatedNccl
 from accelerator.simulated_streams import SimulatedHost, SimulatedStreams
 from meshwise.comm.in_process.thread_and_trace_worlds import Rendezvous, ThreadWorld, run_threads
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld
-from meshwise.pipeline.run import pipeline_stage
+from meshwise.pipeline.run import stage_forward
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SimulatedAccelerators:
 
         Raises the first error of a rank: StreamRace, Deadlock, or an error of `main`."""
         lock, made = threading.Lock(), list[_Machine]()
-        pipeline_stage._nan.cache_clear()  # it has tensors of the devices of earlier runs
+        stage_forward._nan.cache_clear()  # it has tensors of the devices of earlier runs
 
         def rank_main(world: ThreadWorld) -> Any:
             with lock:

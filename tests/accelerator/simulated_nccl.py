@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accelerator.queued_work import JointWork, QueuedWork, WorkQueues, place_of_call
 from accelerator.simulated_streams import SimulatedStreams
-from meshwise.comm.api.collective_buffers import reduce_in_order
+from meshwise.comm.api.split_and_reduce import reduce_in_order
 from meshwise.comm.network.nccl_world import _OPS, POINT_TO_POINT
 
 _REFUSED = (torch.int16, torch.complex64, torch.complex128, torch.complex32)

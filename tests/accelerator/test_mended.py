@@ -20,7 +20,7 @@ from accelerator.simulated_accelerators import SimulatedAccelerators
 from accelerator.training import check, losses, parsed
 from meshwise.comm.api.streams import streams_of, use_deterministic_kernels
 from meshwise.comm.api.world import World
-from meshwise.comm.network import nccl_world, process_world
+from meshwise.comm.network import choose_world, nccl_world
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import StateBeforeUpdate
 from meshwise.memory.activation_offload import HostMover
@@ -300,21 +300,21 @@ def test_a_step_that_failed_puts_the_generator_of_the_device_back() -> None:
 
 
 def test_ranks_of_a_host_take_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_world, "gpu_count", lambda: 4)
-    for name in process_world.LOCAL_RANKS:
+    monkeypatch.setattr(choose_world, "gpu_count", lambda: 4)
+    for name in choose_world.LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="LOCAL_RANK is not set on a host with 4 GPUs: each rank would take the first"):
-        process_world.default_device()
+        choose_world.default_device()
     monkeypatch.setenv("SLURM_LOCALID", "2")
-    assert process_world.default_device() == torch.device("cuda", 2)
+    assert choose_world.default_device() == torch.device("cuda", 2)
     monkeypatch.setenv("LOCAL_RANK", "5")
-    assert process_world.default_device() == torch.device("cuda", 1)
-    monkeypatch.setattr(process_world, "gpu_count", lambda: 1)
+    assert choose_world.default_device() == torch.device("cuda", 1)
+    monkeypatch.setattr(choose_world, "gpu_count", lambda: 1)
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.delenv("SLURM_LOCALID")
-    assert process_world.default_device() == torch.device("cuda", 0)
+    assert choose_world.default_device() == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ FAULTS = (
     ),
     # layers, tokens and experts
     Fault("comm.api.autograd_collectives:after", "work.wait()", "tp=2 sequence_parallel=1 precision=bf16", UNWRITTEN),
-    Fault("attention.key_exchange:RingExchange.blocks", "work.wait()", "cp=2 context=ring recompute=full", UNWRITTEN),
-    Fault("attention.key_exchange:DirectExchange.backward", "work.wait()", "cp=2 context=window", UNWRITTEN),
+    Fault("attention.kv_exchange:RingExchange.blocks", "work.wait()", "cp=2 context=ring recompute=full", UNWRITTEN),
+    Fault("attention.kv_exchange:DirectExchange.backward", "work.wait()", "cp=2 context=window", UNWRITTEN),
     Fault(
         "expert.token_exchange:ExpertExchange._exchange_counts",
         "axes=self._axes.experts).wait()",
@@ -134,7 +134,7 @@ FAULTS = (
     # stages
     Fault("pipeline.run.schedule_interpreter:_ScheduleRun._receive", "work.wait()", STAGES, UNWRITTEN),
     Fault("pipeline.run.schedule_interpreter:_ScheduleRun._release", "work.wait()", STAGES, FREED),
-    Fault("data_parallel.staged_engine:Engine._sum_tie", "work.wait()", STAGES, f"{UNREAD}|{FREED}"),
+    Fault("data_parallel.stage_engines:Engine._sum_tie", "work.wait()", STAGES, f"{UNREAD}|{FREED}"),
     Fault(
         "pipeline.run.schedule_interpreter:_row_order",
         "receive_starts(Schedule(tuple(map(tuple, rows))))",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwise.attention import Pattern, attend, attention_tiles, causal, documents, full, fused_kernels, padding, window
+from meshwise.attention import Pattern, attend, causal, documents, full, fused_kernels, padding, tiled_attention, window
 from meshwise.attention.fused_kernels import AttentionInput, fused_kernel
 
 LENGTH, WIDTH = 75, 16
@@ -49,7 +49,7 @@ def check(dtype: torch.dtype, found: list[Tensor], exact: list[Tensor]) -> None:
 def by_formulas(dtype: torch.dtype, pattern: Pattern, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Return the attention of the same rounded tensors, by the plain formulas in float64."""
     with monkeypatch.context() as patched:
-        patched.setattr(attention_tiles, "fused_kernel", lambda *_, **__: None)
+        patched.setattr(tiled_attention, "fused_kernel", lambda *_, **__: None)
         return trained([x.double() for x in tensors(dtype)], pattern)
 
 
@@ -163,8 +163,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     }
     operators = {f"_scaled_dot_product_{name}": noted(name, run) for name, run in names.items()}
     monkeypatch.setattr(fused_kernels, "_aten", SimpleNamespace(**operators))
-    monkeypatch.setattr(attention_tiles, "fused_kernel", chosen)
-    monkeypatch.setattr(attention_tiles, "CPU_TILE", 16)
+    monkeypatch.setattr(tiled_attention, "fused_kernel", chosen)
+    monkeypatch.setattr(tiled_attention, "CPU_TILE", 16)
     return called
 
 
@@ -189,6 +189,6 @@ def test_the_kernels_get_what_they_need(
 def test_the_kernels_of_a_gpu_equal_the_formulas(
     pattern: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_tiles, "DEVICE_TILE", 16)
+    monkeypatch.setattr(tiled_attention, "DEVICE_TILE", 16)
     found = trained(tensors(dtype, device="cuda"), PATTERNS[pattern])
     check(dtype, found, by_formulas(dtype, PATTERNS[pattern], monkeypatch))

@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from grid import Grid
 from meshwise import Mesh
-from meshwise.attention.attention_tiles import ScoreRules, TiledAttention
-from meshwise.attention.key_exchange import DirectExchange, GatherExchange, KeyExchange, RingExchange
+from meshwise.attention.kv_exchange import DirectExchange, GatherExchange, KeyExchange, RingExchange
 from meshwise.attention.mask_pattern import (
     Pattern,
     TilePair,
@@ -29,6 +28,7 @@ from meshwise.attention.mask_pattern import (
     window,
 )
 from meshwise.attention.split_attention import attend, split_attention
+from meshwise.attention.tiled_attention import ScoreRules, TiledAttention
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import TokenRanges, token_order
 from meshwise.testing import run

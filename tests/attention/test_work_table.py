@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwise.attention import Pattern, attend, causal, documents, full, window
 from meshwise.attention.context_parallel import ContextParallel
-from meshwise.attention.token_attention import work_table
+from meshwise.attention.cp_attention import work_table
 from meshwise.cli.main import main
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.world import World

@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import start_processes
 from checkpoint.cases import Case, loss
 from free_port import free_port
 from meshwise.checkpoint.checkpoint_format import DamageError
-from meshwise.checkpoint.dcp_format import export_dcp, import_dcp
+from meshwise.checkpoint.dcp_conversion import export_dcp, import_dcp
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.fork_server import start_context
 from meshwise.engine.parallelize import parallelize

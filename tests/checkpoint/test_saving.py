@@ -21,7 +21,7 @@ from meshwise.checkpoint.checkpoint_format import SaveError, read_index
 from meshwise.checkpoint.save_state import CHUNK_BYTES, BufferedWriter, PendingSave
 from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.stored_slices import StoredSlice
+from meshwise.data_parallel.checkpoint_slices import StoredSlice
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.testing import run
@@ -291,7 +291,7 @@ MEMORY = """
     from meshwise.checkpoint.checkpoint_folder import CheckpointReader
     from meshwise.checkpoint.save_state import PendingSave
     from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
-    from meshwise.data_parallel.stored_slices import StoredSlice
+    from meshwise.data_parallel.checkpoint_slices import StoredSlice
 
     MB = 1 << 20
     state = [torch.ones(64 * MB // 4) for _ in range(4)]

@@ -14,7 +14,7 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.reference import next_token_loss
 from meshwise.testing import run
 from meshwise.train.flags_and_toml import to_toml
-from meshwise.train.job import DataJob, Job, ModelJob
+from meshwise.train.job_settings import DataJob, Job, ModelJob
 from meshwise.train.objects_by_name import model_function
 
 JOB = Job(

@@ -15,7 +15,7 @@ from meshwise.cli.main import COMMANDS, main
 from meshwise.cli.shared_flags import local_ranks
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.plan import Plan
-from meshwise.train.job import Job
+from meshwise.train.job_settings import Job
 
 
 def test_without_a_command_it_tells_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from meshwise.bench.collective_benchmark import COPY, Measurement, as_table
 from meshwise.cli.main import main
 from meshwise.cli.shared_flags import check_outputs, write_and_say
-from meshwise.train.job import JobError
+from meshwise.train.job_settings import JobError
 
 
 def full(path: Path) -> None:

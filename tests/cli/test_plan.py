@@ -14,7 +14,7 @@ from meshwise.plan import Plan
 from meshwise.planner.lower_bound import PlanFigures
 from meshwise.planner.plan_search import Candidate, EstimateLevel, SearchResult
 from meshwise.train.flags_and_toml import from_toml
-from meshwise.train.job import Job
+from meshwise.train.job_settings import Job
 
 JOB = """\
 plan = "dp=2"   # the two at hand

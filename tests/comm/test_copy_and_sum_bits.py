@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwise.comm.api.collective_buffers import copy, elements, reduce_in_order
+from meshwise.comm.api.split_and_reduce import copy, elements, reduce_in_order
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from meshwise.attention.token_attention import context_world
+from meshwise.attention.cp_attention import context_world
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.comm.api.world import EmulatedLink, World

@@ -11,8 +11,8 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from meshwise.comm.api.world import World
+from meshwise.comm.network.choose_world import process_world
 from meshwise.comm.network.job_store import job_store
-from meshwise.comm.network.process_world import process_world
 from meshwise.testing import run
 from warm_processes import Processes
 

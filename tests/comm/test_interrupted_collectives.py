@@ -16,7 +16,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from joined_worlds import joined
-from meshwise.comm.api.collective_buffers import copy, reduce_block
+from meshwise.comm.api.split_and_reduce import copy, reduce_block
 from meshwise.comm.api.world import World
 from meshwise.comm.network.gloo_world import PendingMessages
 from meshwise.comm.network.job_store import job_store
@@ -73,7 +73,7 @@ def adds_up_twice(world: World, name: str, size: int) -> str:
     work = other.all_reduce(x, axes="rank")
     told.set("begun", "")
     with (
-        _signalled_after("meshwise.comm.api.collective_buffers.reduce_block", reduce_block),
+        _signalled_after("meshwise.comm.api.split_and_reduce.reduce_block", reduce_block),
         pytest.raises(Interruption),
     ):
         work.wait()

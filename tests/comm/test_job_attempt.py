@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # torch exports it without declaring it
 
-from meshwise.comm.api.job_processes import JobAttempt
+from meshwise.comm.api.launcher_info import JobAttempt
 from meshwise.comm.network.job_store import (
     LoopbackRendezvous,
     address_towards,

@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.comm.launch import connect as connecting
 from meshwise.comm.launch.connect import connect
 from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.launch.launch import NoSemaphoresError, cores, run, torchrun_line
-from meshwise.comm.network.process_world import takes_nccl
+from meshwise.comm.network.choose_world import takes_nccl
 from warm_processes import Processes
 
 pytestmark = pytest.mark.processes

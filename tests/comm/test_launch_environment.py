@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from meshwise.comm.api.job_processes import launched_rank, prints_for_job
+from meshwise.comm.api.launcher_info import launched_rank, prints_for_job
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.connect import connect
 from meshwise.comm.launch.launch import run

@@ -18,12 +18,12 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from joined_worlds import joined
-from meshwise.comm.api.job_processes import has_ended
+from meshwise.comm.api.launcher_info import has_ended
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.fork_server import start_context
+from meshwise.comm.network.choose_world import process_world
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.job_store import job_store
-from meshwise.comm.network.process_world import process_world
 from meshwise.comm.shared_memory.host_connection import Board
 from meshwise.testing import run
 from warm_processes import Processes

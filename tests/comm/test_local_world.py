@@ -25,9 +25,9 @@ from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run as run_processes
 from meshwise.comm.network import job_store as store_module
+from meshwise.comm.network.choose_world import Comm, process_world
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.job_store import job_store
-from meshwise.comm.network.process_world import Comm, process_world
 from meshwise.comm.shared_memory.group_queue import RECORDS_PER_QUEUE
 from meshwise.comm.shared_memory.host_connection import Board
 from meshwise.comm.shared_memory.local_world import LocalWorld

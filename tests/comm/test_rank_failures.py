@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # not in t
 
 import script_processes
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.job_processes import JobAttempt, RankKilledError, RankLostError, has_ended
+from meshwise.comm.api.launcher_info import JobAttempt, RankKilledError, RankLostError, has_ended
 from meshwise.comm.api.world import World
 from meshwise.comm.health.watchdog import Watchdog
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.launch.rank_process import RankOutcome, first_error, results
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import script_processes
-from meshwise.comm.api.job_processes import RankKilledError
+from meshwise.comm.api.launcher_info import RankKilledError
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 

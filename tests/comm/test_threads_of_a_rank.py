@@ -13,7 +13,7 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # not in torch's stubs
 
 from joined_worlds import joined
-from meshwise.comm.api.collective_buffers import reduce_in_order
+from meshwise.comm.api.split_and_reduce import reduce_in_order
 from meshwise.comm.api.world import World
 from meshwise.comm.network.job_store import job_store
 from meshwise.testing import run

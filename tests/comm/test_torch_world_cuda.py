@@ -16,9 +16,9 @@ from torch.distributed import distributed_c10d as c10d
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
+from meshwise.comm.network.choose_world import NCCL_SHARES_GPUS
 from meshwise.comm.network.gloo_world import GlooWorld
 from meshwise.comm.network.nccl_world import Communicators, NcclWorld, nccl
-from meshwise.comm.network.process_world import NCCL_SHARES_GPUS
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]

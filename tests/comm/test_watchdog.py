@@ -21,10 +21,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from meshwise.comm.api.job_processes import LauncherProcess, has_ended
+from meshwise.comm.api.launcher_info import LauncherProcess, has_ended
 from meshwise.comm.api.world import World
 from meshwise.comm.health.watchdog import Watchdog, _Pace
-from meshwise.comm.network.process_world import process_world
+from meshwise.comm.network.choose_world import process_world
 
 SIZE = 3
 # Beats, a survey and the end take a few seconds; a machine with other work to do may take all of it.
@@ -38,7 +38,7 @@ IMPATIENT = PACE | {"beat": 0.5, "silent": 4.0}
 pytestmark = pytest.mark.processes
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch", "meshwise.comm.network.process_world", "meshwise.comm.health.watchdog", "pytest"]
+    ["torch", "meshwise.comm.network.choose_world", "meshwise.comm.health.watchdog", "pytest"]
 )
 
 

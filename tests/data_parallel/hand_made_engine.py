@@ -10,8 +10,8 @@ from meshwise.checkpoint.training_state import TrainingState
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
-from meshwise.data_parallel.reduction import Reduction
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.gradient_reduction import Reduction
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.engine.step import StepAfterBackward
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.memory.tiers import Tiers

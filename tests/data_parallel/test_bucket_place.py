@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.data_parallel.bucket_place import ALIGNMENT, BucketPlace, Options
+from meshwise.data_parallel.bucket_layout import ALIGNMENT, BucketPlace, Options
 from meshwise.layout.layout import Layout
 from meshwise.model.parameter_table import ParameterRow
 

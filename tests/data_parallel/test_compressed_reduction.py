@@ -18,7 +18,7 @@ from grid import Grid
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.reduction import CODECS
+from meshwise.data_parallel.gradient_reduction import CODECS
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from data_parallel.hand_made_engine import HandMade
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.reduction import ZERO
+from meshwise.data_parallel.gradient_reduction import ZERO
 from meshwise.model.parameter_table import ParameterTable, parameter_table
 from meshwise.testing import run
 

@@ -15,7 +15,7 @@ from data_parallel.test_collective_counts import LINE, TOTALS, build, counted, s
 from data_parallel.test_compressed_reduction import EQUAL, LR, SGD, flat_gradient, layer, rows, square_loss
 from grid import Grid
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.reduction import CODECS
+from meshwise.data_parallel.gradient_reduction import CODECS
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError

@@ -33,7 +33,7 @@ from faults.ranks import STALL_SECONDS, Ended, Fault, run_ranks
 from meshwise.checkpoint.checkpoint_folder import damages
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
-from meshwise.train.job import Job
+from meshwise.train.job_settings import Job
 from meshwise.train.loop import train
 
 PLANS = ("dp=2", "dp=2 zero=1", "dp=2 zero=3", "dp=1 server=1 staleness=1")

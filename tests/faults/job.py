@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from meshwise.plan import Plan
-from meshwise.train.job import DataJob, Job, ModelJob, OptimizerJob, ScheduleJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, ModelJob, OptimizerJob, ScheduleJob, TrainJob
 
 STEPS = 10
 RANKS = 2

@@ -28,7 +28,7 @@ from rich.console import Console
 from meshwise.comm.api.flight_recorder import CallRecord, FlightRecorder
 from meshwise.comm.launch.connect import connect
 from meshwise.comm.network.job_store import LOOPBACK, loopback_store
-from meshwise.train.job import Job
+from meshwise.train.job_settings import Job
 from meshwise.train.loop import train
 
 # Of a rank that is stopped; where none is, a disk may take its time.

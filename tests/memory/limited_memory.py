@@ -23,7 +23,7 @@ from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train.flags_and_toml import read_job
-from meshwise.train.job import Job
+from meshwise.train.job_settings import Job
 
 SMALL = mw.Options(swap=SwapConfig(buffer=1 << 22))
 

@@ -5,7 +5,7 @@ import pytest
 from memory.recomputed_model import batches, on, under
 from meshwise.comm.api.world import World
 from meshwise.memory.activation_policy import MEASURED_STEPS
-from meshwise.memory.recompute_modes import RecomputeCost, choose_modes
+from meshwise.memory.recompute_costs import RecomputeCost, choose_modes
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.plan import PlanError
 

@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from meshwise.comm.launch.fork_server import start_context
-from meshwise.memory.allocator import KEEP_FREED, MAP_SEPARATELY, keep_freed_memory, set_malloc
+from meshwise.memory.malloc_options import KEEP_FREED, MAP_SEPARATELY, keep_freed_memory, set_malloc
 
 SIZE = 64 << 20
 

@@ -14,8 +14,8 @@ import torch
 from memory.offloaded_model import Blocks, batches, squares
 from meshwise.checkpoint.checkpoint_format import DamageError
 from meshwise.cli import train_command as command
-from meshwise.comm.api.job_processes import RankKilledError
-from meshwise.memory.allocator import is_out_of_memory
+from meshwise.comm.api.launcher_info import RankKilledError
+from meshwise.memory.malloc_options import is_out_of_memory
 from meshwise.memory.swap_file import TierError
 from meshwise.plan import Plan
 from meshwise.simulate import predicted_memory as room

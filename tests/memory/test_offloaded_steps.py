@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from memory.offloaded_model import CLIPPED, batches, outcome, the_same, under
-from meshwise.base.timeline import Timeline, TimelineRow
+from meshwise.base.step_timeline import Timeline, TimelineRow
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options
 from meshwise.engine.step_result import NonFiniteError

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grid import Cell, Grid
 from memory.offloaded_model import SMALL, Blocks, batches, outcome, squares, the_same, trained, under
-from meshwise.base.timeline import Timeline, TimelineRow
+from meshwise.base.step_timeline import Timeline, TimelineRow
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import measure

@@ -11,11 +11,11 @@ from grid import Grid
 from last_outcome import alone, outcome
 from meshwise import Plan
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.logical_slices import LogicalSlices
+from meshwise.data_parallel.whole_parameter_functions import LogicalSlices
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.model.full_parameter_access import LogicalTensors
+from meshwise.model.whole_parameters import LogicalTensors
 from meshwise.optim import LAMB, LARS, Muon, Several, parameter_rule
-from meshwise.optim.large_batch_optimizers import orthogonalize
+from meshwise.optim.lars_lamb_muon import orthogonalize
 from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss
 from meshwise.testing import agree, run
 from meshwise.verify import verify

@@ -17,10 +17,10 @@ from grid import Grid
 from last_outcome import alone, outcome
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.reduction import CODECS
+from meshwise.data_parallel.gradient_reduction import CODECS
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
-from meshwise.model.full_parameter_access import LogicalTensors
+from meshwise.model.whole_parameters import LogicalTensors
 from meshwise.optim import LAMB, OneBitAdam, OneBitLAMB, Several, ZeroOneAdam
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse

@@ -12,7 +12,7 @@ from last_outcome import alone, outcome
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.model.full_parameter_access import LogicalTensors
+from meshwise.model.whole_parameters import LogicalTensors
 from meshwise.optim import Several, whole
 from meshwise.precision.dtype_policy import LossScale
 from meshwise.reference import MixtureConfig, MixtureGPT, next_token_loss
@@ -20,7 +20,7 @@ from meshwise.simulate.predicted_memory import memory_of
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import Category
 from meshwise.testing import agree, run
-from meshwise.train.job import JobError, OptimizerJob
+from meshwise.train.job_settings import JobError, OptimizerJob
 from meshwise.train.objects_by_name import optimizer
 from meshwise.verify import verify
 from optim.test_large_batch_optimizers import batches, build

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.full_parameter_access import LogicalTensors
+from meshwise.model.whole_parameters import LogicalTensors
 
 
 class _Whole(torch.optim.Optimizer):

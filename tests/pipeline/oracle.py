@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.run.pipeline_stage import Stage, make_stage
 from meshwise.pipeline.run.schedule_interpreter import pack, tensor_specs, unpack
+from meshwise.pipeline.run.stage_forward import Stage, make_stage
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree
 

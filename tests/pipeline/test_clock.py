@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.pipeline.schedules.schedule_table import Schedule, ScheduleError, lower, peaks

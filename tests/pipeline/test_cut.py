@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, cut_model, cut_pieces
-from meshwise.pipeline.cut.piece_calls import CutError
-from meshwise.pipeline.run.pipeline_stage import StageError, make_stage
+from meshwise.pipeline.cut.probe_result import CutError
+from meshwise.pipeline.run.stage_forward import StageError, make_stage
 from meshwise.reference import next_token_loss
 from pipeline.oracle import TARGETS, TOKENS, gpt, is_the_model, lm
 from reference.convolutional import ResNet, UNet

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, ModelCut, cut_model
-from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.cut.probe_result import CutError
 from pipeline.oracle import is_the_model
 from pipeline.training import WIDTH, linears, made, numbers, squares
 

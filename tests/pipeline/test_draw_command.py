@@ -9,7 +9,7 @@ import pytest
 from meshwise.cli.main import main
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
-from meshwise.view.plan_account import PlanAccount, write_chrome_trace
+from meshwise.view.drawing_data import PlanAccount, write_chrome_trace
 from meshwise.view.text_pictures import draw_in_columns
 
 ONE = make_schedule("1f1b", pp=2, microbatches=3)

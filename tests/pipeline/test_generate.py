@@ -5,7 +5,7 @@ import torch
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.pipeline.run.pipeline_stage import StageError
+from meshwise.pipeline.run.stage_forward import StageError
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import run
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerator.simulated_accelerators import SimulatedAccelerators
-from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.cli.main import main as command
 from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.streams import streams_of
@@ -27,7 +27,7 @@ from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action, Schedule
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import run
-from meshwise.train.job import DataJob, Job, ModelJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, ModelJob, TrainJob
 from meshwise.train.loop import train
 from warm_processes import Processes
 

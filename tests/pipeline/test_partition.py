@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.cut.probe_result import CutError
 from meshwise.pipeline.cut.stage_balance import PartitionItems, divide
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock

@@ -15,9 +15,9 @@ from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
 from meshwise.pipeline.run import schedule_interpreter
-from meshwise.pipeline.run.pipeline_stage import StageError, make_stage
 from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter
 from meshwise.pipeline.run.stage_backward import split_pays
+from meshwise.pipeline.run.stage_forward import StageError, make_stage
 from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule, planned_schedule
 from meshwise.pipeline.schedules.schedule_table import lower
 from meshwise.reference import GPT, GPTConfig, next_token_loss

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.pipeline.cut.model_cut import CutRequest, cut_model
-from meshwise.pipeline.run.pipeline_stage import Stage, make_stage
 from meshwise.pipeline.run.schedule_interpreter import pack, unpack
 from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input
+from meshwise.pipeline.run.stage_forward import Stage, make_stage
 from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, lower, walk
 from meshwise.reference import GPT, GPTConfig, next_token_loss

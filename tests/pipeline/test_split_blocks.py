@@ -23,8 +23,8 @@ from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, cut_model
-from meshwise.pipeline.cut.piece_calls import CallCost, CutError, ProbeResult, inner_modules, with_typical_costs
 from meshwise.pipeline.cut.probe import probe
+from meshwise.pipeline.cut.probe_result import CallCost, CutError, ProbeResult, inner_modules, with_typical_costs
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.plan import Plan

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from meshwise.model.deferred_init import build_with_values, install
 from meshwise.model.parameter_table import parameter_table
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, cut_model
-from meshwise.pipeline.cut.piece_calls import CutError
-from meshwise.pipeline.run.pipeline_stage import StageError, make_stage, nan_like, signature
+from meshwise.pipeline.cut.probe_result import CutError
 from meshwise.pipeline.run.schedule_interpreter import pack, tensor_specs, unpack
 from meshwise.pipeline.run.stage_backward import enter
+from meshwise.pipeline.run.stage_forward import StageError, make_stage, nan_like, signature
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
 from pipeline.oracle import TOKENS, gpt, is_the_model, lm, run_stages

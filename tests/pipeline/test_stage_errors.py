@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import NonFiniteError

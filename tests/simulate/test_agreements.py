@@ -13,7 +13,7 @@ from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Device, Link, MatmulEfficiency
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import Prediction, predict
-from meshwise.view.plan_account import predicted_account
+from meshwise.view.drawing_data import predicted_account
 from simulate.subjects import CONFIG, gpt_subject, loss
 
 STREAMING: dict[str, Any] = {"fragments": 2, "delay": 1}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from grid import Grid
-from meshwise.model.shape_constants import LARGEST, ShapeConstants
+from meshwise.model.meta_tensor_values import LARGEST, ShapeConstants
 from meshwise.simulate.rehearsal import LARGEST as LARGEST_OF_A_BATCH
 from meshwise.simulate.rehearsal import MetaBatch, Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_tape import TapeOperation

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from meshwise.base.timeline import TimelineRow
+from meshwise.base.step_timeline import TimelineRow
 from meshwise.engine.schedule_and_cut import plan_schedule
 from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
@@ -13,7 +13,7 @@ from meshwise.plan import Plan
 from meshwise.simulate.cluster import Link
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.step_prediction import predict
-from meshwise.view.plan_account import predicted_account
+from meshwise.view.drawing_data import predicted_account
 from simulate.subjects import gpt_subject
 from simulate.test_step_times import STEADY
 

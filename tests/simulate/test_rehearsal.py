@@ -16,8 +16,8 @@ from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.engine.parallelize import parallelize
 from meshwise.pipeline.cut import model_cut as cut
-from meshwise.pipeline.cut.piece_calls import ProbeResult
 from meshwise.pipeline.cut.probe import probe
+from meshwise.pipeline.cut.probe_result import ProbeResult
 from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan, PlanError
 from meshwise.reference.gpt import GPT, GPTConfig

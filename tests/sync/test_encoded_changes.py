@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from grid import Grid
 from meshwise.comm.api.flight_recorder import bus_factor
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.reduction import CODECS, CodecReduction
+from meshwise.data_parallel.gradient_reduction import CODECS, CodecReduction
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError

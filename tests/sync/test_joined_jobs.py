@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from free_port import free_port
-from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import Work, World
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.comm.network.job_store import loopback_store, store_of

@@ -13,10 +13,10 @@ from meshwise.comm.api.world import World
 from meshwise.model.parameter_table import Placement
 from meshwise.plan import Plan
 from meshwise.reference import GPTConfig
-from meshwise.tensor.core.part import Norm, Part
+from meshwise.tensor.core.module_role import Norm, Part
 from meshwise.tensor.core.split_context import SplitContext
-from meshwise.tensor.schemes import scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
+from meshwise.tensor.tp_modes import scheme_on
 from meshwise.testing import run
 
 Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]

@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from meshwise.model.find_mixtures import find_mixtures
-from meshwise.tensor.detect.known_names import DECLARED
+from meshwise.tensor.detect.attention_names import DECLARED
 from mixture_survey import GIVEN, families, small
 
 EXPERTS = {"grouped_gemm", "ep_dispatch_experts"}

@@ -10,10 +10,10 @@ from torch import Tensor
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import Layout
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.sharded_layers import Projection
 from meshwise.tensor.core.split_context import SplitContext
-from meshwise.tensor.schemes import Scheme, one_d, two_d
+from meshwise.tensor.tp_modes import Scheme, one_d, two_d
 from meshwise.testing import run
 
 EXPERTS, ROWS, IN, OUT = 5, 4, 6, 7

@@ -13,7 +13,7 @@ from meshwise import parallelize
 from meshwise.comm.api.world import World
 from meshwise.plan import Plan
 from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
-from meshwise.tensor.core.part import Norm, Part
+from meshwise.tensor.core.module_role import Norm, Part
 from meshwise.tensor.core.sharded_layers import ShardedLinear
 from meshwise.testing import run
 from tensor.splitting import SCHEMES, install, split_agrees

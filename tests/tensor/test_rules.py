@@ -13,7 +13,7 @@ from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
 from meshwise.reference import MLP, MLPConfig
-from meshwise.tensor.core.part import Norm, Part
+from meshwise.tensor.core.module_role import Norm, Part
 from meshwise.tensor.detect.assign_tp_roles import Rules, assign_roles
 from tensor.plain import Block, gpt, shown, stack
 

@@ -15,7 +15,7 @@ from meshwise.engine.noise_scale import NoiseScale
 from meshwise.plan import Plan
 from meshwise.train.batch_and_lr import PATIENCE, BatchSizes, NoiseAverage, batch_factor
 from meshwise.train.flags_and_toml import from_text, to_toml
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
 from meshwise.train.prepare_job import prepare
 from run_job import run_job
 

@@ -14,7 +14,7 @@ from meshwise.cli.batch_command import TRIAL, BatchStudy, Trial, has_ended, read
 from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.train.flags_and_toml import to_toml
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
 
 TOML = """
 plan = "microbatches=2"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwise.train.flags_and_toml import change_file
-from meshwise.train.job import JobError
+from meshwise.train.job_settings import JobError
 
 JOB = """\
 # the job of the week

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from meshwise.base.mesh import even_split
-from meshwise.train import dataset as tokens
-from meshwise.train.dataset import (
+from meshwise.train import data_loading as tokens
+from meshwise.train.data_loading import (
     RunData,
     SampleOrder,
     TextDataset,
@@ -26,7 +26,7 @@ from meshwise.train.dataset import (
     read_batches,
     token_file,
 )
-from meshwise.train.job import DataJob, JobError
+from meshwise.train.job_settings import DataJob, JobError
 
 
 def text_job(folder: Path, *names: str, **changes: Any) -> DataJob:
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_no_part_of_a_token_file_and_says_where_to_put_it(
         raise OSError(28, "No space left on device")
 
     (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.setattr("meshwise.train.dataset.shutil.copyfileobj", full)
+    monkeypatch.setattr("meshwise.train.data_loading.shutil.copyfileobj", full)
     message = f"cannot keep the text in {tmp_path}/cache: No space left on device; name a folder .* --data.cache"
     with pytest.raises(JobError, match=message):
         token_file([f"{tmp_path}/a.txt"], cache=tmp_path / "cache")

@@ -11,7 +11,7 @@ import pytest
 from meshwise.comm.api.world import World
 from meshwise.testing import run
 from meshwise.train.console_output import OutputConsole
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, TrainJob
 from meshwise.train.loop import train
 from meshwise.train.run_events import End, RunEvent, Start, Step, Validation, logger_maker
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.model.forward import LossError

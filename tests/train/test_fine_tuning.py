@@ -20,11 +20,11 @@ from grid import Cell, Grid
 from meshwise.cli.main import main
 from meshwise.model.deferred_init import build_with_values, is_quantized
 from meshwise.plan import Plan, PlanError
+from meshwise.train.fine_tuning_data import load_rows
 from meshwise.train.flags_and_toml import from_toml, to_toml
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
 from meshwise.train.prepare_job import check_plan, prepare
 from meshwise.train.pretrained_model import check_rows_fit
-from meshwise.train.tuning_rows import load_rows
 from run_job import run_job
 
 transformers = pytest.importorskip("transformers")

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from meshwise.plan import Plan
-from meshwise.train.dataset import SampleOrder, load_data, read_batches
-from meshwise.train.global_batches import SampleStream, pack, pad
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
+from meshwise.train.data_loading import SampleOrder, load_data, read_batches
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, TrainJob
 from meshwise.train.prepare_job import prepare
+from meshwise.train.streams_and_collators import SampleStream, pack, pad
 from run_job import run_job
 
 HERE = Path(__file__)

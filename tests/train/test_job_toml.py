@@ -14,7 +14,7 @@ import pytest
 
 from meshwise.plan import Plan, PlanError
 from meshwise.train.flags_and_toml import parse_flags, read_job, to_toml
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, StudiedJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, StudiedJob, TrainJob
 
 
 def job_of(*words: str) -> Job:

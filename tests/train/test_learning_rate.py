@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshwise.train.batch_and_lr import lr_schedule
-from meshwise.train.job import ScheduleJob
+from meshwise.train.job_settings import ScheduleJob
 
 
 def drawn(steps: int, **schedule: Any) -> str:

@@ -22,9 +22,9 @@ from meshwise.engine.step_result import NonFiniteError
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig
 from meshwise.train.batch_and_lr import lr_schedule
-from meshwise.train.dataset import SampleOrder
+from meshwise.train.data_loading import SampleOrder
 from meshwise.train.flags_and_toml import from_toml
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
 from meshwise.train.loop import RunSummary
 from run_job import run_job
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwise.reference import GPT, MLP, next_token_loss
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, TrainJob
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, OptimizerJob, TrainJob
 from meshwise.train.objects_by_name import locate, loss_function, mean_squared_error, model_function, optimizer
 
 OWN = """

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from meshwise.plan import Plan, PlanError
-from meshwise.train.dataset import STDLIB
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
+from meshwise.train.data_loading import STDLIB
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, OptimizerJob, SampleJob, ScheduleJob, TrainJob
 from meshwise.train.prepare_job import prepare
 
 OWN = """

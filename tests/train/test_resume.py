@@ -14,10 +14,10 @@ import torch
 from safetensors import safe_open
 
 from meshwise.checkpoint.checkpoint_format import DamageError, SaveError, read_index
-from meshwise.comm.api.job_processes import JobAttempt
+from meshwise.comm.api.launcher_info import JobAttempt
 from meshwise.plan import Plan
-from meshwise.train.dataset import SampleOrder
-from meshwise.train.job import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, SwapJob, TrainJob
+from meshwise.train.data_loading import SampleOrder
+from meshwise.train.job_settings import DataJob, Job, JobError, ModelJob, OptimizerJob, ScheduleJob, SwapJob, TrainJob
 from meshwise.train.run_checkpoints import LAUNCH, find_run_start
 from run_job import run_job
 

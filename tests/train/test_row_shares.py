@@ -22,7 +22,7 @@ from meshwise.plan import Plan, PlanError
 from meshwise.testing import agree, outcome, run
 from meshwise.train import loop
 from meshwise.train.batch_and_lr import balanced_rows
-from meshwise.train.job import Job, JobError, TrainJob
+from meshwise.train.job_settings import Job, JobError, TrainJob
 from run_job import run_job
 from train.test_global_batches import job as job_of_data
 from train.test_global_batches import losses

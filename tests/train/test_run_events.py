@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from meshwise.train.console_output import ProgressLines
-from meshwise.train.job import Job
+from meshwise.train.job_settings import Job
 from meshwise.train.run_events import (
     End,
     JsonLines,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwise.base.mesh import even_split
-from meshwise.train.dataset import SampleOrder
+from meshwise.train.data_loading import SampleOrder
 
 
 @given(size=st.integers(1, 300), seed=st.integers(-5, 2**64), epoch=st.integers(0, 10**6))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import Parts
+from meshwise.comm.api.split_and_reduce import Parts
 from meshwise.comm.api.world import Axes, Work, World
 from meshwise.engine.parallelize import Options
 from meshwise.reference.gpt import IGNORED, next_token_loss

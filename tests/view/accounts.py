@@ -5,7 +5,7 @@ from functools import cache
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.step_prediction import Prediction, predict
-from meshwise.view.plan_account import PlanAccount, predicted_account
+from meshwise.view.drawing_data import PlanAccount, predicted_account
 from simulate.subjects import gpt_subject
 
 SPLIT = "pp=2 dp=2 tp=2 microbatches=4 zero=1"

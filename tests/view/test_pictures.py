@@ -14,8 +14,8 @@ from meshwise.pipeline.schedules.named_schedules import make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.simulate.cluster import Device
 from meshwise.simulate.predicted_memory import fullest, size_text
+from meshwise.view.drawing_data import PlanAccount, comparison_table, predicted_account, write_chrome_trace
 from meshwise.view.picture import COLORS, UNSEEN, Bars, Picture, PictureText, svg_file, ticks, write_png
-from meshwise.view.plan_account import PlanAccount, comparison_table, predicted_account, write_chrome_trace
 from meshwise.view.plan_pictures import mesh_picture, picture_sheet, pictures, timeline_picture
 from meshwise.view.text_pictures import SHADES, draw_to_scale
 from view.accounts import SHARDED, SPLIT, account, prediction

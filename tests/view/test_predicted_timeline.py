@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from meshwise.base.timeline import TimelineRow, time_by_activity
+from meshwise.base.step_timeline import TimelineRow, time_by_activity
 from meshwise.simulate.step_prediction import Prediction
 from view.accounts import SHARDED, SPLIT, prediction
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwise.base.timeline import Event, Timeline, TimelineRow, time_by_activity
+from meshwise.base.step_timeline import Event, Timeline, TimelineRow, time_by_activity
 
 COMPUTE, WAIT, LINK, COLLECTIVE = TimelineRow.COMPUTE, TimelineRow.WAIT, TimelineRow.LINK, TimelineRow.COLLECTIVE
 

@@ -22,19 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from meshwise.attention.mask_pattern import (
-    Combined,
-    MaskFunction,
-    Pattern,
-    Restarts,
-    causal,
-    full,
-    padding,
-    parse_pattern,
-    window,
-)
-from meshwise.attention.split_attention import attend
-from meshwise.attention.token_attention import (
+from meshwise.attention.cp_attention import (
     HEADS,
     ORDER_OF,
     RING,
@@ -47,6 +35,18 @@ from meshwise.attention.token_attention import (
     sequence_length,
     token_dims,
 )
+from meshwise.attention.mask_pattern import (
+    Combined,
+    MaskFunction,
+    Pattern,
+    Restarts,
+    causal,
+    full,
+    padding,
+    parse_pattern,
+    window,
+)
+from meshwise.attention.split_attention import attend
 from meshwise.attention.token_interception import TokenInterception
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.comm.api.world import World

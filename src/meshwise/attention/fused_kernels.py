@@ -6,7 +6,7 @@
 | CUDA     fp16, bf16, fp32    yes     memory-efficient attention (arXiv 2112.05682)
 
 The kernels of CUDA need features, strides and offsets that are multiples of 8 elements. Shapes are as in
-`attention_tiles.py`, with equal numbers of heads."""
+`tiled_attention.py`, with equal numbers of heads."""
 
 import functools
 import math

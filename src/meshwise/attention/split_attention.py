@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from meshwise.attention.attention_tiles import ScoreRules, TiledAttention, accumulator, join_sinks
-from meshwise.attention.key_exchange import KeyExchange
+from meshwise.attention.kv_exchange import KeyExchange
 from meshwise.attention.mask_pattern import Pattern
+from meshwise.attention.tiled_attention import ScoreRules, TiledAttention, accumulator, join_sinks
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.world import World
 from meshwise.layout.layout import TokenRanges

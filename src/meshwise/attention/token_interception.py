@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from meshwise.attention.cp_attention import TokenState, token_dims
 from meshwise.attention.split_attention import attend
-from meshwise.attention.token_attention import TokenState, token_dims
 from meshwise.model.random_draws import SampleRows
 from meshwise.model.random_interception import ForwardAndBackwardMode
 
@@ -145,7 +145,7 @@ Attention = Callable[[TokenState | None, Any, tuple[Any, ...], dict[str, Any]], 
 
 
 class TokenCount(int):
-    """Number of this rank's tokens, which compares as the number of all tokens, but equals both.
+    """Number of this rank's tokens; `<` and `>` compare the number of all tokens, and `==` is true for both.
 
     A model makes positions from the length of a tensor: `torch.arange(x.size(1))`, `table[:x.size(1)]`. So the length
     remembers that it counts tokens. `whole`: number of tokens of the sequence."""

@@ -25,7 +25,7 @@ from meshwise.bench.machine import main_memory, processor_name
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
-from meshwise.memory.allocator import keep_freed_memory_of_rank
+from meshwise.memory.malloc_options import keep_freed_memory_of_rank
 from meshwise.plan import Plan
 from meshwise.simulate.cluster import Cluster, Curve, Device, Link, MatmulEfficiency
 from meshwise.simulate.cost_model import SEND_RECV

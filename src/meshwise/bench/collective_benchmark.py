@@ -1,4 +1,4 @@
-"""Time the collectives of a World over tensor sizes and group sizes; show the times as a table, as JSON and as a PNG.
+"""Time the collectives of a World over tensor sizes and group sizes; return the times, and draw them as a PNG.
 
 docs/benchmarks.md says what a sample is, and how samples of different kinds take turns ("Collectives"). A collective
 that copies cannot be faster than the `copy` beside it.
@@ -18,7 +18,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.base.text_format import time_text
 from meshwise.comm.api.flight_recorder import bus_factor
 from meshwise.comm.api.world import Work, World
-from meshwise.comm.network.process_world import Call, gloo_calls
+from meshwise.comm.network.choose_world import Call, gloo_calls
 from meshwise.plan.plan_keys import read_size
 from meshwise.simulate.predicted_memory import size_text
 

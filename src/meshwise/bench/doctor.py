@@ -28,13 +28,13 @@ import torch
 
 from meshwise.bench.machine import Machine, machine_facts
 from meshwise.comm.api.flight_recorder import ranks_text
-from meshwise.comm.api.job_processes import launch_error
+from meshwise.comm.api.launcher_info import launch_error
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.connect import connect
 from meshwise.comm.launch.launch import run
 from meshwise.comm.launch.rank_process import threads_from_environment
+from meshwise.comm.network.choose_world import NCCL_SHARES_GPUS
 from meshwise.comm.network.job_store import RollCallEntry, is_opened_by_launcher, roll_call
-from meshwise.comm.network.process_world import NCCL_SHARES_GPUS
 
 _SHARED_MEMORY = 1 << 30
 _OPEN_FILES = 4096

@@ -16,7 +16,7 @@ import torch
 from meshwise.base import __version__
 from meshwise.comm.api.streams import gpu_count, gpu_properties
 from meshwise.comm.launch.launch import cores
-from meshwise.comm.network.process_world import backends
+from meshwise.comm.network.choose_world import backends
 
 _TOOL_SECONDS = 10
 _GIB = 1 << 30

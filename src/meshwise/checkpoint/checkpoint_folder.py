@@ -46,7 +46,7 @@ from meshwise.checkpoint.checkpoint_format import (
     read_index,
 )
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.stored_slices import StoredSlice
+from meshwise.data_parallel.checkpoint_slices import StoredSlice
 from meshwise.layout.layout import Rectangle
 
 WINDOW_BYTES = 8 * BLOCK

@@ -46,7 +46,7 @@ from meshwise.checkpoint.checkpoint_format import (
     read_header,
     read_index,
 )
-from meshwise.data_parallel.stored_slices import StoredSlice, buffers
+from meshwise.data_parallel.checkpoint_slices import StoredSlice, buffers
 from meshwise.layout.layout import Rectangle
 from meshwise.model.deferred_init import is_quantized
 

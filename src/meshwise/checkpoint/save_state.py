@@ -47,7 +47,7 @@ from meshwise.checkpoint.checkpoint_format import (
 )
 from meshwise.comm.api.streams import Streams
 from meshwise.comm.api.world import World
-from meshwise.data_parallel.stored_slices import StoredSlice
+from meshwise.data_parallel.checkpoint_slices import StoredSlice
 
 CHUNK_BYTES = 8 * BLOCK
 """Bytes of a chunk, in whole blocks, because each block has its own checksum."""

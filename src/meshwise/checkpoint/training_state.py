@@ -18,8 +18,7 @@ from meshwise.checkpoint.checkpoint_folder import fill, newest_valid, on_all_ran
 from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, dtype_name, read_index
 from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, with_model_names
 from meshwise.checkpoint.save_state import PendingSave
-from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.stored_slices import (
+from meshwise.data_parallel.checkpoint_slices import (
     OPTIMIZER_KINDS,
     WHOLE,
     CheckpointRefill,
@@ -28,6 +27,7 @@ from meshwise.data_parallel.stored_slices import (
     buffers,
     slices_to_save,
 )
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.expert.router_losses import SHARES
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.optim.flat_optimizer import describe_groups, optimizer_name, restore_groups, saved_groups

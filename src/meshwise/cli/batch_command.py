@@ -33,7 +33,7 @@ from meshwise.comm.launch.launch import run
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.train.console_output import OutputConsole, counted, text_table
 from meshwise.train.flags_and_toml import read_job, to_toml
-from meshwise.train.job import Job, JobError, SampleJob, ScheduleJob, StudiedJob
+from meshwise.train.job_settings import Job, JobError, SampleJob, ScheduleJob, StudiedJob
 from meshwise.train.loop import train
 from meshwise.train.prepare_job import prepare
 from meshwise.view.picture import html_document, html_table

@@ -15,14 +15,14 @@ import tomlkit
 from meshwise.bench import collective_benchmark as benchmark
 from meshwise.bench.calibrate import CalibrationEffort, calibrate
 from meshwise.cli import shared_flags
-from meshwise.comm.api.job_processes import prints_for_job
+from meshwise.comm.api.launcher_info import prints_for_job
 from meshwise.comm.api.streams import gpu_count
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import cores, run
 from meshwise.simulate.cluster import Cluster
 from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.flags_and_toml import parse_flags
-from meshwise.train.job import JobError, as_job_error, check_least
+from meshwise.train.job_settings import JobError, as_job_error, check_least
 
 _WIDTH = 110
 """Columns of the table if stdout is not a terminal."""

@@ -21,15 +21,15 @@ from torch import nn
 
 from meshwise.checkpoint.checkpoint_folder import LATEST, checkpoints, damages, is_checkpoint
 from meshwise.checkpoint.checkpoint_format import INDEX, CheckpointIndex, DamageError, SaveError, read_index
-from meshwise.checkpoint.dcp_format import export_dcp, import_dcp
+from meshwise.checkpoint.dcp_conversion import export_dcp, import_dcp
 from meshwise.checkpoint.hugging_face import ExportError, export
 from meshwise.train.console_output import OutputConsole, counted, text_table
+from meshwise.train.fine_tuning_data import tokenizer_files
 from meshwise.train.flags_and_toml import from_text, from_toml
-from meshwise.train.job import HUB, Job, JobError, as_job_error
+from meshwise.train.job_settings import HUB, Job, JobError, as_job_error
 from meshwise.train.objects_by_name import model_function
 from meshwise.train.prepare_job import with_tokenizer
 from meshwise.train.pretrained_model import hub_folder
-from meshwise.train.tuning_rows import tokenizer_files
 
 GENERATION = "generation_config.json"
 _MOST_TEXT = 400

@@ -9,10 +9,10 @@ from rich.markup import escape
 
 from meshwise.bench.doctor import DoctorReport, PairMessages, examine_job, examine_local_ranks
 from meshwise.bench.machine import machine_table
-from meshwise.comm.api.job_processes import is_under_launcher, prints_for_job
+from meshwise.comm.api.launcher_info import is_under_launcher, prints_for_job
 from meshwise.train.console_output import OutputConsole
 from meshwise.train.flags_and_toml import parse_flags
-from meshwise.train.job import JobError, check_least
+from meshwise.train.job_settings import JobError, check_least
 
 _MARKS: Mapping[str, str] = {"note": "[yellow]note   [/]", "problem": "[red]problem[/]"}
 

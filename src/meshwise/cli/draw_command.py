@@ -9,8 +9,8 @@ from typing import Annotated
 import torch
 import tyro
 
+from meshwise.attention.cp_attention import work_table
 from meshwise.attention.mask_pattern import parse_pattern
-from meshwise.attention.token_attention import work_table
 from meshwise.cli import shared_flags
 from meshwise.engine.schedule_and_cut import cut_source, cutter, plan_schedule
 from meshwise.model.deferred_init import build_with_values
@@ -20,11 +20,11 @@ from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.pipeline.schedules.schedule_table import lower, peaks
 from meshwise.plan import Plan
 from meshwise.train.flags_and_toml import parse_flags, read_job
-from meshwise.train.job import JobError, StudiedJob, as_job_error
+from meshwise.train.job_settings import JobError, StudiedJob, as_job_error
 from meshwise.train.prepare_job import prepare
 from meshwise.train.run_checkpoints import METRICS
+from meshwise.view.drawing_data import PlanAccount, measured_accounts
 from meshwise.view.picture import stacked
-from meshwise.view.plan_account import PlanAccount, measured_accounts
 from meshwise.view.plan_pictures import mesh_picture
 from meshwise.view.text_pictures import draw_in_columns, draw_to_scale, expert_table, load_picture, rank_table
 

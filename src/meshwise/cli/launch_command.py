@@ -15,7 +15,7 @@ import tyro
 
 from meshwise.cli.shared_flags import check_outputs, write_and_say
 from meshwise.train.flags_and_toml import from_toml, parse_flags
-from meshwise.train.job import Job, JobError, check_least
+from meshwise.train.job_settings import Job, JobError, check_least
 
 Recipe = Literal["slurm", "kubernetes", "ray", "sagemaker", "azureml"]
 _PLACE = re.compile(r"\{\{(\w+)\}\}")

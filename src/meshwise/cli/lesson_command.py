@@ -22,7 +22,7 @@ from meshwise.cli.shared_flags import check_outputs, drawing_console, write_and_
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
 from meshwise.train.flags_and_toml import parse_flags
-from meshwise.train.job import JobError
+from meshwise.train.job_settings import JobError
 from meshwise.view.picture import html_document
 
 _RANKS = 4

@@ -1,7 +1,7 @@
 """The command `meshwise`: run a subcommand, and turn its exceptions into one message and an exit status.
 
 0     success
-1     the run failed; the message names the file with the traceback of the failed rank
+1     the run failed (the message names the file with the traceback), or a check found a difference
 2     the job, the plan, the loss or the command line is wrong, or this machine cannot start ranks; no traceback
 130   Ctrl-C
 141   the program that reads stdout has ended, as in `meshwise train --help | head`"""
@@ -29,7 +29,7 @@ from meshwise.cli import (
     verify_command,
 )
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.job_processes import RankLostError, is_rank, prints_for_job
+from meshwise.comm.api.launcher_info import RankLostError, is_rank, prints_for_job
 from meshwise.comm.launch.connect import skip_close_at_exit
 from meshwise.comm.launch.fork_server import fork_server_from_here
 from meshwise.comm.launch.launch import NoSemaphoresError
@@ -38,7 +38,7 @@ from meshwise.engine.step_result import NonFiniteError
 from meshwise.model.forward import LossError
 from meshwise.plan import PlanError
 from meshwise.train.console_output import STDOUT, leave_traceback, notes, replace_missing_characters, stdout_failed
-from meshwise.train.job import JobError
+from meshwise.train.job_settings import JobError
 
 _RANK_0_SECONDS = 5
 

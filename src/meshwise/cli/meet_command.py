@@ -1,4 +1,4 @@
-"""The command `meshwise meet`: hold the store at which jobs meet that train together (docs/local_steps.md)."""
+"""The command `meshwise meet`: run the store through which separate jobs find each other (docs/local_steps.md)."""
 
 import threading
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshwise.comm.network.job_store import is_loopback, loopback_store, store_of
 from meshwise.train.flags_and_toml import parse_flags
-from meshwise.train.job import JobError
+from meshwise.train.job_settings import JobError
 
 
 @dataclass(frozen=True)

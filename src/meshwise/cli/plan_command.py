@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwise.attention.token_attention import sequence_length
+from meshwise.attention.cp_attention import sequence_length
 from meshwise.base.tensor_tree import tensors
 from meshwise.cli.shared_flags import DrawingFiles, check_drawings, check_outputs, named_cluster, write_drawings
 from meshwise.comm.launch.launch import cores
@@ -25,9 +25,9 @@ from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.tensor.detect.assign_tp_roles import planned_roles
 from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.flags_and_toml import change_file, read_job
-from meshwise.train.job import JobError, StudiedJob, check_least
+from meshwise.train.job_settings import JobError, StudiedJob, check_least
 from meshwise.train.prepare_job import prepare
-from meshwise.view.plan_account import predicted_account
+from meshwise.view.drawing_data import predicted_account
 
 _MOST_DRAWN = 4
 

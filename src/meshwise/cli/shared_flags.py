@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Literal
 
 from meshwise.base.atomic_file import is_read_only, write_whole
-from meshwise.comm.api.job_processes import is_rank, launched_rank
+from meshwise.comm.api.launcher_info import is_rank, launched_rank
 from meshwise.comm.health.watchdog import stall_seconds_from_environment
 from meshwise.comm.launch.connect import comm_from_environment
 from meshwise.comm.launch.launch import cores, torchrun_line
-from meshwise.comm.network.process_world import Comm
+from meshwise.comm.network.choose_world import Comm
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.plan import AXES
 from meshwise.simulate.cluster import Cluster, parse_cluster
 from meshwise.train.console_output import OutputConsole, console_of_width, counted
-from meshwise.train.job import Job, JobError, as_job_error
+from meshwise.train.job_settings import Job, JobError, as_job_error
 from meshwise.train.run_checkpoints import TIMELINE
+from meshwise.view.drawing_data import PlanAccount, write_chrome_trace
 from meshwise.view.picture import Picture, svg_file, write_png
-from meshwise.view.plan_account import PlanAccount, write_chrome_trace
 from meshwise.view.plan_pictures import page, picture_sheet
 
 _WIDTH = 120

@@ -19,9 +19,9 @@ from meshwise.simulate.rehearsal import rehearse
 from meshwise.simulate.step_prediction import Prediction, predict
 from meshwise.train.console_output import counted, text_table
 from meshwise.train.flags_and_toml import read_job
-from meshwise.train.job import JobError, StudiedJob, check_least
+from meshwise.train.job_settings import JobError, StudiedJob, check_least
 from meshwise.train.prepare_job import prepare
-from meshwise.view.plan_account import PlanAccount, comparison_table, predicted_account
+from meshwise.view.drawing_data import PlanAccount, comparison_table, predicted_account
 from meshwise.view.text_pictures import draw_to_scale
 
 _PLANS_PER_TABLE = 4

@@ -9,14 +9,14 @@ import torch
 from rich.console import Console
 
 from meshwise.cli.shared_flags import checked_comm, local_ranks, say_start
-from meshwise.comm.api.job_processes import RankKilledError, is_rank
+from meshwise.comm.api.launcher_info import RankKilledError, is_rank
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import run
-from meshwise.memory.allocator import is_out_of_memory
+from meshwise.memory.malloc_options import is_out_of_memory
 from meshwise.simulate.predicted_memory import MemoryNeeds, ShortageError, memory_advice, room_left
 from meshwise.train.console_output import leave_traceback, replace_missing_characters
 from meshwise.train.flags_and_toml import read_job
-from meshwise.train.job import Job
+from meshwise.train.job_settings import Job
 from meshwise.train.loop import train
 from meshwise.train.prepare_job import PreparedJob, check_plan, prepare
 from meshwise.train.run_checkpoints import checked_run_start

@@ -9,13 +9,13 @@ import torch
 from rich.text import Text
 
 from meshwise.cli.shared_flags import checked_comm, local_ranks, say_start
-from meshwise.comm.api.job_processes import is_rank, prints_for_job
+from meshwise.comm.api.launcher_info import is_rank, prints_for_job
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.launch import run
 from meshwise.train.console_output import OutputConsole, leave_traceback, text_table
 from meshwise.train.flags_and_toml import read_job
-from meshwise.train.job import JobError, StudiedJob, check_least
+from meshwise.train.job_settings import JobError, StudiedJob, check_least
 from meshwise.train.prepare_job import check_plan, prepare
 from meshwise.verify import Report, verify
 

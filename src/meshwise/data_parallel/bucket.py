@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import Work, World
-from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace, Options
-from meshwise.data_parallel.reduction import ZERO, Codec, ReducedPart, ReducingRanks, Reduction
+from meshwise.data_parallel.bucket_layout import BucketPiece, BucketPlace, Options
+from meshwise.data_parallel.gradient_reduction import ZERO, Codec, ReducedPart, ReducingRanks, Reduction
 from meshwise.memory.chunked_update import UpdateChunk
 from meshwise.memory.tiers import BorrowedTensor, Tiers
 from meshwise.model.parameter_table import ParameterRow
@@ -63,7 +63,7 @@ class Bucket:
     | gradient   accumulated gradients of this rank, all elements; `reduced` the sum over the ranks, owned elements
     | factor     gradients on disk are multiplied by it when they are read
     | local      True in a step that leaves each rank its own gradients, because the optimizer exchanges momenta.
-    |            `reduced` then holds them, all elements, and norms are the mean square of all ranks' norms
+    |            Then `reduced` is this rank's gradient; its norm is the root of the ranks' mean square
     | sparse     indices of the pieces that got a sparse gradient in this step
     | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies"""
 

@@ -1,4 +1,4 @@
-"""A unit on this rank: the buckets that are gathered, freed and reduced together, and the model's view of them.
+"""Parameters of one unit (modules gathered together) on this rank: gather and free them, and take their gradients.
 
 `UnitGradients` takes the gradients of a unit from `.grad` all at once, with one hook per unit.
 
@@ -17,9 +17,9 @@ autograd adds. While this is so for all parameters of a unit, the unit has no ho
 ZeRO-3 gathers: the parameters of a unit are gathered before its modules run, and freed when the next unit runs.
 
 A unit runs in the forward of its modules and in the backward of their outputs. It is not freed when its module returns.
-So a unit with two modules in a row is gathered once. The last unit of the forward is also the first of the backward,
-and stays gathered between them. One autograd thread runs the nodes of a backward in the reverse order of their
-creation. So when the backward reaches the output of another unit, the unit of the nodes before is complete.
+So a unit whose two modules run in succession is gathered once. The last unit of the forward is also the first of the
+backward, and stays gathered between them. One autograd thread runs the nodes of a backward in the reverse order of
+their creation. So when the backward reaches the output of another unit, the backward of the unit before has ended.
 
     | forward     run A | run B: free A, prefetch C | run C: free B, prefetch D | ...
     | backward    run D | run C: free D, prefetch B | run B: free C, prefetch A | ...

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_place import BucketPiece
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.bucket_layout import BucketPiece
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.plan import Plan, PlanError
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.data_parallel.logical_slices import whole_tensors
+from meshwise.data_parallel.whole_parameter_functions import whole_tensors
 from meshwise.engine.microbatch_runner import MicroBatch, WholeModelRunner, gather_rows, placed
 from meshwise.engine.step import StepAttempt, TrainingSteps
 from meshwise.engine.step_result import StepInputs, StepResult, StepTotals

@@ -28,9 +28,9 @@ from meshwise.data_parallel.batch_norm_statistics import (
 )
 from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.data_parallel.data_parallel_engine import DataParallel
-from meshwise.data_parallel.logical_slices import LogicalSlices
-from meshwise.data_parallel.reduction import CODECS, ZERO, Reduction, compressed
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.gradient_reduction import CODECS, ZERO, Reduction, compressed
+from meshwise.data_parallel.stage_engines import Engine
+from meshwise.data_parallel.whole_parameter_functions import LogicalSlices
 from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.microbatch_runner import LiveModel, MicrobatchTask, WholeModelRunner
 from meshwise.engine.schedule_and_cut import cut_source, cutter, plan_schedule
@@ -43,7 +43,7 @@ from meshwise.expert.router_losses import RouterLosses
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.memory.activation_offload import ActivationTransfers, activation_tier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
-from meshwise.memory.allocator import memory_errors_explained
+from meshwise.memory.malloc_options import memory_errors_explained
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks, compiles_on
@@ -55,7 +55,7 @@ from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
 from meshwise.pipeline.cut.model_cut import CutOptions
-from meshwise.pipeline.run.pipeline_stage import PieceForward, make_stage
+from meshwise.pipeline.run.stage_forward import PieceForward, make_stage
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
@@ -72,11 +72,11 @@ from meshwise.precision.dtype_policy import (
 )
 from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.detect.assign_tp_roles import Rules, planned_roles
-from meshwise.tensor.schemes import mesh_with_kv_replicas, scheme_on
 from meshwise.tensor.tensor_parallel import tensor_parallel
+from meshwise.tensor.tp_modes import mesh_with_kv_replicas, scheme_on
 
 
 @dataclass(frozen=True)

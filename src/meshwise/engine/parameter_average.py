@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn, optim
 
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.stage_engines import Engine
 
 AVERAGE = "average"
 """Key of the average in the optimizer's state, and last word of its slot in a checkpoint."""

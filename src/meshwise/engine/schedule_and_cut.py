@@ -12,11 +12,11 @@ from meshwise.base import tensor_tree as tree
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import Forward, Loss, call_loss
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, ModelCut, cut_model
-from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.cut.probe_result import CutError
 from meshwise.pipeline.schedules.named_schedules import planned_schedule
 from meshwise.pipeline.schedules.schedule_table import Schedule
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 
 
 def plan_schedule(plan: Plan) -> Schedule:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.flight_recorder import StepPhase
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.engine.microbatch_runner import (
     LiveModel,
     MicroBatch,
@@ -31,8 +31,8 @@ from meshwise.engine.microbatch_runner import (
 )
 from meshwise.model.forward import call_loss
 from meshwise.pipeline.cut.model_cut import ModelCut
-from meshwise.pipeline.run.pipeline_stage import Stage, signature
 from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter, pack, tensor_specs, unpack
+from meshwise.pipeline.run.stage_forward import Stage, signature
 from meshwise.pipeline.schedules.schedule_table import (
     Action,
     ActionKind,

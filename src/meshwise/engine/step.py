@@ -1,6 +1,6 @@
 """Run one training step: forward and backward of this rank's micro-batches, one exchange of sums, and the update.
 
-Four numbers are exchanged, once: the sum of the loss, its count, the squared norm of the gradient, and a digest of the
+One exchange sums the figures: the sum of the loss, its count, the squared norm of the gradient, and digests of the
 calls and the batch. From them every rank makes the same decision: to update or not, and by which factor. If the digests
 differ, no rank updates."""
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api.flight_recorder import RanksDisagree, StepPhase, ranks_text
 from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.engine.microbatch_runner import BatchSharder, OnGradient, zeros
 from meshwise.engine.noise_scale import NoiseMeter, NoiseScale
 from meshwise.engine.staged_runner import MicrobatchRunner
@@ -34,8 +34,8 @@ from meshwise.engine.step_result import (
     mismatch_text,
 )
 from meshwise.memory.activation_policy import ActivationPolicy
-from meshwise.memory.allocator import first_step_of
 from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
+from meshwise.memory.malloc_options import first_step_of
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import LossScale, likely_count
 from meshwise.sync.parameter_servers import ParameterServers

@@ -15,7 +15,7 @@ from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.flight_recorder import CallRecord, disagreement, ranks_text
 from meshwise.comm.api.streams import generator_states, restore_generators
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.engine.noise_scale import NoiseScale
 from meshwise.expert.router_updates import RouterUpdates
 from meshwise.model.forward import LossError

@@ -27,9 +27,9 @@ from meshwise.checkpoint.save_state import PendingSave
 from meshwise.checkpoint.training_state import RestoredState, TrainingState
 from meshwise.comm.api.flight_recorder import ActivityStopwatch
 from meshwise.comm.api.world import World
+from meshwise.data_parallel.checkpoint_slices import buffers
 from meshwise.data_parallel.live_unit import LiveUnit
-from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.stored_slices import buffers
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.engine.microbatch_runner import BatchSharder, WholeModelRunner, gather_rows, zeros
 from meshwise.engine.open_step import OpenStep
 from meshwise.engine.parameter_average import AVERAGE, ParameterAverage
@@ -40,8 +40,8 @@ from meshwise.expert.expert_parallel import fullest_mixture, imbalances, take_co
 from meshwise.expert.router_losses import SHARES
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.activation_policy import ActivationPolicy, RecomputedBlocks
-from meshwise.memory.allocator import memory_errors_explained
 from meshwise.memory.chunked_update import ChunkedUpdate
+from meshwise.memory.malloc_options import memory_errors_explained
 from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode

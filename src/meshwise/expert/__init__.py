@@ -1,1 +1,1 @@
-"""Mixtures of experts: find them in a plain model, divide their experts over ranks, and exchange tokens."""
+"""Mixtures of experts: divide their experts over ranks, exchange tokens, and balance routers."""

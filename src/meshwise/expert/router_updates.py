@@ -1,4 +1,4 @@
-"""Update buffers of routers once a step, from the tokens that each expert got in the whole global batch.
+"""Update buffers of routers once a step from the tokens of each expert, add router losses, and count loads and drops.
 
     | buffer (experts,)           after a step
     | e_score_correction_bias     += rate · sign(mean count - count)     DeepSeek-V3, arXiv 2412.19437, section 2.1.2

@@ -2,10 +2,10 @@
 
 A mixture computes `y[t] = sum over k of weights[t, k] * expert[index[t, k]](x[t])`. Its router has already chosen
 `index` and `weights`, each (tokens, k). A pair is a token and one of its choices; a pair with an index past the last
-expert is dropped. The ranks of tp have equal tokens: each takes a part of them before, and gathers all tokens after.
-Under `etp`, an all-reduce sums the results of the experts. No token is dropped, as in MegaBlocks (Gale et al., arXiv
-2211.15841, section 4). With `dispatch_parts`, a part of the tokens travels while the experts compute another one, as in
-Tutel (Hwang et al., arXiv 2206.03382). docs/experts.md has the steps and what a rank sends.
+expert is dropped. The ranks of tp have equal tokens: each takes a part of them before the exchange, and gathers all
+after it. Under `etp`, an all-reduce sums the results of the experts. No token is dropped, as in MegaBlocks (Gale et
+al., arXiv 2211.15841, section 4). With `dispatch_parts`, a part of the tokens travels while the experts compute another
+one, as in Tutel (Hwang et al., arXiv 2206.03382). docs/experts.md has the steps and what a rank sends.
 
     | dispatch     tokens to experts                               results to tokens
     | all-to-all   all-to-all of the tokens of each pair           all-to-all (GShard, arXiv 2006.16668, section 3)

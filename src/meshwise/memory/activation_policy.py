@@ -1,4 +1,4 @@
-"""Choose how each block's activations are recomputed under a memory budget, and apply the tier of activations.
+"""Recompute blocks as the plan says or a budget allows, and hold the tier of activations and the compiled blocks.
 
 docs/memory.md says how the modes follow from costs that are measured in the first steps ("A budget"). A block gets the
 same mode on every rank that runs it."""
@@ -15,7 +15,7 @@ from meshwise.base.text_format import align_columns
 from meshwise.comm.api.world import World
 from meshwise.memory.activation_offload import ActivationTier
 from meshwise.memory.recompute import RecomputedBlock
-from meshwise.memory.recompute_modes import MODES, RecomputeCost, choose_modes
+from meshwise.memory.recompute_costs import MODES, RecomputeCost, choose_modes
 from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import Forward, ForwardReplay
 from meshwise.model.parameter_units import Patterns, partition, select
@@ -25,7 +25,7 @@ MEASURED_STEPS = 2
 """Number of first steps in which blocks are measured. Two, because the first step is slow: it warms up."""
 
 ALLOWED: Mapping[str, Sequence[str]] = {"none": MODES, "selective": ("none", "selective"), "full": ("none", "full")}
-"""The modes that a budget may choose for a block, by the plan's `recompute`; see `recompute_modes.MODES`."""
+"""The modes that a budget may choose for a block, by the plan's `recompute`; see `recompute_costs.MODES`."""
 
 
 class RecomputedBlocks:

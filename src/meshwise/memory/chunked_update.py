@@ -1,8 +1,8 @@
 """Update parameters in chunks, while the next chunks are read from their tier.
 
-An elementwise optimizer can update any part of its parameters alone, because torch's optimizers skip parameters without
-a gradient. So one optimizer holds the state of all parameters, as without offloading, and steps once per round.
-docs/memory.md has a picture of the rounds ("The update"): three staging buffers are read, updated and written.
+Only the chunks of a round have gradients, and torch's optimizers skip parameters without one. So one elementwise
+optimizer holds the state of all parameters, as without offloading, and steps once per round.
+docs/memory.md has a picture of the rounds ("The update"): staging buffers are read, updated and written in turn.
 
 A round has as many chunks as fit into a staging buffer. If nothing is offloaded, one round holds all chunks.
 `ChunkedUpdate.step` runs all rounds, when the gradients of all buckets have been reduced.

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwise.base.batch_norm_classes import RunningNorm
 from meshwise.base.tensor_tree import map_tensors, reachable, storage_bytes
 from meshwise.comm.api.streams import cuda_in_use, generator_states, restore_generators
-from meshwise.memory.recompute_modes import DeviceTimer, RecomputeCost, SavedOperations, saved_bytes_hook
+from meshwise.memory.recompute_costs import DeviceTimer, RecomputeCost, SavedOperations, saved_bytes_hook
 from meshwise.model.forward import ForwardReplay, ReplayTape
 from meshwise.precision.dtype_policy import active_product_casts
 

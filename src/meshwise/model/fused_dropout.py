@@ -1,4 +1,4 @@
-"""Dropout and attention with dropout on a GPU by one kernel each way, with the masks of `random_bits`.
+"""Dropout, and attention with dropout, on a GPU without a stored mask, with the masks of `random_bits`.
 
 A bit of a mask is a function of two 32-bit numbers of its row and one of its column (`MaskNumbers`). The kernels
 compute bits in forward and backward, so no mask is stored. They need Triton, and a C compiler.

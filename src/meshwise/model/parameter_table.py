@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from meshwise.base.mesh import Mesh
 from meshwise.layout.layout import Layout
 from meshwise.model.parameter_units import GatheredModule, partition
-from meshwise.plan.degrees import REPLICAS
+from meshwise.plan.mesh_axes import REPLICAS
 
 ParameterOptions: TypeAlias = Callable[[str, Tensor], Mapping[str, Any]]
 """Function from a parameter's name and tensor to its optimizer options, such as {"weight_decay": 0.0}."""

@@ -2,7 +2,7 @@
 
 An elementwise optimizer such as AdamW computes the same numbers on slices as on whole tensors. An optimizer that uses
 rows, columns or the norm of a tensor does not. Such a class declares `needs` and receives access to whole tensors
-(`model.full_parameter_access`). torch's classes that need whole tensors are refused, and other classes whose updates of
+(`model.whole_parameters`). torch's classes that need whole tensors are refused, and other classes whose updates of
 slices differ in a trial (`slice_difference`).
 
 Hyperparameters of groups are saved and restored by parameter name. torch's `state_dict` numbers parameters and groups,
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.model.full_parameter_access import NEEDS, LogicalTensors
 from meshwise.model.parameter_table import ParameterOptions
+from meshwise.model.whole_parameters import NEEDS, LogicalTensors
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def build_optimizer(
         name = optimizer.__name__
         raise ValueError(
             f"{name} needs whole parameters, but ranks update flat slices of them: {how}. Run it on whole tensors: "
-            f"optimizer=meshwise.optim.whole({name}); or declare `needs`, as in meshwise/model/full_parameter_access.py"
+            f"optimizer=meshwise.optim.whole({name}); or declare `needs`, as in meshwise/model/whole_parameters.py"
         )
     adagrad = issubclass(optimizer, torch.optim.Adagrad)  # torch has it fused on CPUs only
     slices = [parameter for group in groups for parameter in group["params"]]
@@ -163,7 +163,7 @@ def default_options(optimizer: object, *, module: nn.Module) -> ParameterOptions
 
 
 def needs_of(optimizer: object) -> str:
-    """Return the attribute `needs` of an optimizer class, one of `model.full_parameter_access.NEEDS`; "" for none.
+    """Return the attribute `needs` of an optimizer class, one of `model.whole_parameters.NEEDS`; "" for none.
 
     Raises ValueError for another value."""
     needs = str(getattr(optimizer, "needs", None) or "")

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.full_parameter_access import LogicalTensors, SliceTensors
-from meshwise.optim.large_batch_optimizers import LAMB, MomentOptimizer, corrected_root
+from meshwise.model.whole_parameters import LogicalTensors, SliceTensors
+from meshwise.optim.lars_lamb_muon import LAMB, MomentOptimizer, corrected_root
 from meshwise.plan.plan_keys import Wire
 
 

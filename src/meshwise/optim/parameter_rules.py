@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.model.parameter_table import ParameterOptions, all_names, matrices_decay
 from meshwise.model.parameter_units import partition
+from meshwise.model.whole_parameters import LogicalTensors
 from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, needs_of
 
 

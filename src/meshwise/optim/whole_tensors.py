@@ -5,8 +5,8 @@ parameter has its own instance of the class, and the step of the instance runs o
 
     slices of values and gradients ── gathered on the owner ── step of the class ── new values ── slices
 
-`data_parallel/logical_slices.py` describes the owners of parameters, and the bytes that are sent. The state of a
-parameter, of any tensors, exists only on its owner; a checkpoint holds these tensors whole."""
+`data_parallel/whole_parameter_functions.py` describes the owners of parameters, and the bytes that are sent. The state
+of a parameter, of any tensors, exists only on its owner; a checkpoint holds these tensors whole."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.full_parameter_access import LogicalTensors
+from meshwise.model.whole_parameters import LogicalTensors
 from meshwise.optim.flat_optimizer import REFUSED_BY_WHOLE, OptimizerClass, refuse_bases, slice_difference
 
 _GROUP = "group"

@@ -1,6 +1,6 @@
 """Plans: the user's choice of how to split a model over ranks, as one value (`Plan`)."""
 
-from meshwise.plan.degrees import AXES
+from meshwise.plan.mesh_axes import AXES
 from meshwise.plan.plan import Plan
 from meshwise.plan.plan_keys import PlanError
 

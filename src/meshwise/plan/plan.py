@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.plan.compatibility import ALONE, COMPATIBILITY, Refusal
-from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, factorisations, folded_mesh
+from meshwise.plan.mesh_axes import AXES, GRIDS, REPLICAS, factorisations, folded_mesh
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
     NO_OFFLOAD,

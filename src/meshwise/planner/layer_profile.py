@@ -26,10 +26,10 @@ from meshwise.comm.api.flight_recorder import StepPhase
 from meshwise.engine.schedule_and_cut import cut_on
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
+from meshwise.model.meta_tensor_values import ShapeConstants
 from meshwise.model.parameter_units import partition
-from meshwise.model.shape_constants import ShapeConstants
 from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut, cut_pieces
-from meshwise.pipeline.cut.piece_calls import CutError
+from meshwise.pipeline.cut.probe_result import CutError
 from meshwise.pipeline.schedules.schedule_table import ActionKind
 from meshwise.plan import Plan
 from meshwise.planner.plan_space import NEUTRAL_KEYS, splits_backward

@@ -5,9 +5,9 @@ After its last backward, the stages before r run theirs. So no order of actions 
 
     max over ranks r:  Σ forwards before r  +  m · Σ (forward + backward) of r  +  Σ backwards before r
 
-minus the time for r's weight gradients after its last message. In zero-bubble schedules a rank ends with weight
-gradients, so the last term is 0. With `exact=True`, the schedule's table is timed instead, which gives a higher bound.
-The update of the rank's shard is added in both cases.
+minus the time for r's weight gradients after its last message, at most the last sum. In zero-bubble schedules a rank
+ends with weight gradients, so nothing is left of the last sum. With `exact=True`, the schedule's table is timed
+instead, which gives a higher bound. The update of the rank's shard is added in both cases.
 
 Memory: the state of a rank between steps, plus the activations that its stages keep at the same time.
 
@@ -22,7 +22,7 @@ from functools import cache, cached_property
 
 import torch
 
-from meshwise.base.timeline import TimelineRow
+from meshwise.base.step_timeline import TimelineRow
 from meshwise.comm.api.flight_recorder import CallRecord
 from meshwise.pipeline.schedules.named_schedules import SCHEDULES, make_schedule
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwise.pipeline.schedules.named_schedules import SCHEDULES, planned_schedule
 from meshwise.plan import Plan, PlanError
-from meshwise.plan.degrees import divisors
+from meshwise.plan.mesh_axes import divisors
 from meshwise.plan.plan_keys import is_path, keys_of, read_words
 
 SEARCHED = (

@@ -71,7 +71,7 @@ class CostModel:
         return device.kernel + max(computing, operation.bytes / rate_at(device.bandwidth, size=operation.bytes))
 
     def collective(self, call: TapeCall) -> float:
-        """Return the seconds of one collective or message. Other groups along its axes run the same call meanwhile."""
+        """Return the seconds of one collective or message. It assumes that other groups run the same call."""
         kind = SEND_RECV if call.record.point_to_point else call.record.kind
         size, ranks = call.record.bytes, call.ranks
         count = len(ranks)
@@ -85,7 +85,7 @@ class CostModel:
         return waited + moved / self._rate(kind, size, ranks)
 
     def leaving(self, kind: str, *, ranks: tuple[int, ...]) -> float:
-        """Return the share of the bytes that a rank sends in a collective of kind `kind` that leaves its node; a mean.
+        """Return the mean share of the bytes of a collective that a rank sends to other nodes.
 
         A ring leaves each of its nodes at one rank. In an all-to-all every rank sends to every other one."""
         nodes, count = self._nodes(ranks), len(ranks)

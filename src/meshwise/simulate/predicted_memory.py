@@ -5,8 +5,7 @@ The first step allocates the optimizer's state. The peak is the peak of the seco
 
 `memory_advice` explains an out-of-memory error: docs/memory.md shows what it prints. It rehearses the plan, and then
 plans that need less memory, from the cheapest change to the most expensive one, until a plan fits. `needs` does the
-same before a run. The process that started a rank that the system has killed uses this file too
-(`cli/train_command.py`).
+same before a run. When the system kills a rank, its launcher prints the same advice (`cli/train_command.py`).
 
 On a GPU `room_left` returns the free memory of the device (`comm/api/streams.py`). On a CPU it returns the smallest of:
 

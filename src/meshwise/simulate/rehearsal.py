@@ -1,7 +1,7 @@
 """Rehearse a plan: run `parallelize` and two steps of the training code on meta tensors, for one rank of each kind.
 
-`RehearsalSubject` has all that `parallelize` gets, except the plan. `rehearse` runs one of all equal ranks, stages,
-micro-batches and steps. docs/simulation.md has a table of them ("What is rehearsed").
+`RehearsalSubject` has all that `parallelize` gets, except the plan. Of ranks, stages, micro-batches and steps that do
+equal work, `rehearse` runs one. docs/simulation.md has a table of them ("What is rehearsed").
 
 The tape of a rank has the memory that exists after the plan is applied. It also has every operation, call and
 allocation of two steps (`tape_recorder.py`).
@@ -41,8 +41,8 @@ from meshwise.memory.activation_offload import RehearsedMover
 from meshwise.model.deferred_init import ParameterSource, shapes_of
 from meshwise.model.find_mixtures import find_mixtures
 from meshwise.model.forward import Loss, default_forward
+from meshwise.model.meta_tensor_values import ShapeConstants
 from meshwise.model.parameter_table import check_trains
-from meshwise.model.shape_constants import ShapeConstants
 from meshwise.optim.flat_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.named_schedules import naive
@@ -253,7 +253,7 @@ class TapeRecording:
 
 
 def _with_gathers_first(steady: tuple[TapeSegment, ...], *, first: Sequence[TapeSegment]) -> tuple[TapeSegment, ...]:
-    """Return a step that begins with the calls for which only the step after them waits (`overlap_gather`).
+    """Return a step that begins with the gathers that the step before has started (`overlap_gather`).
 
     The step before has made these calls at its end, as this step makes its own for the next step."""
     waited = {entry.sequence for part in steady for entry in part.entries if isinstance(entry, TapeWait)}

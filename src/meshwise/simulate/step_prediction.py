@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.comm.api.flight_recorder import Activity, StepPhase, bus_factor
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
 from meshwise.pipeline.schedules.schedule_table import COMPUTE, RECEIVES, Action, ActionKind
@@ -399,7 +399,7 @@ class _Rank:
         return costs
 
     def agreements(self, seconds: float) -> list[float]:
-        """Return what agreements add to each step of the second of two rounds; the first round begins without any.
+        """Return the seconds that agreements add to each step of a round, the second one: the first begins without any.
 
         seconds: of a step without an agreement, in which exchanges continue."""
         added = [0.0] * max(2, len(self._rounds))

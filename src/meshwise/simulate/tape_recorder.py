@@ -29,17 +29,17 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from meshwise.attention.token_attention import ATTENTION_DEFAULTS
+from meshwise.attention.cp_attention import ATTENTION_DEFAULTS
 from meshwise.base.mesh import Mesh
 from meshwise.base.tensor_tree import tensors
-from meshwise.comm.api.collective_buffers import Parts
 from meshwise.comm.api.flight_recorder import Activity, CallRecord, FlightRecorder, StepPhase
+from meshwise.comm.api.split_and_reduce import Parts
 from meshwise.comm.api.world import Axes, Group, Work
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.shared_segment import KEPT, fits
+from meshwise.model.meta_tensor_values import run_on_meta
 from meshwise.model.random_interception import ForwardAndBackwardMode
-from meshwise.model.shape_constants import run_on_meta
 from meshwise.model.torch_private import LightDispatchMode, without_dispatch_modes
 from meshwise.optim.flat_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action

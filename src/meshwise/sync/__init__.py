@@ -1,1 +1,1 @@
-"""Agreement of replicas across steps: the table of schemes, the graphs of neighbours, and the rounds."""
+"""Replicas that agree across steps, parameter servers, and modules that live on other ranks."""

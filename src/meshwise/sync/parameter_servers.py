@@ -32,8 +32,8 @@ from torch import Tensor, optim
 
 from meshwise.comm.api.world import Work
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_place import BucketPlace
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.bucket_layout import BucketPlace
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.plan import Plan
 

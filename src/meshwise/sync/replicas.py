@@ -1,4 +1,4 @@
-"""Let the replicas of a plan agree by a `SyncScheme`: `Replicas` runs the exchanges of a round.
+"""Local SGD, SlowMo, DiLoCo, gossip, EASGD: replicas train apart, and `Replicas` mixes their parameters in rounds.
 
 x_r: parameters of replica r. a: the last agreed parameters. n_r: sum of the loss counts of replica r in the round.
 w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no replica has one, all weigh the same.
@@ -19,7 +19,7 @@ v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `
 A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
 its optimizer. Between two agreements no message goes from replica to replica.
 
-With the setting `join`, the first replica sums what it has over the jobs that have joined, and gives the others the
+With the setting `join`, the first replica sums its messages over the jobs that have joined, and gives the others the
 sums (`JoinedJobs`). A job that joins copies parameters, outer state and optimizer state of another job."""
 
 import contextlib
@@ -38,9 +38,9 @@ from meshwise.comm.api.world import Work
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.comm.network.joined_jobs import JoinedJobs
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.reduction import ZERO, compressed
-from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.stored_slices import StoredSlice
+from meshwise.data_parallel.checkpoint_slices import StoredSlice
+from meshwise.data_parallel.gradient_reduction import ZERO, compressed
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 
 _LEAST_WEIGHT = 1e-30
@@ -273,7 +273,7 @@ class Replicas:
             self._meet(self.jobs)
 
     def _meet(self, jobs: JoinedJobs) -> None:
-        """Sum what is in flight over the jobs and apply it, or copy the state of a job that has."""
+        """Sum what is in flight over the jobs and apply it; a job that has just come copies another job's state."""
         totals = [one.total for sent in self._in_flight.values() for one in self._arrived(sent)]
         weight = sum(float(sent[-1].total) for sent in self._in_flight.values())
         found, own = jobs.meet(totals, steps=self.steps, weight=weight)

@@ -18,7 +18,7 @@ from meshwise.model.parameter_table import Placement
 from meshwise.plan import Plan
 from meshwise.tensor.core import activation_reshard as reshard
 from meshwise.tensor.core.activation_reshard import GatheredOutputs
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.sharded_layers import (
     MultiheadSharding,
     Projection,
@@ -32,9 +32,9 @@ from meshwise.tensor.core.sharded_layers import (
 )
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
-from meshwise.tensor.detect.known_names import enclosing
+from meshwise.tensor.detect.attention_names import enclosing
 from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS, computes_as
-from meshwise.tensor.schemes import scheme_on
+from meshwise.tensor.tp_modes import scheme_on
 
 _TO_HIDDEN = ("norm", "single", "embedding")
 """Roles of modules that return hidden states, inside and outside of blocks."""

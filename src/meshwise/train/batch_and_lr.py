@@ -15,7 +15,7 @@ from torch import optim
 
 from meshwise.engine.noise_scale import NoiseScale
 from meshwise.plan import Plan
-from meshwise.train.job import JobError, ScheduleJob, TrainJob
+from meshwise.train.job_settings import JobError, ScheduleJob, TrainJob
 from meshwise.train.objects_by_name import bind, locate
 
 PATIENCE = 20
@@ -86,7 +86,7 @@ class BatchSizes:
         return wanted
 
     def check_parts(self, parts: int, *, plan: Plan) -> None:
-        """Raise JobError unless each batch divides evenly into `parts` micro-batches of all replicas, two or more."""
+        """Raise JobError unless each batch divides evenly into `parts` (two or more) micro-batches of all replicas."""
         sizes = (*self.job.ramp[:2], self.job.batch) if self.job.ramp else (self.first,)
         if parts < 2:
             raise JobError(f"noise needs two micro-batches in a step, and '{plan}' has one; use microbatches=2")

@@ -26,7 +26,7 @@ from rich.text import Text
 from meshwise.base.atomic_file import write_whole
 from meshwise.checkpoint.checkpoint_format import DamageError, SaveError
 from meshwise.comm.api.flight_recorder import RanksDisagree, raised_at
-from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.memory.swap_file import TierError
@@ -35,7 +35,7 @@ from meshwise.plan import PlanError
 from meshwise.precision.dtype_policy import NO_DTYPE
 from meshwise.simulate.predicted_memory import ShortageError, size_text
 from meshwise.train import run_events
-from meshwise.train.job import JobError
+from meshwise.train.job_settings import JobError
 from meshwise.train.run_events import RunEvent, Step
 
 STDOUT = 1

@@ -22,7 +22,7 @@ import tyro
 
 from meshwise.base.atomic_file import write_whole
 from meshwise.plan import Plan, PlanError
-from meshwise.train.job import Job, JobError, StudiedJob, as_job_error
+from meshwise.train.job_settings import Job, JobError, StudiedJob, as_job_error
 
 T = TypeVar("T")
 Key = tuple[str, ...]

@@ -33,23 +33,22 @@ from meshwise.base.atomic_file import write_whole
 from meshwise.base.mesh import weighted_split
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.checkpoint.checkpoint_format import TensorSpec, header
-from meshwise.comm.api.job_processes import JobAttempt
+from meshwise.comm.api.launcher_info import JobAttempt
 from meshwise.comm.api.streams import gpu_properties, streams_of
 from meshwise.comm.api.world import EmulatedLink, World
-from meshwise.data_parallel.stored_slices import buffers
+from meshwise.data_parallel.checkpoint_slices import buffers
 from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.step_result import NonFiniteError, StepResult
 from meshwise.engine.trainer import StepMeasurement, Trainer, measure, profile
-from meshwise.memory.allocator import is_out_of_memory
+from meshwise.memory.malloc_options import is_out_of_memory
 from meshwise.plan import PlanError
 from meshwise.simulate.predicted_memory import ShortageError
 from meshwise.train import run_events
 from meshwise.train.batch_and_lr import BatchSizes, balanced_rows, batch_factor, lr_schedule
 from meshwise.train.console_output import OutputConsole, ProgressLines, leave_traceback
-from meshwise.train.dataset import START_TOKEN, SampleOrder, length, read_batches
-from meshwise.train.global_batches import SampleStream, sample_source
-from meshwise.train.job import Job, JobError, SampleJob, as_job_error
+from meshwise.train.data_loading import START_TOKEN, SampleOrder, length, read_batches
+from meshwise.train.job_settings import Job, JobError, SampleJob, as_job_error
 from meshwise.train.prepare_job import PreparedJob, prepare
 from meshwise.train.run_checkpoints import (
     BEST,
@@ -70,6 +69,7 @@ from meshwise.train.run_checkpoints import (
     run_outputs,
 )
 from meshwise.train.run_events import EventSink, JsonLines, RunEvent, Slow, logger_maker
+from meshwise.train.streams_and_collators import SampleStream, sample_source
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 import meshwise.optim
 from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
-from meshwise.model.full_parameter_access import LogicalTensors
 from meshwise.model.parameter_table import ParameterOptions
+from meshwise.model.whole_parameters import LogicalTensors
 from meshwise.optim.flat_optimizer import build_optimizer, needs_of
-from meshwise.optim.large_batch_optimizers import Muon
+from meshwise.optim.lars_lamb_muon import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.optim.whole_tensors import whole
 from meshwise.reference import GPT, MLP, GPTConfig, MixtureConfig, MixtureGPT, MLPConfig, next_token_loss
 from meshwise.reference.gpt import IGNORED
 from meshwise.train.flags_and_toml import flags_of, parse_flags
-from meshwise.train.job import HUB, Job, JobError, OptimizerJob, as_job_error
+from meshwise.train.job_settings import HUB, Job, JobError, OptimizerJob, as_job_error
 from meshwise.train.pretrained_model import pretrained_model
 
 BYTE_VALUES = 256

@@ -24,13 +24,13 @@ from meshwise.plan.plan_keys import is_path
 from meshwise.simulate.rehearsal import RehearsalSubject
 from meshwise.train.batch_and_lr import BatchSizes, scheduler
 from meshwise.train.console_output import counted
-from meshwise.train.dataset import STDLIB, RunData, SampleOrder, length, load_data, read_batches
-from meshwise.train.global_batches import sample_source
-from meshwise.train.job import HUB, ROW_KINDS, Job, JobError
+from meshwise.train.data_loading import STDLIB, RunData, SampleOrder, length, load_data, read_batches
+from meshwise.train.fine_tuning_data import load_rows
+from meshwise.train.job_settings import HUB, ROW_KINDS, Job, JobError
 from meshwise.train.objects_by_name import check_text, loss_function, model_function, optimizer, optimizer_options
 from meshwise.train.pretrained_model import check_rows_fit
 from meshwise.train.run_events import logger_maker
-from meshwise.train.tuning_rows import load_rows
+from meshwise.train.streams_and_collators import sample_source
 
 
 @dataclass(frozen=True)

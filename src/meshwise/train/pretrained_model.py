@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from meshwise.checkpoint.checkpoint_format import CheckpointIndex, DamageError
 from meshwise.checkpoint.hugging_face import read_pretrained, with_model_names
-from meshwise.train.job import HUB, JobError, ModelJob, as_job_error
+from meshwise.train.job_settings import HUB, JobError, ModelJob, as_job_error
 
 _HUB_FILES = ("*.safetensors", "*.json", "*.model", "*.jinja", "*.txt")
 # In the source of a model whose attention separates packed records: it makes the mask from position_ids.

@@ -26,12 +26,12 @@ from meshwise.checkpoint.checkpoint_format import INDEX, SaveError, read_index
 from meshwise.checkpoint.hugging_face import is_pretrained
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.checkpoint.training_state import RestoredState
-from meshwise.comm.api.job_processes import JobAttempt
+from meshwise.comm.api.launcher_info import JobAttempt
 from meshwise.engine.step_result import StepResult
 from meshwise.engine.trainer import Trainer
 from meshwise.train.batch_and_lr import NoiseAverage
 from meshwise.train.flags_and_toml import to_toml
-from meshwise.train.job import Job, JobError
+from meshwise.train.job_settings import Job, JobError
 from meshwise.train.prepare_job import PreparedJob
 from meshwise.train.run_events import Resume, RunEvent, Saved, SaveFailed
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwise.train.flags_and_toml import to_toml
-from meshwise.train.job import Job, JobError
+from meshwise.train.job_settings import Job, JobError
 from meshwise.train.objects_by_name import locate
 from meshwise.train.pretrained_model import import_library
 

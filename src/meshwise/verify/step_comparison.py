@@ -76,7 +76,7 @@ class ReferenceSide:
         return losses
 
     def comparable(self, name: str, *, value: Tensor) -> Tensor:
-        """Return a parameter's value, with the expected element wherever rounding may have decided an update so far."""
+        """Return a parameter's value, with expected elements where rounding may have decided an earlier update."""
         if name not in self._undecided:
             return value
         expected = self.runs[0].model.get_parameter(name).detach()

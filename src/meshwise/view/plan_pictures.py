@@ -13,12 +13,13 @@ from html import escape
 from itertools import pairwise
 
 from meshwise.base.mesh import Mesh
+from meshwise.base.step_timeline import EDGE_KINDS, Event, Timeline, TimelineRow
 from meshwise.base.text_format import time_text
-from meshwise.base.timeline import EDGE_KINDS, Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.schedule_table import COMPUTE
 from meshwise.simulate.predicted_memory import size_text
 from meshwise.simulate.step_prediction import MemoryHistory, MemoryLevel
 from meshwise.simulate.step_tape import Category
+from meshwise.view.drawing_data import PlanAccount, comparison_table
 from meshwise.view.picture import (
     UNSEEN,
     Bars,
@@ -36,7 +37,6 @@ from meshwise.view.picture import (
     text_width,
     ticks,
 )
-from meshwise.view.plan_account import PlanAccount, comparison_table
 from meshwise.view.text_pictures import SHADES, label
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from rich.text import Text
 
 from meshwise.base.mesh import Mesh, even_split
+from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.base.text_format import align_columns
-from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.plan import Plan
 
 SHADES: Mapping[str, tuple[str, str]] = {

@@ -1,1 +1,1 @@
-"""The `World` and its collectives, CUDA streams, the flight recorder, and facts about a job's processes."""
+"""The `World` and its collectives, CUDA streams, the flight recorder, DCP's folders, and facts on the launcher."""

@@ -2,7 +2,7 @@
 
 c10d's collectives have no backward. The right gradient of a sum over ranks depends on the use of the sum: all ranks may
 compute the same from it, or each rank something different. So a tensor here is of one of four kinds (DTensor has the
-first three), and each collective turns a tensor of one kind into a tensor of another kind:
+first three), and each collective turns one kind into another, or into itself:
 
     | split        every rank has its part along a dim (`Shard`)
     | partial      every rank has one term of a sum (`Partial`)

@@ -1,12 +1,12 @@
 """The World: collectives between ranks along the named axes of a mesh, with one interface for every transport.
 
-docs/architecture.md has the kinds of worlds ("Worlds"). The public methods are implemented in this file only. A method
-finds the group of the axes, returns at once for a group of one rank, checks sizes and records the call. Then the method
-calls the subclass's `_move`, or the subclass's method of the same name with a leading underscore. So records, counts
-and hang reports mean the same in every subclass.
+docs/architecture.md has the kinds of worlds ("Worlds"). The public collectives are implemented in this file. One of
+them finds the group of the axes, returns at once for a group of one rank, checks sizes and records the call. Then the
+method calls the subclass's `_move`, or the subclass's method of the same name with a leading underscore. So records,
+counts and hang reports mean the same in every subclass.
 
 `EmulatedLink` emulates a slow network between ranks that share a host: each wait ends no earlier than on that network.
-docs/local_steps.md has the time of a call ("Slow links"). A transfer begins when this rank makes the call. If this rank
+docs/local_steps.md has times ("Slow links on a laptop"). A transfer begins when this rank makes the call. If this rank
 waits for other ranks, for more than 2 ms and more than a tenth of the emulated time, the transfer begins after the
 wait. The data itself moves as always, so a network that is slower than the emulated one stays slower."""
 
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.flight_recorder import (
     ActivityStopwatch,
     CallLine,
@@ -38,6 +37,7 @@ from meshwise.comm.api.flight_recorder import (
     first_difference,
     ranks_text,
 )
+from meshwise.comm.api.split_and_reduce import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.streams import streams_of
 
 _LOOK_SECONDS = 2e-4

@@ -42,7 +42,7 @@ from typing import NoReturn, TypeAlias
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.flight_recorder import CallLine, CallRecord, PlacedCall, first_difference, ranks_text, stack_of
-from meshwise.comm.api.job_processes import LauncherProcess, RankLostError, has_ended
+from meshwise.comm.api.launcher_info import LauncherProcess, RankLostError, has_ended
 from meshwise.comm.api.world import World
 
 _MOST_LINES = 16

@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import reduce_in_order
 from meshwise.comm.api.flight_recorder import (
     CallRecord,
     FlightRecorder,
@@ -46,6 +45,7 @@ from meshwise.comm.api.flight_recorder import (
     ranks_text,
     stack_of,
 )
+from meshwise.comm.api.split_and_reduce import reduce_in_order
 
 # ruff: noqa: ARG002 — most methods here do not need all their arguments
 from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode

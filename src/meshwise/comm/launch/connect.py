@@ -15,12 +15,12 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.job_processes import LauncherProcess, RankLostError
+from meshwise.comm.api.launcher_info import LauncherProcess, RankLostError
 from meshwise.comm.api.streams import gpu_count, streams_of
 from meshwise.comm.api.world import World
 from meshwise.comm.health.watchdog import ReportSink, Watchdog, report_to_stderr
+from meshwise.comm.network.choose_world import COMM_VARIABLE, Comm, default_device, process_world
 from meshwise.comm.network.job_store import is_opened_by_launcher, job_store
-from meshwise.comm.network.process_world import COMM_VARIABLE, Comm, default_device, process_world
 
 
 def connect(*, device: torch.device | str | None = None, comm: Comm | None = None) -> World:

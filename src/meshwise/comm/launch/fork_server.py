@@ -1,13 +1,13 @@
 """Fork the ranks of a machine from a server process that has imported torch, because importing torch takes seconds.
 
-The server is multiprocessing's fork server. It imports torch once, so restarted ranks start at once. It runs nothing
+The server is multiprocessing's fork server. It imports torch once, so restarted ranks start quickly. It runs nothing
 else, so none of its threads holds a lock at a fork. On a machine with a GPU every rank is a new process (spawn),
 because a fork of a process that has counted the GPUs cannot use them. macOS uses spawn too: its libraries run threads.
 
     launcher ──asks── server ──forks── rank 0, rank 1, …        the parent of a rank is the server, not the launcher
 
 A forked rank inherits the environment that the server had at its start. So the launcher sends its present environment
-to each rank (`LauncherEnvironment`). The launcher is not the parent of a rank, so `job_processes.LauncherProcess` asks
+to each rank (`LauncherEnvironment`). The launcher is not the parent of a rank, so `launcher_info.LauncherProcess` asks
 multiprocessing whether the launcher runs.
 
 By default (`start_context`) the server is a new process. If the launcher has only imported modules so far, the server

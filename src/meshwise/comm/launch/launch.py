@@ -11,8 +11,7 @@ one script works with `python` and with torchrun.
 
 1. A rank that ends with status 0 and without a result counts as failed. torch's launcher waits until every rank has
    returned a result or one rank has failed. So it would wait for ever after `os._exit(0)`, or `exit` in a C library.
-   torch learns of a failed process only a moment after its end. So if a rank ended a second ago and torch does not
-   report it as failed, its status was 0.
+   torch reports a failed process within a second. So a rank that ended earlier, and is not reported, had status 0.
 2. When a rank ends without an outcome, the others get 2 s to report the collective that it did not join. torch's
    launcher would end them at once.
 3. Ranks need semaphores. If a container has no room for them, the error says what to change."""
@@ -42,7 +41,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig
 
-from meshwise.comm.api.job_processes import has_ended, launched_rank
+from meshwise.comm.api.launcher_info import has_ended, launched_rank
 from meshwise.comm.api.streams import cuda_in_use
 from meshwise.comm.health.watchdog import report_to_stderr, stall_seconds_from_environment
 from meshwise.comm.launch.connect import comm_setting, connect, environment, has_world, skip_close_at_exit
@@ -58,8 +57,8 @@ from meshwise.comm.launch.rank_process import (
     start_folder,
     threads_from_environment,
 )
+from meshwise.comm.network.choose_world import Comm
 from meshwise.comm.network.job_store import LOOPBACK, LoopbackRendezvous
-from meshwise.comm.network.process_world import Comm
 
 _LOUD = ("torch.distributed.elastic", "torch.multiprocessing")  # their log messages are switched off
 _SHARE = Path("/sys/fs/cgroup/cpu.max")

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from meshwise.comm.api.flight_recorder import RanksDisagree
-from meshwise.comm.api.job_processes import JobAttempt, LauncherProcess, RankKilledError, RankLostError
+from meshwise.comm.api.launcher_info import JobAttempt, LauncherProcess, RankKilledError, RankLostError
 from meshwise.comm.launch.connect import connected_world
 from meshwise.comm.launch.fork_server import END_SIGNALS, LauncherEnvironment
 

@@ -7,7 +7,7 @@ A collective here is a generator. Each `yield` returns started messages; the gen
     | all-reduce       a reduce-scatter of slices                         yield    an all-gather of the sums    yield
 
 The first messages are started before the call returns. A collective of one phase is completed by `wait`. A collective
-of two phases is completed by a thread, so that the second phase does not have to wait for `wait`. There is one thread
+of two phases is completed by a thread, so that the second phase starts before a call of `wait`. There is one thread
 for each group, which runs its calls in order. Every rank sends to every other rank directly, which suits few ranks.
 
 gloo's own collectives copy more than necessary, run on two threads one after the other, and sum in an order that
@@ -38,9 +38,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.job_processes import rank_lost_error
+from meshwise.comm.api.launcher_info import rank_lost_error
+from meshwise.comm.api.split_and_reduce import put, reduce_in_order
 from meshwise.comm.api.streams import Streams
 from meshwise.comm.api.world import Group, Work, World, keep_inference_mode, message_group
 from meshwise.comm.network.job_store import LOOPBACK, address_towards

@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from meshwise.comm.api.job_processes import host_identity, launched_rank
+from meshwise.comm.api.launcher_info import host_identity, launched_rank
 
 LOOPBACK = "127.0.0.1"
 """Address of the loopback interface, which only processes of this machine can reach."""

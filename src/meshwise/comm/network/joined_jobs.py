@@ -11,8 +11,8 @@ one attempt, or more after failures. The first writer of a key of attempt n wins
 
 Every job counts heartbeats at the store. What a job waits for, and when it stops waiting:
 
-    | for members that have not come, when one that can sum has    after `patience` seconds; they are dropped
-    | the same before that, or after a round with joining jobs     `patience` seconds after their last heartbeat
+    | for missing members, once one that can sum has come          after `patience` seconds; they are dropped
+    | for them before that, or after a round with joining jobs     `patience` seconds after their last heartbeat
     | for members that sum, also in a long transfer                `patience` seconds after their last heartbeat
     | for `least` living jobs, before the first round              never
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.job_processes import RankLostError
+from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld
 from meshwise.comm.network.job_store import store_of
@@ -107,7 +107,7 @@ class JoinedJobs:
         place, size = f"{socket.gethostname()}, process {os.getpid()}", sum(total.numel() for total in totals)
         while True:
             found, own = self._shared(self._came(JobEntry(self._ticket, place, self.rounds, steps, weight, size)))
-            self._transports.close()  # all members that use the last ones have come, so they do not need them
+            self._transports.close()  # every member has come, so none uses the last round's
             sums = [total.clone() for total in totals]
 
             def add_up(found: Membership = found, own: JobEntry = own, sums: Sequence[Tensor] = sums) -> None:

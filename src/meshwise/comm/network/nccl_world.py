@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.collective_buffers import reduce_block, require_op
 from meshwise.comm.api.flight_recorder import CallRecord
+from meshwise.comm.api.split_and_reduce import reduce_block, require_op
 from meshwise.comm.api.streams import StreamEvent
 from meshwise.comm.api.world import Group, Work, World
 

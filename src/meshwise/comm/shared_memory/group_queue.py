@@ -16,9 +16,9 @@ call. Until then the call stays in this process. The rank does not block: other 
 
 `QueueState` is the state of one rank in one queue. It lies on the board of the rank, in words of 8 bytes:
 
-    | word    +0    number of calls posted
-    |         +8    number of calls of which the rank has done its part
-    |         +16…  ring of 32 records: tag of the call, then place, offset and size of each tensor that the rank gives
+    | word    0     number of calls posted
+    |         8     number of calls of which the rank has done its part
+    |         16…   ring of 32 records: tag of the call, then place, offset and size of each tensor that the rank gives
     |         …     ring of payloads, one for each record: contents of small tensors
 
 The tag is a hash of all calls so far, equal on ranks that made the same calls. Only its rank writes a state."""
@@ -33,7 +33,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from meshwise.comm.api.flight_recorder import CallRecord, RanksDisagree
-from meshwise.comm.api.job_processes import rank_lost_error
+from meshwise.comm.api.launcher_info import rank_lost_error
 from meshwise.comm.api.world import Group, Work, World
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES, PAYLOAD_WORDS, Board, HostConnection, Progress
 
@@ -341,7 +341,7 @@ class GroupQueue:
             call = self._due[0]
             for index in call.needs:
                 if not self._is_there(index, call):
-                    # The wait may do this call. Then the other rank may reuse the record: `_is_there` stays False.
+                    # This rank may do the call while it waits; then the record may be reused, and `_is_there` is False.
                     self._await(call, index, lambda: call.acted or self._is_there(index, call))  # noqa: B023
             if not call.acted:
                 self._act(call)

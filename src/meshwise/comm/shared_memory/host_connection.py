@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.job_processes import has_ended, rank_lost_error
+from meshwise.comm.api.launcher_info import has_ended, rank_lost_error
 from meshwise.comm.shared_memory.shared_segment import (
     JointTensors,
     PeerMappings,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh, even_split
-from meshwise.comm.api.collective_buffers import copy, put, reduce_in_order
 from meshwise.comm.api.flight_recorder import CallRecord
-from meshwise.comm.api.job_processes import rank_lost_error
+from meshwise.comm.api.launcher_info import rank_lost_error
+from meshwise.comm.api.split_and_reduce import copy, put, reduce_in_order
 from meshwise.comm.api.world import Axes, Group, Work, World, keep_inference_mode, message_group
 from meshwise.comm.shared_memory.group_queue import GroupQueues, QueuedCall, travels_in_payload
 from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES

@@ -13,8 +13,8 @@ from torch import nn
 
 from meshwise.base.text_format import align_columns
 from meshwise.model.parameter_units import Patterns, partition
-from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult, has_backward_hooks, has_no_values
 from meshwise.pipeline.cut.probe import Call, probe
+from meshwise.pipeline.cut.probe_result import CutError, ProbeResult, has_backward_hooks, has_no_values
 from meshwise.pipeline.cut.stage_balance import StageBounds, balance, bounds_by_name, loads_of
 from meshwise.pipeline.schedules.schedule_table import Schedule
 

@@ -25,15 +25,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.streams import streams_of
-from meshwise.memory.allocator import keep_freed_memory
-from meshwise.memory.recompute_modes import saved_bytes_hook
+from meshwise.memory.malloc_options import keep_freed_memory
+from meshwise.memory.recompute_costs import saved_bytes_hook
 from meshwise.model.deferred_init import shapes_of
 from meshwise.model.find_mixtures import compute_experts
+from meshwise.model.meta_tensor_values import MetaKernels, ShapeConstants
 from meshwise.model.module_copy import copy_modules
 from meshwise.model.parameter_units import GatheredModule, Patterns, partition
-from meshwise.model.shape_constants import MetaKernels, ShapeConstants
 from meshwise.pipeline.cut.dataflow import DataflowTracer, Dependencies, unchanged
-from meshwise.pipeline.cut.piece_calls import (
+from meshwise.pipeline.cut.probe_result import (
     CallCost,
     CutError,
     PieceCall,

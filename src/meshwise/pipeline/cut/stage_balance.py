@@ -5,7 +5,7 @@ as small as possible. Most pipelines round a running sum instead. Its error is u
 model's embedding and head are large. The lists are short, so the best bounds are found exactly. For the step of a
 schedule, several such bounds are compared by its clock.
 
-`balance` tries boundaries between pieces first. A boundary inside a block (`piece_calls.inner_modules`) is used if it
+`balance` tries boundaries between pieces first. A boundary inside a block (`probe_result.inner_modules`) is used if it
 gains enough. Of boundaries that are nearly as good, the one that sends the fewest bytes is taken.
 `bounds_by_name` returns the boundaries that a user has chosen."""
 
@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
-from meshwise.pipeline.cut.piece_calls import CutError, ProbeResult
+from meshwise.pipeline.cut.probe_result import CutError, ProbeResult
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock
 from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 

@@ -1,7 +1,7 @@
 """Measure a training step: the actions of each rank with their times, and the causes of time without computation.
 
 The time in which a rank does not compute is split by cause. docs/pipeline.md has a table of the causes ("Where the time
-went"). A wait inside a computation counts as ideal or imbalance if the rank would have been idle by the schedule."""
+went"). A wait inside a computation counts as ideal or imbalance where the schedule lets the rank be idle."""
 
 import dataclasses
 import json
@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias
 
+from meshwise.base.step_timeline import Event, Timeline, TimelineRow, time_within
 from meshwise.base.text_format import align_columns
-from meshwise.base.timeline import Event, Timeline, TimelineRow, time_within
 from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
 from meshwise.comm.api.world import World
 from meshwise.pipeline.schedules.schedule_clock import ActionCost, clock, event_of
@@ -39,7 +39,7 @@ _Means: TypeAlias = Mapping[ActionKind, float]
 
 @dataclass(frozen=True)
 class LostTime:
-    """Seconds of one rank without computation, by cause; the module docstring defines the causes."""
+    """Seconds of one rank without computation, by cause; docs/pipeline.md defines the causes."""
 
     ideal: float
     imbalance: float

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import Work, World
-from meshwise.pipeline.run.pipeline_stage import Stage, StageError, signature
 from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input, split_pays
+from meshwise.pipeline.run.stage_forward import Stage, StageError, signature
 from meshwise.pipeline.schedules.receive_starts import receive_starts
 from meshwise.pipeline.schedules.schedule_table import (
     COMPUTE,

@@ -11,9 +11,9 @@ the gradients of its two operands separately. Autograd omits a gradient that is 
 After I, the saved tensors that W does not need are freed. I and W together compute the same gradients as one backward
 (Qi et al., 2023; torch's pipelining does the same).
 
-A parameter gets its gradient already in I in three cases. If paths to it leave the spine at several nodes, autograd
-would run from one node through the others again. If a path misses the spine, W has no node there to start at. Behind
-torch's checkpoint, W would have to recompute.
+A parameter gets its gradient already in I in three cases. If paths to it leave the spine at several nodes, W would run
+the nodes between these places twice. If a path misses the spine, W has no node there to start at. Behind torch's
+checkpoint, W would have to recompute.
 
 `enter` prepares received values, so that a backward sets their gradients without a copy."""
 

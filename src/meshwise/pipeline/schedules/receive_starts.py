@@ -1,11 +1,11 @@
-"""Choose when each rank starts its receives, so that the host may wait for a GPU at any launch (`receive_starts`).
+"""Choose when each rank starts its receives, so that a launch may wait for all earlier work (`receive_starts`).
 
 CUDA may load a kernel at its first launch only when all work of the device is done. A started receive is such work. If
 its sender needs a later action of this rank first, both ranks wait for ever. The same holds for a started send.
 
 So a receive starts early, to overlap with computations, but only if its sender needs no later action of this rank. The
-order is found by a careful run of the table. There a rank starts a computation, gather or reduction only when all its
-sends have receives, and all its started receives have sends. Sends and receives launch no kernel themselves."""
+order is found by a careful run of the table. There a rank starts a computation, gather or reduction only when each
+message that it has started is matched at the other end. Sends and receives launch no kernel themselves."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwise.base.timeline import Event, Timeline, TimelineRow
+from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.schedules.schedule_table import (
     COMPUTE,
     RECEIVES,

@@ -3,9 +3,9 @@
 With sequence parallelism the hidden states are split along the tokens from the first repeated block to the last one.
 Embeddings, position numbers, rotary tables and masks are made outside of the blocks, for whole sequences.
 
-Under 3D the rows of the batch are split over the axes (i, j) in the hidden states, but over (i, l) inside a pair (see
-`tensor/core/part.py`). So an argument of an attention that has a batch dim, such as a mask, is moved to the rows of the
-pair. If it needs a gradient, each rank computes the gradient for its own heads, and the ranks sum these gradients."""
+Under 3D the rows of the batch are split over the axes (i, j) in the hidden states, but over (i, l) inside an attention
+or MLP. So an argument of an attention that has a batch dim, such as a mask, is moved to the rows inside. If it needs a
+gradient, each rank computes the gradient for its own heads, and the ranks sum these gradients."""
 
 import dataclasses
 import functools
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import DimSplit, Layout
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.split_context import SplitContext
-from meshwise.tensor.detect.known_names import BY_HEAD, MASKS
-from meshwise.tensor.schemes import Axes
+from meshwise.tensor.detect.attention_names import BY_HEAD, MASKS
+from meshwise.tensor.tp_modes import Axes
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
 """Function that a hook applies to an input or output of a module."""

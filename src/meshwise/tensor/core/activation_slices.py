@@ -21,11 +21,11 @@ from torch import nn
 from meshwise.layout.layout import DimSplit
 from meshwise.model.random_draws import ActivationRegion, DimSlice, RegionStarts
 from meshwise.plan import Plan
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.sharded_layers import Projection, ShardedLinear, ShardedMultiheadAttention
 from meshwise.tensor.core.split_context import SplitContext
-from meshwise.tensor.detect.known_names import enclosing
-from meshwise.tensor.schemes import scheme_on
+from meshwise.tensor.detect.attention_names import enclosing
+from meshwise.tensor.tp_modes import scheme_on
 
 
 def activation_regions(

@@ -40,10 +40,10 @@ from meshwise.model.parameter_table import Placement
 from meshwise.model.torch_private import in_backward, needed_gradients
 from meshwise.tensor.core.activation_reshard import sum_gradient_over_heads, to_hidden_rows, to_inner_rows
 from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
-from meshwise.tensor.core.part import Norm, Part
+from meshwise.tensor.core.module_role import Norm, Part
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.core.vocab_parallel import DimShards, SplitLogits, TableWeight, require_valid
-from meshwise.tensor.schemes import NO_MOVE, Axes, Scheme, SchemeProduct
+from meshwise.tensor.tp_modes import NO_MOVE, Axes, Scheme, SchemeProduct
 
 
 class Projection(BoundToRank):

@@ -28,7 +28,7 @@ from meshwise.model.forward import ForwardReplay
 from meshwise.model.parameter_table import Placement
 from meshwise.model.torch_private import graph_nodes
 from meshwise.tensor.core.matmul import InputGather, MatmulCollectives, MatmulInput, OperandMove, to_product_dtype
-from meshwise.tensor.schemes import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
+from meshwise.tensor.tp_modes import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 
 
 class TensorOrigins:
@@ -112,9 +112,9 @@ class ShardSizes:
 class SharedGather:
     """Last gathered input, kept until all matrices that read this input have taken it.
 
-    The input is gathered by the first matrix that reads it, or at the entry of the module around the matrices. A later
-    matrix gets it by `take`, if its input is `part` (this rank's part, at `version`) or the gathered tensor. `readers`:
-    number of matrices that will still take it."""
+    The input is gathered by the first matrix that reads it, or at the entry of the module around the matrices. Later
+    matrices call `take`: it returns the gathered input to those that read `part` (at `version`) or the gathered tensor.
+    `readers`: number of matrices that will still take it."""
 
     part: Tensor | None = None
     version: int = 0

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.known_names import enclosing, full_name
+from meshwise.tensor.core.module_role import Part
+from meshwise.tensor.detect.attention_names import enclosing, full_name
 
 _ADAPTED = "peft.tuners.tuners_utils.BaseTunerLayer"
 _KNOWN = ("base_layer", "lora_A", "lora_B", "lora_magnitude_vector", "ia3_l")

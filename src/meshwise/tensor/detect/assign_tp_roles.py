@@ -28,13 +28,13 @@ from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.model.find_mixtures import find_mixtures, ruled_mixtures
 from meshwise.model.parameter_units import matches, partition
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.detect.adapter_parts import prompt_rules, with_adapters, without_adapters
 from meshwise.tensor.detect.attention_heads import head_degree, latent_attentions, latent_parts
+from meshwise.tensor.detect.attention_names import DECLARED, enclosing, of_all_blocks
 from meshwise.tensor.detect.column_row_pairs import FoundAttention
-from meshwise.tensor.detect.known_names import DECLARED, enclosing, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
-from meshwise.tensor.detect.model_structure import ModelStructure
+from meshwise.tensor.detect.roles_from_structure import ModelStructure
 
 Rules: TypeAlias = Mapping[str, str]
 """Mapping from a name pattern to the role of the modules or parameters that match; docs/tensor.md has an example."""

@@ -29,9 +29,8 @@ from torch import nn
 
 from meshwise.model.parameter_units import dotted_names
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.core.part import Part
-from meshwise.tensor.detect.forward_source import fused_children
-from meshwise.tensor.detect.known_names import (
+from meshwise.tensor.core.module_role import Part
+from meshwise.tensor.detect.attention_names import (
     CONFIGURATIONS,
     FEATURES,
     HEAD_WIDTHS,
@@ -40,8 +39,9 @@ from meshwise.tensor.detect.known_names import (
     KEY_HEADS,
     full_name,
 )
+from meshwise.tensor.detect.forward_source import fused_children
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm
-from meshwise.tensor.schemes import scheme
+from meshwise.tensor.tp_modes import scheme
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ if all squares but one read its input (`reads_input`). Else the registration ord
     | the fourth of four squares, in attention           q, k, v, output
     | the second of two squares, otherwise               an MLP whose hidden size is the width
 
-The rules for squares apply at the end of the module that holds the matrices, or where the next branch begins. So q, k
-and v may be in one module and the output in the next. If all matrices of a module are its own, and one of them is
-rowwise, their order does not matter. Roles that the user or the model declares take precedence over sizes.
+A square has equal dims. The rules for squares apply at the end of the module that holds the matrices, or where the next
+branch begins. So q, k and v may be in one module and the output in the next. If all matrices of a module are its own,
+and one of them is rowwise, their order does not matter. Roles that the user or the model declares take precedence over
+sizes.
 
 `ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices of an attention hold one
 number per head, or treat all heads equally (`_parts_between`).
@@ -37,7 +38,7 @@ from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.sharded_layers import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
     AttentionHeads,
@@ -50,8 +51,8 @@ from meshwise.tensor.detect.attention_heads import (
     order_of_fused,
     sections_of,
 )
+from meshwise.tensor.detect.attention_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing, of_all_blocks
 from meshwise.tensor.detect.forward_source import is_gated, only_read_by, reads_input, reads_no_sizes, splits_by_width
-from meshwise.tensor.detect.known_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing, of_all_blocks
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
 
 _SQUARES_OF_ATTENTION = 4
@@ -146,7 +147,7 @@ class BranchFinder:
         roles = {key: self._role(matrix) for key, matrix in found.items()}
         reads = {key: given for key, given in reads_input(module).items() if roles.get(key) == ""}
         squares, called = [key for key, role in roles.items() if role == ""], [*reads]
-        # the last one called writes hidden states, if no square before it is unseen
+        # the last one called writes hidden states, if all squares before it are called
         sure = len(called) > 1 and reads.keys() >= {*squares[: squares.index(called[-1])]}
         if sure and [*reads.values()] == [True] * (len(called) - 1) + [False]:
             roles |= {key: "colwise" if given else "rowwise" for key, given in reads.items()}

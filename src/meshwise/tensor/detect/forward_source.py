@@ -1,7 +1,7 @@
 """Find out how a module's forward uses its input and its children's outputs, from the source of the forward.
 
 Several linears that read one tensor may share one gather at the entry of the module around them, if nothing else reads
-the tensor (`only_read_by`). Any other reader (a norm, a residual) needs the part before the gather. If the source is
+the tensor (`only_read_by`). Any other reader (a norm, a residual) needs this rank's part of it. If the source is
 unclear, every linear gathers separately, which costs only traffic. A forward that reads sizes of its input needs the
 gathered input (`reads_no_sizes`, `splits_by_width`). A forward that splits a child's output shows that the child is a
 fused matrix (`fused_children`). A square matrix that reads the input is colwise (`reads_input`)."""
@@ -15,7 +15,7 @@ from typing import TypeAlias
 from torch import nn
 
 from meshwise.model.parameter_units import source_of
-from meshwise.tensor.detect.known_names import HEAD_WIDTHS, HEADS, KEY_HEADS
+from meshwise.tensor.detect.attention_names import HEAD_WIDTHS, HEADS, KEY_HEADS
 
 _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as"})
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})

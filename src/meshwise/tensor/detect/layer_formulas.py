@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from meshwise.tensor.core.part import Norm
-from meshwise.tensor.detect.known_names import STORED_AS_INPUTS_BY_OUTPUTS, full_name
+from meshwise.tensor.core.module_role import Norm
+from meshwise.tensor.detect.attention_names import STORED_AS_INPUTS_BY_OUTPUTS, full_name
 
 _ROWS = 3
 _EXACT, _NEAR = 1e-12, 1e-5

@@ -54,7 +54,7 @@ class BucketPlace:
         """Return a place in which `rows` lie one after the other, sorted by options.
 
         shapes: shape of this rank's tensor by parameter name. parts: number of shards, one for each rank.
-        servers: the last so many ranks alone have shards; 0: all ranks."""
+        servers: if above 0, only the last `servers` ranks have shards."""
         pieces: list[BucketPiece] = []
         starts: dict[Options, int] = {}
         stop = 0

@@ -17,9 +17,9 @@ rank's message is its gradient plus the error of its last message. N ranks, a bu
     | codec      1 encode N shards, all-to-all ─ 2 each owner adds up its shard ─ 3 encode, all-gather (zero=0 alone)
     | powersgd   1 all-reduce M Q = P ─ 2 orthogonalise P ─ 3 all-reduce Mᵀ P = Q; the sum is P Qᵀ
 
-What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and the errors of all
-ranks, the owners' errors of step 3 included, add up to the sums of the true gradients. PowerSGD (Vogels et al., arXiv
-1905.13727) takes Q of the last step for the next one; after a load it begins anew.
+What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and all errors, also the
+owners' of step 3, add up to the sums of the true gradients. PowerSGD (Vogels et al., arXiv 1905.13727) takes Q of the
+last step for the next one; after a load it begins anew.
 
 A codec makes rows of bytes from rows of floating-point numbers, and approximate numbers again. docs/synchronisation.md
 has the bytes of each. A block of 256 elements has its own fp32 scale: its largest magnitude, or its mean magnitude for
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import Axes, Work, World
-from meshwise.data_parallel.bucket_place import BucketPiece, BucketPlace
+from meshwise.data_parallel.bucket_layout import BucketPiece, BucketPlace
 from meshwise.plan.plan_keys import Wire
 
 

@@ -1,4 +1,4 @@
-"""Store the parameters of a rank: a `DataParallel` for each of its pipeline stages, combined into an `Engine`.
+"""Combine the `DataParallel`s of a rank's pipeline stages into one `Engine`, and sum gradients of tied parameters.
 
 A plan without pp has one stage, on every rank. The engine's table lists the parameters of all stages, its norm covers
 all of this rank's stages. A tied parameter is one that several stages hold. Its gradients are summed on the first of
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_place import Options
+from meshwise.data_parallel.bucket_layout import Options
 from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.live_unit import LiveUnit
 from meshwise.model.parameter_table import ParameterRow, ParameterTable

@@ -1,6 +1,6 @@
 """Convert checkpoints from and to torch's distributed checkpoint, DCP: `import_dcp` and `export_dcp`.
 
-docs/checkpoints.md has the keys of each format ("torch.distributed.checkpoint").
+docs/checkpoints.md has the keys of each format ("torch.distributed.checkpoint (DCP)").
 
 DCP does not say which tensors of the model are buffers. So an import names all tensors `parameter/NAME`, and a load
 looks for buffers there too. Import and export have one tensor in memory at a time, and a staging buffer."""
@@ -23,7 +23,7 @@ from meshwise.checkpoint.hugging_face import averaged
 from meshwise.checkpoint.save_state import PendingSave
 from meshwise.comm.api.dcp_folder import METADATA, DcpEntry, read_dcp, write_dcp
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
-from meshwise.data_parallel.stored_slices import OPTIMIZER_KINDS, StoredSlice, number_slot
+from meshwise.data_parallel.checkpoint_slices import OPTIMIZER_KINDS, StoredSlice, number_slot
 from meshwise.optim.flat_optimizer import IMPLEMENTATIONS, plain_value
 
 _Stored: TypeAlias = Mapping[tuple[str, ...], DcpEntry]

@@ -1,4 +1,4 @@
-"""Find the part of each module of a model from the model's structure, and apply the roles that rules state.
+"""Find the tensor-parallel role of each module from sizes, containers and order, and apply the roles of rules.
 
 module                   evidence                                                                        role
 GPT
@@ -18,10 +18,10 @@ from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.plan import Plan
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.detect.attention_heads import cut_by_rule
+from meshwise.tensor.detect.attention_names import enclosing
 from meshwise.tensor.detect.column_row_pairs import BranchFinder, ColumnRowPairs, hidden_width
-from meshwise.tensor.detect.known_names import enclosing
 from meshwise.tensor.detect.layer_formulas import (
     PATCH_CONVOLUTIONS,
     as_matrix,

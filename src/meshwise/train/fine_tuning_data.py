@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from meshwise.reference.gpt import IGNORED
-from meshwise.train import dataset
+from meshwise.train import data_loading
 from meshwise.train.console_output import counted
-from meshwise.train.global_batches import pack, pad, without_targets
-from meshwise.train.job import DataJob, JobError
+from meshwise.train.job_settings import DataJob, JobError
 from meshwise.train.pretrained_model import hub_folder, import_library
+from meshwise.train.streams_and_collators import pack, pad, without_targets
 
 Words: TypeAlias = NDArray[np.uint32]
 """Tokens, with bit 31 set where the loss counts."""
@@ -51,8 +51,8 @@ class TuningRows(Dataset[dict[str, Any]]):
 
     def __init__(self, path: Path, *, job: DataJob) -> None:
         self._path, self._job, context = path, job, job.context
-        self._words = dataset.open_tokens(path).view(np.uint32)
-        self.largest, count = dataset.open_tokens(path)[-16:].view(np.int64).tolist()
+        self._words = data_loading.open_tokens(path).view(np.uint32)
+        self.largest, count = data_loading.open_tokens(path)[-16:].view(np.int64).tolist()
         size = len(self._words) - 4 - 4 * count
         starts, firsts = self._words[size:-4].copy().view(np.int64).reshape(2, -1)
         lengths = np.diff(starts, append=size)
@@ -63,7 +63,7 @@ class TuningRows(Dataset[dict[str, Any]]):
         useful = (firsts[record] - skipped < sizes) & (sizes > 1)
         self._starts, self._sizes = (starts[record] + skipped)[useful], sizes[useful]
         self._rows = _packed(self._sizes, context) if job.pack else np.arange(len(self._sizes) + 1)
-        self.content = f"{counted(size, of='token')}, {dataset.digest(dataset.open_tokens(path))}"
+        self.content = f"{counted(size, of='token')}, {data_loading.digest(data_loading.open_tokens(path))}"
         long, lost = np.sum(lengths > context), count - len(np.unique(record[useful]))
         self.summary = (
             f"{counted(count, of='record')} of {counted(size, of='token')}, {long:,} longer than {context:,} "
@@ -91,7 +91,7 @@ class TuningRows(Dataset[dict[str, Any]]):
         return functools.partial(TuningRows, self._path, job=self._job), ()
 
 
-def load_rows(job: DataJob) -> dataset.RunData:
+def load_rows(job: DataJob) -> data_loading.RunData:
     """Return the datasets of a job with records; tokenize the records into the cache if they are not there.
 
     Raises JobError for a record that cannot be read, a missing tokenizer, template or library, and for no records."""
@@ -101,18 +101,18 @@ def load_rows(job: DataJob) -> dataset.RunData:
     if unknown := sorted(set(job.arguments) - set(_FIELDS)):
         raise JobError(f'data.arguments: {unknown[0]!r} is none of {", ".join(_FIELDS)}; write as in text = "content"')
     folder = hub_folder(job.tokenizer, key="data.tokenizer")
-    cache = dataset.cache_folder(job)
-    with dataset.cache_errors(cache):
-        files = list(dataset.text_files(where, key="data.dataset"))
+    cache = data_loading.cache_folder(job)
+    with data_loading.cache_errors(cache):
+        files = list(data_loading.text_files(where, key="data.dataset"))
         inputs = [f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in files]
         inputs += [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in tokenizer_files(folder)]
         name = hashlib.sha256(json.dumps([kind, inputs, dict(job.arguments)]).encode()).hexdigest()[:32]
         records = _json_lines(files) if kind == "json" else _library_rows(kind, where, files)
         write = functools.partial(_write, records, folder, job.arguments)
-        rows = TuningRows(dataset.build_once(cache / f"rows-{name}.bin", write=write), job=job)
+        rows = TuningRows(data_loading.build_once(cache / f"rows-{name}.bin", write=write), job=job)
     if not len(rows):
         raise JobError(f"data.dataset = {job.dataset!r} has no row to train on: {rows.summary}; give more records")
-    data = dataset.load_data(job, made=rows)
+    data = data_loading.load_data(job, made=rows)
     summary = f"{data.summary} of {counted(job.context, of='token')}; {rows.summary}"
     return replace(data, summary=summary, content=rows.content, forward=without_targets, largest=rows.largest)
 

@@ -9,7 +9,7 @@ norm, head) of other stages have no parameters and do not compute (docs/pipeline
   it returns NaN in the output's shape and dtype, so a use of it is noticed. The stage before sends the shapes;
 - the first piece of a later stage ends the forward by an exception.
 
-A stage may begin inside a block (`piece_calls.inner_modules`). On the two stages that share this split block, its
+A stage may begin inside a block (`probe_result.inner_modules`). On the two stages that share this split block, its
 modules are pieces, and its own forward runs. On any other stage the block is one piece.
 
 The cut (`model_cut.py`) determines on an example which outputs are sent and in which order the pieces run."""
@@ -100,13 +100,13 @@ class StageForwardState:
     def output_shapes(self, key: str, *, module: nn.Module, first: Tensor) -> Any:
         """Return the output of a piece of an earlier stage as meta tensors. `first`: its first input.
 
-        A rehearsal leaves out stages that equal another; their pieces get outputs of other pieces of their class."""
+        A rehearsal leaves out stages that equal another; their shapes come from a piece of the same class."""
         modules = zip(self._contents.keys, self._modules, strict=True)
         same_class = (other for other, one in modules if type(one) is type(module))
         return next((self.shapes[other] for other in (key, *same_class) if other in self.shapes), first)
 
     def snapshot(self) -> ForwardPoint:
-        """Return the point that the forward has reached, for `restored` (see `model.forward.RememberedState`)."""
+        """Return the point that the forward has reached, for `restored` (see `RememberedState`)."""
         return self.open, self.position, self.received, self.shapes
 
     @contextlib.contextmanager

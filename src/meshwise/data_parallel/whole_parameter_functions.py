@@ -1,4 +1,4 @@
-"""Compute norms and functions of whole parameters for an optimizer that updates slices of buckets (collectives).
+"""Give an optimizer of slices what needs whole parameters: their norms (LARS), or a function of each (Muon).
 
 A function of whole parameters runs on one rank for each of them: gather the parameter there, send the result back.
 Each parameter has an owner among the ranks that hold parts of it. A wave has one parameter for each owner:
@@ -7,7 +7,7 @@ Each parameter has an owner among the ranks that hold parts of it. A wave has on
     | owner 1 | gather b | f(b), gather d | send b, f(d) | send d |
 
 The largest remaining parameter goes to the owner with the fewest elements so far. docs/large_batch.md has the elements
-that all ranks send ("Optimizers"). With copies, as along dp under zero=0, the copy nearest to the owner sends.
+that all ranks send ("Optimizers"). If several ranks hold copies (zero=0), the nearest to the owner sends.
 
 `exchange_momenta` sums momenta of R ranks through a codec. Rank r sends beta m / R + (1 - beta) g_r plus its error. The
 g_r add up to the gradient. m is the momentum before; zero=1 keeps a full copy, gathered before the first exchange."""
@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_place import BucketPlace
+from meshwise.data_parallel.bucket_layout import BucketPlace
+from meshwise.data_parallel.checkpoint_slices import optimizer_slices, slice_pieces
 from meshwise.data_parallel.data_parallel_engine import DataParallel
-from meshwise.data_parallel.reduction import ZERO, Reduction, compressed
-from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.stored_slices import optimizer_slices, slice_pieces
-from meshwise.model.full_parameter_access import (
+from meshwise.data_parallel.gradient_reduction import ZERO, Reduction, compressed
+from meshwise.data_parallel.stage_engines import Engine
+from meshwise.model.parameter_table import ParameterRow
+from meshwise.model.whole_parameters import (
     Groups,
     LogicalTensors,
     OwnedTensor,
@@ -35,7 +36,6 @@ from meshwise.model.full_parameter_access import (
     WholeFunction,
     key_of,
 )
-from meshwise.model.parameter_table import ParameterRow
 
 
 class RankPart(NamedTuple):

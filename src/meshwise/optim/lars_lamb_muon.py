@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwise.model.full_parameter_access import LogicalTensors, SliceTensors
+from meshwise.model.whole_parameters import LogicalTensors, SliceTensors
 
 
 class WholeParameterOptimizer(torch.optim.Optimizer):

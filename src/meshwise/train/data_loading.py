@@ -36,9 +36,16 @@ from meshwise.base.tensor_tree import take_rows
 from meshwise.comm.api.streams import gpu_count
 from meshwise.model.forward import Forward
 from meshwise.train.console_output import counted
-from meshwise.train.global_batches import Batches, Collate, SampleStream, is_stream, named_collator, without_targets
-from meshwise.train.job import DataJob, JobError
+from meshwise.train.job_settings import DataJob, JobError
 from meshwise.train.objects_by_name import bind, locate
+from meshwise.train.streams_and_collators import (
+    Batches,
+    Collate,
+    SampleStream,
+    is_stream,
+    named_collator,
+    without_targets,
+)
 
 STDLIB = "python-stdlib"
 """Name in `data.files` for the source text of Python's standard library."""
@@ -276,7 +283,7 @@ def read_batches(
     collate: Collate | None = None,
     window: int = 1,
 ) -> Iterator[Any]:
-    """Yield this rank's rows of each global batch, collated by torch. A rank without rows gets a batch of 0 rows.
+    """Yield this rank's rows of each global batch, or with `collate` all rows. A rank without rows gets 0 rows.
 
     | source, order, window   as in `Batches`
     | numbers     global numbers to read; its step is the batch size: `range(0, 10, 4)` is batches of 4, 4 and 2 samples

@@ -1,7 +1,7 @@
 """Choose and make the World of a job whose ranks are processes, by the devices and hosts of the ranks.
 
-docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on a GPU, unless `NCCL_SHARES_GPUS`
-is 1. One rank has a `GlooWorld`.
+docs/architecture.md has the world of each case ("Worlds"). NCCL refuses two ranks on a GPU, unless
+NCCL_MULTI_RANK_GPU_ENABLE is 1. One rank has a `GlooWorld`.
 
 torch's default process group is not used: a job may call `init_process_group` as well.
 `gloo_calls` returns torch's own gloo collectives, with which benchmarks compare the collectives of this package."""
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from meshwise.base.mesh import Mesh
-from meshwise.comm.api.job_processes import launched_rank
+from meshwise.comm.api.launcher_info import launched_rank
 from meshwise.comm.api.streams import gpu_count, gpu_properties, nccl_version
 from meshwise.comm.api.world import Work, World
 from meshwise.comm.network.gloo_world import GlooTransport, GlooWorld

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from meshwise.attention.attention_tiles import ScoreRules, TiledAttention
-from meshwise.attention.key_exchange import DirectExchange, GatherExchange, KeyExchange, RingExchange, needed_share
+from meshwise.attention.kv_exchange import DirectExchange, GatherExchange, KeyExchange, RingExchange, needed_share
 from meshwise.attention.mask_pattern import Documents, Pattern, TilePair, causal, full, map_closure
 from meshwise.attention.split_attention import HeadExchange, attend, split_attention
+from meshwise.attention.tiled_attention import ScoreRules, TiledAttention
 from meshwise.base.mesh import Mesh, even_split
 from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.base.text_format import align_columns

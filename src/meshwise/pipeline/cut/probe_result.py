@@ -1,11 +1,12 @@
-"""Describe the calls of a model's pieces: their dependencies, their costs, and the blocks that two stages can share.
+"""Result of a probe: calls of the pieces (modules that a cut keeps whole), their costs, and blocks that can be split.
 
 `probe.py` runs a model on an example and returns a `ProbeResult` for the cut. Some blocks can be split: a stage can
 begin at a module inside, as in the picture of docs/pipeline.md ("The cut").
 
-The block's own code between the modules, such as residual sums, runs on both stages. So its modules must hold all its
-parameters, and each must run once, in a fixed order. `inner_modules` finds them. docs/pipeline.md lists the blocks that
-cannot be split ("Limits"). Nor can blocks with backward hooks: a stage begins at a piece, and a piece may have none."""
+The block's own code between the modules, such as residual sums, runs on both stages. So a block can be split only if
+its modules hold all its parameters, and each must run once, in a fixed order. `inner_modules` finds them.
+docs/pipeline.md lists the blocks that cannot be split ("Limits"). Nor can blocks with backward hooks: stages begin at
+pieces, which may have no such hooks."""
 
 import dataclasses
 from collections import Counter

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwise.base.mesh import Mesh
+from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.base.text_format import time_text
-from meshwise.base.timeline import Event, Timeline, TimelineRow
 from meshwise.pipeline.run.measured_step import MeasuredStep
 from meshwise.pipeline.schedules.schedule_table import RECEIVES, SENDS, Action, ActionKind, counterpart
 from meshwise.plan import Plan

@@ -1,4 +1,4 @@
-"""Axes of a plan's mesh, grids of the ranks of tensor parallelism, and factorisations of a number of ranks."""
+"""Names of the axes of a plan's mesh, the grids of tp, and the mesh in which ep, etp and shards divide other axes."""
 
 import itertools
 import math

@@ -1,7 +1,7 @@
 """Attribute and argument names by which attentions are recognised, and functions of dotted module names.
 
-`known_names.toml` has the names, and says what each list is for. A few classes are listed too, where no attribute shows
-how the fused matrix is arranged: by full name, so that their library need not be installed."""
+`attention_names.toml` has the names, and says what each list is for. A few classes are listed too, where no attribute
+shows how the fused matrix is arranged: by full name, so that their library need not be installed."""
 
 import re
 import tomllib
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-_FILE = resources.files("meshwise.tensor.detect").joinpath("known_names.toml")
+_FILE = resources.files("meshwise.tensor.detect").joinpath("attention_names.toml")
 _NAMES: Mapping[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 
 HEADS, KEY_HEADS, GROUPS = (tuple(_NAMES[key]) for key in ("heads", "key_heads", "groups"))

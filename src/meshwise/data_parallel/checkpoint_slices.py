@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_place import BucketPiece, Options
-from meshwise.data_parallel.staged_engine import Engine
+from meshwise.data_parallel.bucket_layout import BucketPiece, Options
+from meshwise.data_parallel.stage_engines import Engine
 from meshwise.layout.layout import Rectangle, rectangles
 from meshwise.memory.chunked_update import ChunkedUpdate
 

@@ -1,7 +1,7 @@
-"""Make whole global batches of a stream (`SampleStream`), or with a collator that a job names (`Batches`).
+"""Read samples of iterable datasets so that a run can resume (`SampleStream`), and collate them: `pad`, `pack`, others.
 
-docs/data.md lists the collators. Every rank reads and collates the whole global batch. A window of batches, sorted by
-length, begins at a multiple of its size; a run that resumes inside one reads it again."""
+docs/data.md lists the collators. With one, every rank reads and collates the whole global batch. A window of batches,
+sorted by length, begins at a multiple of its size; a run that resumes inside one reads it again."""
 
 import contextlib
 import inspect
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset
 from meshwise.base.tensor_tree import reachable
 from meshwise.model.forward import default_forward
 from meshwise.reference.gpt import IGNORED
-from meshwise.train.job import HUB, DataJob, JobError
+from meshwise.train.job_settings import HUB, DataJob, JobError
 from meshwise.train.objects_by_name import bind, locate, name_hint
 from meshwise.train.pretrained_model import hub_folder, import_library
 
@@ -73,7 +73,7 @@ class SampleStream:
         return found
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Return the JSON state after `samples` samples have been used: before the last `take`, or after it."""
+        """Return the JSON state after `samples` samples: before the last `take`, unless all of it are used."""
         position = self._position() if samples >= self._end else self._before
         with contextlib.suppress(TypeError):
             if json.loads(json.dumps(position)) == position:

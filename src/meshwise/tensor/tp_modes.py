@@ -23,7 +23,7 @@ from typing import Any
 
 from meshwise.base.mesh import Mesh
 from meshwise.plan import Plan, PlanError
-from meshwise.tensor.core.part import Part
+from meshwise.tensor.core.module_role import Part
 
 Axes = tuple[str, ...]
 """Names of mesh axes, outermost first."""
@@ -74,7 +74,7 @@ class SchemeProduct:
 class Scheme:
     """Layouts of a scheme of tensor parallelism: the products of each role, and the axes that split activations.
 
-    | head               the product of roles `head` and `single`. The embedding of the vocabulary uses it in reverse:
+    | head               the product of roles `head` and `single`. The embedding is this product transposed:
     |                    its table is stored like the head's W, and its output is reduced over the axes of the head's
     |                    `x`. Before this, a rank has zeros for tokens outside of its part of the vocabulary
     | hidden, inner      the axes that split the features of the hidden states, and the inner features of a pair
