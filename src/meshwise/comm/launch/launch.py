@@ -85,9 +85,10 @@ def run(
     """Call `main(world, *args)` on `size` ranks and return the results of `main`, by rank.
 
     Starts `size` processes on this machine, and ends them. Under torchrun, `run` only connects this process, and
-    returns the results of all ranks. `main`, `args` and results are pickled: define `main` at the top of a file, and
-    call `run` under `if __name__ == "__main__":`. In a notebook any function works until CUDA is in use. Each rank gets
-    an equal share of the cores as threads, unless OMP_NUM_THREADS is set; in a notebook with a world, one thread.
+    returns the results of all ranks. `main`, `args` and results are pickled: define `main` at the top of a file (or
+    pass a functools.partial of it), and call `run` under `if __name__ == "__main__":`. In a notebook any function works
+    until CUDA is in use. Each rank gets an equal share of the cores as threads, unless OMP_NUM_THREADS is set; in a
+    notebook with a world, one thread.
 
     | device     as in `connect`
     | restarts   how many times all ranks are started again after one failed; `main` is then called from its start
@@ -163,6 +164,7 @@ def _start_method(main: Callable[..., Any]) -> str:
     Exits in a rank that imports a script with an unguarded `run`. Raises ValueError for a function that cannot be
     pickled, RuntimeError for a notebook's function where a fork is impossible."""
     script = sys.modules["__main__"]
+    main = main.func if isinstance(main, functools.partial) else main
     if sys.modules.get("__mp_main__", script) is not script:
         # A forked process does not print why it exits.
         sys.stderr.write(
