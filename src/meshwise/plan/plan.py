@@ -15,10 +15,6 @@ from meshwise.plan.compatibility import ALONE, COMPATIBILITY, Refusal
 from meshwise.plan.degrees import AXES, GRIDS, REPLICAS, factorisations, folded_mesh
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
-    NO_OFFLOAD,
-    OFFLOAD_FORM,
-    WIRE_DTYPES,
-    WIRE_FORM,
     Offload,
     PlanError,
     Wire,
@@ -69,7 +65,7 @@ class Plan:
     compile: str = plan_key("compile")
     deterministic: int = plan_key("deterministic")
     precision: str = plan_key("precision")
-    wire: str = plan_key("wire", words=WIRE_DTYPES, parse=Wire.parse, form=WIRE_FORM)
+    wire: str = plan_key("wire", parse=Wire.parse)
     feedback: int = plan_key("feedback")
     gather: str = plan_key("gather")
     sync: str = plan_key("sync")
@@ -77,7 +73,7 @@ class Plan:
     server: int = plan_key("server")
     staleness: str = plan_key("staleness")
     correction: str = plan_key("correction")
-    offload: str = plan_key("offload", words=(NO_OFFLOAD,), parse=Offload.parse, form=OFFLOAD_FORM)
+    offload: str = plan_key("offload", parse=Offload.parse)
 
     def __post_init__(self) -> None:
         for key, value in self._items():

@@ -232,10 +232,7 @@ class Offload:
 OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))
 """Names of the parts of the state that have a tier."""
 
-OFFLOAD_FORM = f"or `state:tier` joined by commas: {', '.join(OFFLOADABLE)}; {', '.join(TIERS[1:])}"
-"""Values of `offload`, as Markdown."""
-
-WIRE_DTYPES = ("auto", "fp32", "bf16", "fp16")
+WIRE_DTYPES = tuple(_TABLES["wire"]["words"])
 WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
     {
         **dict.fromkeys(("int8", "int4", "fp8", "1bit"), ("", lambda _: False)),
@@ -245,12 +242,6 @@ WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyTyp
     }
 )
 """Values of `wire` that compress: name, an example of its number (empty: it has none), and the test of a number."""
-
-WIRE_FORM = (
-    ", ".join(f"`{name}:{example}`".replace(":`", "`") for name, (example, _) in WIRE_CODECS.items())
-    + " (or another number)"
-)
-"""Values of `wire` that compress, as Markdown."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +266,7 @@ class Wire:
                     return cls(text, name, float(number or 0))
         near = name if name in WIRE_CODECS else _near(name, (*WIRE_DTYPES, *WIRE_CODECS))
         hint = f"{near}:{WIRE_CODECS[near][0]}".rstrip(":") if near in WIRE_CODECS else near
-        choices = f"{', '.join(WIRE_DTYPES)}, {WIRE_FORM}".replace("`", "")
+        choices = f"{', '.join(WIRE_DTYPES)}, {_TABLES['wire']['form']}".replace("`", "")
         raise PlanError(f"wire={text}: wire is {choices}. Nearest that works: 'wire={hint}'")
 
     def __str__(self) -> str:
