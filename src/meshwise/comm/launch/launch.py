@@ -85,10 +85,9 @@ def run(
     """Call `main(world, *args)` on `size` ranks and return the results of `main`, by rank.
 
     Starts `size` processes on this machine, and ends them. Under torchrun, `run` only connects this process, and
-    returns the results of all ranks. `main`, `args` and results are pickled: define `main` at the top of a file (or
-    pass a functools.partial of it), and call `run` under `if __name__ == "__main__":`. In a notebook any function works
-    until CUDA is in use. Each rank gets an equal share of the cores as threads, unless OMP_NUM_THREADS is set; in a
-    notebook with a world, one thread.
+    returns the results of all ranks. `main` (or a functools.partial of it), `args` and results are pickled: define it
+    at the top of a file, and call `run` under `if __name__ == "__main__":`. In a notebook any function works until CUDA
+    is in use. Each rank gets an equal share of the cores, unless OMP_NUM_THREADS is set; in a notebook with a world, 1.
 
     | device     as in `connect`
     | restarts   how many times all ranks are started again after one failed; `main` is then called from its start
