@@ -90,7 +90,7 @@ def _size_text(size: int) -> str:
 
 
 def _rank(world: World, sweep: SizeSweep) -> list[Measurement]:
-    return measure(sweep, world=world)
+    return measure(world, sweep=sweep)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from meshwise import Mesh, Plan, PlanError, parallelize
 from meshwise.plan import AXES, plan
 from meshwise.plan.compatibility import COMPATIBILITY, Refusal
-from meshwise.plan.plan_keys import OFFLOADABLE, TIERS, Offload
+from meshwise.plan.plan_keys import OFFLOADABLE, TIERS, WIRE_CODECS, Offload, keys_of
 from plans_page import plans_page
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -65,6 +65,12 @@ def test_a_plan_has_a_mesh_of_all_five_axes() -> None:
     assert str(Plan(dp=4, zero=1).mesh()) == "pp=1 dp=4 cp=1 tp=1"
     with pytest.raises(ValueError, match=r"resolve\(world_size\) fills in dp=auto"):
         Plan(dp=None).mesh()
+
+
+def test_the_table_of_keys_names_every_codec_and_every_part_of_the_state() -> None:
+    wire, offload = (keys_of(Plan)[key].form for key in ("wire", "offload"))
+    assert re.findall(r"`(\w+)[:`]", wire) == [*WIRE_CODECS]
+    assert re.findall(r"\w+", offload.partition("commas:")[2]) == [*OFFLOADABLE, *TIERS[1:]]
 
 
 def tiers_texts() -> st.SearchStrategy[str]:

@@ -26,7 +26,7 @@ ALL = tuple(CALLS)
 
 def measured(world: World, sweep: SizeSweep) -> tuple[list[Measurement], list[CallRecord]]:
     with world.flight_recorder.record() as records:
-        return measure(sweep, world=world), records
+        return measure(world, sweep=sweep), records
 
 
 def test_every_collective_is_measured_at_every_size_in_every_group_with_a_copy_beside_it() -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -151,7 +152,7 @@ def all_gone(pids: list[int]) -> bool:
 def test_run_returns_what_main_returned_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     handler, environment = signal.getsignal(signal.SIGINT), dict(os.environ)
-    results = run(SIZE, total, args=(0.5,), comm="gloo")
+    results = run(SIZE, partial(total, offset=0.5), comm="gloo")
     assert [result[0] for result in results] == [2.0, 2.0]
     assert [result[1].tolist() for result in results] == [[0, 0], [1, 1]]
     assert [result[2] for result in results] == [max(1, cores() // SIZE)] * SIZE
@@ -226,8 +227,9 @@ def test_a_rank_that_leaves_when_others_have_returned_has_no_result() -> None:
 def test_what_cannot_be_started_is_refused_at_once() -> None:
     def inside(world: World) -> None: ...
 
-    with pytest.raises(ValueError, match="inside cannot be pickled for another process"):
-        run(SIZE, inside)
+    for main in (inside, partial(inside)):
+        with pytest.raises(ValueError, match="inside cannot be pickled for another process"):
+            run(SIZE, main)
     with pytest.raises(ValueError, match="cannot run on 0 ranks"):
         run(0, total, args=(0.0,))
     with pytest.raises(ValueError, match=r"cannot run on 2\.0 ranks"):

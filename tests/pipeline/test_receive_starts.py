@@ -15,9 +15,7 @@ from meshwise.pipeline.schedules.schedule_table import (
     ActionKind,
     Schedule,
     ScheduleError,
-    counterpart,
     lower,
-    other_end,
     validate,
 )
 
@@ -39,8 +37,8 @@ def stuck(schedule: Schedule, starts: Starts, *, seed: int) -> dict[int, str]:
     def moves(rank: int) -> bool:
         action = schedule.rows[rank][places[rank]]
         if action.kind in SENDS | RECEIVES:
-            return action.kind in SENDS or counterpart(action) in begun
-        return all(counterpart(one) in begun for one in own[rank])
+            return action.kind in SENDS or action.counterpart in begun
+        return all(one.counterpart in begun for one in own[rank])
 
     left = {rank for rank, row in enumerate(schedule.rows) if row}
     while left:
@@ -126,8 +124,8 @@ def assert_in_order_of_sends(schedule: Schedule, starts: Starts) -> None:
     for rank, row in enumerate(schedule.rows):
         begun = [one for action in row for one in (*starts.get(action, ()), action) if one.kind in RECEIVES]
         for source, sender in enumerate(schedule.rows):
-            sent = [counterpart(one) for one in sender if one.kind in SENDS]
-            assert [one for one in dict.fromkeys(begun) if other_end(one, schedule=schedule) == source] == [
+            sent = [one.counterpart for one in sender if one.kind in SENDS]
+            assert [one for one in dict.fromkeys(begun) if schedule.other_end(one) == source] == [
                 one for one in sent if schedule.rank_of[one.stage] == rank
             ]
 

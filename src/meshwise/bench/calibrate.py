@@ -252,7 +252,7 @@ def _link(world: World, effort: CalibrationEffort) -> Link:
     measured_links: dict[tuple[str, int], tuple[float, float]] = {
         (one.kind, one.bytes): (one.median_seconds, one.bus_bandwidth)
         for on, each in {"shared": sums, "ordinary": (SEND_RECV,)}.items()
-        for one in measure(SizeSweep(each, (64, *effort.sizes), (world.size,), effort.rounds, on=(on,)), world=world)
+        for one in measure(world, sweep=SizeSweep(each, (64, *effort.sizes), (world.size,), effort.rounds, on=(on,)))
         if one.kind in each
     }
     measured_links = world.exchange(measured_links)[0]

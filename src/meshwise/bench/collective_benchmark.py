@@ -151,7 +151,7 @@ def _gather_in_place(world: World, _: Tensor, y: Tensor) -> list[Work]:
     return [world.all_gather(_part(world, y), into=y, axes=_AXIS)]
 
 
-def measure(sweep: SizeSweep, *, world: World) -> list[Measurement]:
+def measure(world: World, *, sweep: SizeSweep) -> list[Measurement]:
     """Make and return the measurements of `sweep`, and of a copy at every size. Every rank of the world calls this.
 
     A group of n ranks is the ranks 0 … n-1. A rank gets the measurements of its groups, so rank 0 gets all. Sizes are

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
     for one in jobs[: len(job.batches)]:
         prepare(one, ranks=size)
     print(f"starting {counted(size, of='local rank')} for {counted(len(jobs), of='trial')}, into {folder}", flush=True)
-    left = run(size, _rank, args=(jobs, 60 * job.minutes), comm=checked_comm(job.comm))[0]
+    left = run(size, partial(train_trials, jobs=jobs, seconds=60 * job.minutes), comm=checked_comm(job.comm))[0]
     study = BatchStudy(tuple(read_trial(one) for one in jobs if has_ended(one)), job.target)
     if study.loss == math.inf:
         raise JobError(f"no trial in {folder} has a finite loss; lower optimizer.lr = {job.optimizer.lr:g}")
@@ -224,10 +224,6 @@ def main(arguments: Sequence[str]) -> int:
         late = f"{counted(left, of='trial')} not begun after {job.minutes:g} minutes; the same command continues"
         print(late, file=sys.stderr)
     return 0
-
-
-def _rank(world: World, jobs: Sequence[Job], seconds: float) -> int:
-    return train_trials(world, jobs=jobs, seconds=seconds)
 
 
 def conclusions(study: BatchStudy) -> list[str]:

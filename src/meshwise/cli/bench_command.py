@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,6 @@ from meshwise.bench.calibrate import CalibrationEffort, calibrate
 from meshwise.cli import shared_flags
 from meshwise.comm.api.launcher_info import prints_for_job
 from meshwise.comm.api.streams import gpu_count
-from meshwise.comm.api.world import World
 from meshwise.comm.launch.launch import cores, run
 from meshwise.simulate.cluster import Cluster
 from meshwise.train.console_output import console_of_width, counted, text_table
@@ -85,7 +85,7 @@ def _collectives(words: Sequence[str]) -> None:
         )
         sweep.check(world_size=size)
     shared_flags.say_start(size, words=["bench", "collectives", *words])
-    measurements = run(size, _time_collectives, args=(sweep,), device=_device(flags), comm=comm)[0]
+    measurements = run(size, partial(benchmark.measure, sweep=sweep), device=_device(flags), comm=comm)[0]
     if prints_for_job():
         if {one.kind for one in measurements} == {benchmark.COPY} != set(flags.collectives):
             raise JobError("no collective was measured: these ranks have no shared memory; use --on ordinary")
@@ -98,10 +98,6 @@ def _collectives(words: Sequence[str]) -> None:
         text = json.dumps(benchmark.rows(measurements), indent=1) + "\n"
         shared_flags.write_and_say(flags.json, write=lambda path: path.write_text(text, encoding="utf-8"))
         shared_flags.write_and_say(flags.png, write=lambda path: benchmark.plot(measurements, path=path))
-
-
-def _time_collectives(world: World, sweep: benchmark.SizeSweep) -> list[benchmark.Measurement]:
-    return benchmark.measure(sweep, world=world)
 
 
 @dataclass(frozen=True)
@@ -118,15 +114,12 @@ def _calibrate(words: Sequence[str]) -> None:
     shared_flags.check_outputs([flags.output])
     size, comm = _ranks(flags, least=1), shared_flags.checked_comm(flags.comm)
     shared_flags.say_start(size, words=["bench", "calibrate", *words])
-    cluster: Cluster = run(size, _calibrate_rank, args=(flags.rounds,), device=device, comm=comm)[0]
+    measure = partial(calibrate, effort=CalibrationEffort(rounds=flags.rounds))
+    cluster: Cluster = run(size, measure, device=device, comm=comm)[0]
     if prints_for_job():
         text = tomlkit.dumps(dataclasses.asdict(cluster))
         result = f": {cluster.device.name}, {counted(size, of='rank')}"
         shared_flags.write_and_say(flags.output, write=lambda path: path.write_text(text, "utf-8"), more=result)
-
-
-def _calibrate_rank(world: World, rounds: int) -> Cluster:
-    return calibrate(world, effort=CalibrationEffort(rounds=rounds))
 
 
 def _ranks(flags: BenchFlags, *, least: int) -> int:

@@ -33,15 +33,7 @@ from meshwise.model.forward import call_loss
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.schedule_interpreter import MicrobatchJob, ScheduleInterpreter, pack, tensor_specs, unpack
 from meshwise.pipeline.run.stage_forward import Stage, signature
-from meshwise.pipeline.schedules.schedule_table import (
-    Action,
-    ActionKind,
-    Schedule,
-    add_gathers,
-    add_transfers,
-    lower,
-    message_pairs,
-)
+from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, add_gathers, add_transfers, lower
 from meshwise.plan import PlanError
 
 
@@ -123,7 +115,7 @@ class StagedRunner:
         self._world = engine.world
         self._gathers = any(stage.engine.reduction.shards_parameters for stage in stages.values())
         self.schedule, self._plain = lower(schedule, gathers=self._gathers), schedule
-        self.lines = engine.lines | message_pairs(self.schedule)
+        self.lines = engine.lines | self.schedule.message_pairs
         self.evaluation_micro_batches = schedule.microbatches
         for live in stages.values():
             live.tied = any(row.name in engine.tied for row in live.engine.table.rows)

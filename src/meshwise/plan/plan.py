@@ -8,7 +8,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from meshwise.base.mesh import Mesh
@@ -16,21 +15,14 @@ from meshwise.plan.compatibility import ALONE, COMPATIBILITY, Refusal
 from meshwise.plan.mesh_axes import AXES, GRIDS, REPLICAS, factorisations, folded_mesh
 from meshwise.plan.plan_keys import (
     LARGEST_COUNT,
-    NO_OFFLOAD,
-    OFFLOAD_FORM,
-    WIRE_DTYPES,
-    WIRE_FORM,
-    Key,
     Offload,
     PlanError,
     Wire,
     check_keys,
     keys_of,
-    matching,
-    one_of,
+    plan_key,
     plan_notation,
     read_words,
-    whole_number,
 )
 
 
@@ -38,135 +30,50 @@ from meshwise.plan.plan_keys import (
 class Plan:
     """Plan for splitting a model over ranks: `Plan.parse("dp=2 zero=1")` or `Plan(dp=2, zero=1)`.
 
+    `keys.toml` has the meaning and the values of each key, and docs/plans.md shows them.
+
     Prints as the shortest line that parses back. Raises PlanError for a value out of range or a refused combination."""
 
-    dp: int | None = whole_number(
-        1, means="replicas of the model, each with its own rows of the batch; `auto`: all remaining ranks", auto=True
-    )
-    tp: int = whole_number(1, means="ranks that split each matrix")
-    pp: int = whole_number(1, means="stages that split the sequence of blocks")
-    cp: int = whole_number(1, means="ranks that split each sequence of tokens")
-    context: str = one_of(
-        "auto gather ring zigzag striped ulysses usp window",
-        means="with cp, which tokens a rank has and how its queries get the keys of other ranks",
-    )
-    cp_heads: int = whole_number(1, means="with `context=usp`, how many of the cp ranks exchange tokens for heads")
-    ep: int = whole_number(1, means="ranks of dp, cp and tp, innermost first, that split the experts of a mixture")
-    etp: int = whole_number(1, means="ranks of tp that split each matrix of an expert")
-    dispatch: str = one_of(
-        "auto all-to-all all-gather",
-        means="with ep, how tokens get to experts: each to the ranks of its experts (`all-to-all`), all to all ranks "
-        "(`all-gather`), or the way that moves fewer bytes (`auto`)",
-    )
-    chunk: int = whole_number(
-        0, means="with ep, tokens that a rank sends to experts at once; the backward sends them again. 0: all tokens"
-    )
-    dispatch_parts: int = whole_number(
-        1, means="with ep, parts of a mixture's tokens: other parts are sent while the experts compute one part"
-    )
-    replicate: int = whole_number(
-        0,
-        means="with ep, number of experts with the most rows that are copied to all ranks of ep, anew in each dispatch",
-    )
-    zero: int = whole_number(
-        0, means="sharded over the replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters", most=3
-    )
-    shards: int = whole_number(
-        0,
-        means="with zero, how many neighbouring ranks of dp share one copy of the state; dp / shards replicas have a "
-        "copy each; 0: all ranks of dp share one. `dp=4x8` means `dp=32 shards=8`",
-    )
-    hpz: int = whole_number(
-        1,
-        means="with zero=3, neighbouring ranks of dp (a node) that keep a second copy of the parameters, divided among "
-        "them. After a unit's first gather of a step, they gather it from this copy; 1: no second copy",
-    )
-    prefetch: int = whole_number(
-        1, means="with zero=3, units whose parameters are gathered ahead of the unit that runs; 0: none", least=0
-    )
-    overlap_gather: int = whole_number(
-        0,
-        means="with zero=1 and 2, 1: a step returns while updated parameters are gathered, each unit waits for its own "
-        "in its next forward, and the module shows NaN until then",
-        most=1,
-    )
-    bucket: int = Key(
-        "bytes up to which neighbouring units are gathered and reduced as one; 0: each unit separately", size=True
-    ).field(0)
-    microbatches: int = whole_number(1, means="parts of a rank's rows of a batch, computed one after the other")
-    tp_mode: str = one_of(
-        "1d 2d 2.5d 3d", means="form of tp's ranks: a row, a q x q grid, `tp_depth` such grids, or a p x p x p cube"
-    )
-    tp_depth: int = whole_number(1, means="number of grids under `tp_mode=2.5d`")
-    sequence_parallel: int = whole_number(
-        0, means="1: between the split matrices, each tp rank has a part of the tokens", most=1
-    )
-    random: str = one_of(
-        "global local",
-        means="random numbers such as dropout masks: equal under every plan, or per rank by torch's fused kernels",
-    )
-    schedule: str = one_of(
-        "1f1b naive gpipe interleaved looped zb-h1 zb-h2 zb-v dualpipev",
-        means="order of a pipeline's forwards and backwards, by name or as a table in a file",
-        file=True,
-    )
-    virtual_stages: int = whole_number(1, means="stages that each rank of a pipeline holds")
-    partition: str = one_of("time params memory", means="the quantity that is balanced over the stages of a pipeline")
-    recompute: str = one_of(
-        "none selective full",
-        means="operations of a block that the backward computes again: none, all except matrix products, or all",
-    )
-    budget: int = Key(
-        "bytes of activations that a rank may keep: blocks are recomputed until they fit; 0: no limit", size=True
-    ).field(0)
-    compile: str = one_of("off auto blocks", means="blocks: torch.compile for each block's forward; auto: only on GPUs")
-    deterministic: int = whole_number(
-        0, means="1: kernels of torch that give equal bits in every run; slower on GPUs", most=1
-    )
-    precision: str = one_of(
-        "fp32 bf16 fp16", means="dtype of the computation, with fp32 masters; fp32: the model's own dtype"
-    )
-    wire: str = Key(
-        "dtype in which gradients are reduced, or the codec that compresses them, or with `sync` other than `step` the "
-        "changes of parameters; auto: the dtype of the computation",
-        words=WIRE_DTYPES,
-        parse=Wire.parse,
-        form=WIRE_FORM,
-    ).field("auto")
-    feedback: int = whole_number(
-        1, means="with a codec as `wire`, 1: its error is added to the next message; 0: not added", least=0, most=1
-    )
-    gather: str = one_of(
-        "exact int8 int4 fp8",
-        means="with zero=3, codec of the parameters that a forward or backward gathers; updates are exact",
-    )
-    sync: str = one_of(
-        "step local slowmo diloco gossip easgd",
-        means="when replicas agree: their gradients in each step, or their parameters after `every` steps, by the mean "
-        "(`local`), an outer momentum (`slowmo`, `diloco`), with neighbours (`gossip`) or elastically (`easgd`)",
-    )
-    every: int = whole_number(1, means="with `sync` other than `step`, steps between two agreements")
-    server: int = whole_number(
-        0, means="ranks besides the workers of dp that hold the optimizer and shards of the parameters"
-    )
-    staleness: str = Key(
-        "with `server`, by how many steps a worker may run ahead of the slowest one; 0: all step together",
-        words=("0", "async"),
-        parse=partial(matching, key="staleness", pattern=r"async|0|[1-9]\d{0,5}", examples=("2", "0", "async")),
-        form="or another number",
-    ).field("0")
-    correction: str = Key(
-        "with `staleness`, how servers correct late gradients: `dc:0.04` is DC-ASGD with this factor",
-        words=("none",),
-        parse=partial(matching, key="correction", pattern=r"none|dc:\d+(\.\d+)?", examples=("dc:0.04", "none")),
-        form="`dc:0.04`",
-    ).field("none")
-    offload: str = Key(
-        "memory in which state is stored between uses, as in `optimizer:cpu` or `optimizer:disk,params:disk`",
-        words=(NO_OFFLOAD,),
-        parse=Offload.parse,
-        form=OFFLOAD_FORM,
-    ).field(NO_OFFLOAD)
+    dp: int | None = plan_key("dp")
+    tp: int = plan_key("tp")
+    pp: int = plan_key("pp")
+    cp: int = plan_key("cp")
+    context: str = plan_key("context")
+    cp_heads: int = plan_key("cp_heads")
+    ep: int = plan_key("ep")
+    etp: int = plan_key("etp")
+    dispatch: str = plan_key("dispatch")
+    chunk: int = plan_key("chunk")
+    dispatch_parts: int = plan_key("dispatch_parts")
+    replicate: int = plan_key("replicate")
+    zero: int = plan_key("zero")
+    shards: int = plan_key("shards")
+    hpz: int = plan_key("hpz")
+    prefetch: int = plan_key("prefetch")
+    overlap_gather: int = plan_key("overlap_gather")
+    bucket: int = plan_key("bucket")
+    microbatches: int = plan_key("microbatches")
+    tp_mode: str = plan_key("tp_mode")
+    tp_depth: int = plan_key("tp_depth")
+    sequence_parallel: int = plan_key("sequence_parallel")
+    random: str = plan_key("random")
+    schedule: str = plan_key("schedule")
+    virtual_stages: int = plan_key("virtual_stages")
+    partition: str = plan_key("partition")
+    recompute: str = plan_key("recompute")
+    budget: int = plan_key("budget")
+    compile: str = plan_key("compile")
+    deterministic: int = plan_key("deterministic")
+    precision: str = plan_key("precision")
+    wire: str = plan_key("wire", parse=Wire.parse)
+    feedback: int = plan_key("feedback")
+    gather: str = plan_key("gather")
+    sync: str = plan_key("sync")
+    every: int = plan_key("every")
+    server: int = plan_key("server")
+    staleness: str = plan_key("staleness")
+    correction: str = plan_key("correction")
+    offload: str = plan_key("offload", parse=Offload.parse)
 
     def __post_init__(self) -> None:
         for key, value in self._items():

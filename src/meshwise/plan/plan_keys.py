@@ -1,6 +1,7 @@
 """The kinds of keys of a plan: the meaning and range of their values, and how to read, check and show a value.
 
-Each key is a field of `Plan` with a `Key` as metadata. The check, the command line and docs/plans.md use it.
+Each key is a field of `Plan` with a `Key` as metadata, from `keys.toml` (`plan_key`). The check, the command line and
+docs/plans.md use it.
 
 `read_words` reads the text of a plan word by word. `dp=2 zero=1` and `DP=2, zero = 1` are the same plan, which prints
 as the first text. `dp=4x8` gives two keys: dp and shards. Ambiguous text is refused. A path with spaces is written in
@@ -12,8 +13,10 @@ import difflib
 import functools
 import math
 import re
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
@@ -57,10 +60,6 @@ class Key:
     file: bool = False
     parse: Callable[[str], Any] | None = None
     form: str = ""
-
-    def field(self, default: int | str) -> Any:
-        """Return a dataclass field with this key."""
-        return dataclasses.field(default=default, metadata={"key": self})
 
     def read(self, value: Any) -> Any:
         """Return the Python value of a TOML value. An invalid value is returned unchanged, and `check` refuses it."""
@@ -121,21 +120,6 @@ class Key:
             raise PlanError(f"{name}={value}: {name} is {self.range()}. Nearest that works: '{name}={nearest}'")
 
 
-def whole_number(
-    default: int, *, means: str, least: int | None = None, most: int | None = None, auto: bool = False
-) -> Any:
-    """Return a dataclass field for a key with whole numbers. `means`: `Key.meaning`; other arguments: as in `Key`.
-
-    `least`: by default 0 if the default is 0, else 1."""
-    return Key(means, min(default, 1) if least is None else least, most, auto=auto).field(default)
-
-
-def one_of(words: str, *, means: str, file: bool = False) -> Any:
-    """Return a dataclass field for a key with one of `words` as value, by default the first; with `file`, or a path."""
-    choices = tuple(words.split())
-    return Key(means, words=choices, file=file).field(choices[0])
-
-
 def is_path(value: object) -> bool:
     """Return whether a value can be the path of a file: a printable text with `/` or `.`, without double quotes."""
     return isinstance(value, str) and ("/" in value or "." in value) and value.isprintable() and '"' not in value
@@ -148,6 +132,26 @@ _APART = re.compile(r" |[,;](?:$|[-\w]+=)")
 def plan_notation(value: int | str) -> str:
     """Return a value as it is written in the text of a plan, in double quotes where needed."""
     return f'"{value}"' if isinstance(value, str) and _APART.search(value) else str(value)
+
+
+_TABLES: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    resources.files("meshwise.plan").joinpath("keys.toml").read_text(encoding="utf-8")
+)
+
+
+def plan_key(name: str, **more: Any) -> Any:
+    """Return the dataclass field of the key that `keys.toml` describes under `name`. `more`: other fields of its `Key`.
+
+    A whole number is by default at least 0 if its default is 0, else at least 1."""
+    table = {**_TABLES[name], **more}
+    if "pattern" in table:
+        table["parse"] = functools.partial(
+            matching, key=name, pattern=table.pop("pattern"), examples=tuple(table.pop("examples"))
+        )
+    table["words"] = words = tuple(table.get("words", ()))
+    default = words[0] if words else table.pop("default")
+    least = 0 if words else min(default, 1)
+    return dataclasses.field(default=default, metadata={"key": Key(**{"least": least, **table})})
 
 
 @functools.cache
@@ -230,10 +234,7 @@ class Offload:
 OFFLOADABLE = tuple(item.name for item in dataclasses.fields(Offload))
 """Names of the parts of the state that have a tier."""
 
-OFFLOAD_FORM = f"or `state:tier` joined by commas: {', '.join(OFFLOADABLE)}; {', '.join(TIERS[1:])}"
-"""Values of `offload`, as Markdown."""
-
-WIRE_DTYPES = ("auto", "fp32", "bf16", "fp16")
+WIRE_DTYPES = tuple(_TABLES["wire"]["words"])
 WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyType(
     {
         **dict.fromkeys(("int8", "int4", "fp8", "1bit"), ("", lambda _: False)),
@@ -243,12 +244,6 @@ WIRE_CODECS: Mapping[str, tuple[str, Callable[[float], bool]]] = MappingProxyTyp
     }
 )
 """Values of `wire` that compress: name, an example of its number (empty: it has none), and the test of a number."""
-
-WIRE_FORM = (
-    ", ".join(f"`{name}:{example}`".replace(":`", "`") for name, (example, _) in WIRE_CODECS.items())
-    + " (or another number)"
-)
-"""Values of `wire` that compress, as Markdown."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +268,7 @@ class Wire:
                     return cls(text, name, float(number or 0))
         near = name if name in WIRE_CODECS else _near(name, (*WIRE_DTYPES, *WIRE_CODECS))
         hint = f"{near}:{WIRE_CODECS[near][0]}".rstrip(":") if near in WIRE_CODECS else near
-        choices = f"{', '.join(WIRE_DTYPES)}, {WIRE_FORM}".replace("`", "")
+        choices = f"{', '.join(WIRE_DTYPES)}, {_TABLES['wire']['form']}".replace("`", "")
         raise PlanError(f"wire={text}: wire is {choices}. Nearest that works: 'wire={hint}'")
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from meshwise.base.mesh import Mesh
 from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.base.text_format import time_text
 from meshwise.pipeline.run.measured_step import MeasuredStep
-from meshwise.pipeline.schedules.schedule_table import RECEIVES, SENDS, Action, ActionKind, counterpart
+from meshwise.pipeline.schedules.schedule_table import RECEIVES, SENDS, Action, ActionKind
 from meshwise.plan import Plan
 from meshwise.simulate.predicted_memory import Table, fullest, size_text
 from meshwise.simulate.step_prediction import MemoryHistory, Prediction
@@ -207,5 +207,5 @@ def _events(timeline: Timeline, first: int, scale: float) -> Iterator[dict[str, 
             yield {"ph": "s", "id": f"{pipeline}: {event}", "ts": start, **message}
         elif event.kind in RECEIVES:
             assert event.stage is not None
-            sent = counterpart(Action(event.stage, ActionKind(event.kind), event.microbatch))
+            sent = Action(event.stage, ActionKind(event.kind), event.microbatch).counterpart
             yield {"ph": "f", "bp": "e", "id": f"{pipeline}: {sent}", "ts": stop, **message}

@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
 from types import FrameType
@@ -84,9 +84,9 @@ def run(
     """Call `main(world, *args)` on `size` ranks and return the results of `main`, by rank.
 
     Starts `size` processes on this machine, and ends them. Under torchrun, `run` only connects this process, and
-    returns the results of all ranks. `main`, `args` and results are pickled: define `main` at the top of a file, and
-    call `run` under `if __name__ == "__main__":`. In a notebook any function works until CUDA is in use. Each rank gets
-    an equal share of the cores as threads, unless OMP_NUM_THREADS is set; in a notebook with a world, one thread.
+    returns the results of all ranks. `main` (or a functools.partial of it), `args` and results are pickled: define it
+    at the top of a file, and call `run` under `if __name__ == "__main__":`. In a notebook any function works until CUDA
+    is in use. Each rank gets an equal share of the cores, unless OMP_NUM_THREADS is set; in a notebook with a world, 1.
 
     | device     as in `connect`
     | restarts   how many times all ranks are started again after one failed; `main` is then called from its start
@@ -162,6 +162,7 @@ def _start_method(main: Callable[..., Any]) -> str:
     Exits in a rank that imports a script with an unguarded `run`. Raises ValueError for a function that cannot be
     pickled, RuntimeError for a notebook's function where a fork is impossible."""
     script = sys.modules["__main__"]
+    main = main.func if isinstance(main, functools.partial) else main
     if sys.modules.get("__mp_main__", script) is not script:
         # A forked process does not print why it exits.
         sys.stderr.write(
@@ -277,15 +278,13 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *, logs: DefaultLogsSpecs, method: str, folder: Path) -> None:
         super().__init__(spec, logs, start_method=method)  # SIGTERM leaves the ranks 30 s, to save a checkpoint
         self._folder = folder
-        self._gone: Set[int] = frozenset()
-        self._since = 0.0
-        self._silent: Set[int] = frozenset()
-        self._silent_since = 0.0
+        self._ended: dict[int, float] = {}  # when the end of a process without an outcome was noticed, by PID
         self._failures: Mapping[int, ProcessFailure] = {}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._failures:
             self._print_restart_reason(worker_group.spec)
+        self._ended.clear()
         self._pcontext = None  # frees the semaphores of the last start before the next start makes new ones
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)
@@ -296,14 +295,22 @@ class _Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        known, self._gone = self._gone, {one.id for one in worker_group.workers if _is_gone(one.id)}
-        if known != self._gone:
-            self._since = time.monotonic()
-        if self._may_yet_tell(worker_group):
+        outcomes, now = last_start(self._folder), time.monotonic()
+        silent = [one for one in worker_group.workers if not RankOutcome.exists(outcomes, rank=one.global_rank)]
+        for one in silent:
+            if has_ended(one.id):
+                self._ended.setdefault(one.id, now)
+        ages = {one: now - self._ended[one.id] for one in silent if one.id in self._ended}
+        if 0 < len(ages) < len(silent) and min(ages.values()) < _WORDS_SECONDS:
             return RunResult(WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.HEALTHY and (failures := self._left_nothing(worker_group)):
-            result = RunResult(WorkerState.FAILED, failures=failures)
+        left_nothing = {
+            one.global_rank: ProcessFailure(one.local_rank, pid=one.id, exitcode=0, error_file="")
+            for one, age in ages.items()
+            if age > _CERTAIN_SECONDS
+        }
+        if result.state == WorkerState.HEALTHY and left_nothing:
+            result = RunResult(WorkerState.FAILED, failures=left_nothing)
         self._failures = result.failures
         return result
 
@@ -313,32 +320,3 @@ class _Agent(LocalElasticAgent):
         previous = start_folder(self._folder, number=restart - 1)
         error = first_error(previous, size=spec.local_world_size, statuses=statuses)
         report_to_stderr(f"meshwise: restart {restart} of {spec.max_restarts}, because {type(error).__name__}: {error}")
-
-    def _left_nothing(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """Return a failure for each rank that ended without an outcome, and certainly with status 0."""
-        if time.monotonic() - self._since < _CERTAIN_SECONDS:
-            return {}
-        outcomes = last_start(self._folder)
-        return {
-            one.global_rank: ProcessFailure(one.local_rank, pid=one.id, exitcode=0, error_file="")
-            for one in worker_group.workers
-            if one.id in self._gone and not RankOutcome.exists(outcomes, rank=one.global_rank)
-        }
-
-    def _may_yet_tell(self, worker_group: WorkerGroup) -> bool:
-        """Return whether a rank ended without an outcome less than 2 s ago, while another rank may still save one."""
-        outcomes = last_start(self._folder)
-        quiet = {one.id for one in worker_group.workers if not RankOutcome.exists(outcomes, rank=one.global_rank)}
-        known, self._silent = self._silent, {process for process in quiet if has_ended(process)}
-        if known != self._silent:
-            self._silent_since = time.monotonic()
-        return 0 < len(self._silent) < len(quiet) and time.monotonic() - self._silent_since < _WORDS_SECONDS
-
-
-def _is_gone(process: int) -> bool:
-    """Return whether the process has ended and its parent has reaped it."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    return False

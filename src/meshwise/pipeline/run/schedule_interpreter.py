@@ -30,16 +30,7 @@ from meshwise.comm.api.world import Work, World
 from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input, split_pays
 from meshwise.pipeline.run.stage_forward import Stage, StageError, signature
 from meshwise.pipeline.schedules.receive_starts import receive_starts
-from meshwise.pipeline.schedules.schedule_table import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
-    Action,
-    ActionKind,
-    Schedule,
-    counterpart,
-    other_end,
-)
+from meshwise.pipeline.schedules.schedule_table import COMPUTE, RECEIVES, SENDS, Action, ActionKind, Schedule
 
 
 @dataclass(frozen=True)
@@ -296,7 +287,7 @@ class _ScheduleRun:
             self._waited[rank] += 1
 
     def _other_end(self, action: Action) -> int:
-        return self._ranks[counterpart(action).stage]
+        return self._ranks[action.counterpart.stage]
 
     # ---- receiving ---------------------------------------------------------------------------------------------
 
@@ -356,10 +347,10 @@ def _row_order(schedule: Schedule, microbatches: frozenset[int], *, rank: int) -
     for row in rows:
         received = 0
         for action in row:
-            if action.kind in RECEIVES | SENDS and other_end(action, schedule=schedule) == rank:
+            if action.kind in RECEIVES | SENDS and schedule.other_end(action) == rank:
                 received += action.kind in RECEIVES
                 if action.kind in SENDS:
-                    acknowledged[counterpart(action)] = received
+                    acknowledged[action.counterpart] = received
     computed = [action for action in rows[rank] if action.kind in COMPUTE]
     adjacent = {_place(one) for one, next_ in pairwise(computed) if next_ == one._replace(kind=ActionKind.W)}
     starts = receive_starts(Schedule(tuple(map(tuple, rows))))

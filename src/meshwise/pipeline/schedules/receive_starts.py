@@ -11,15 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from meshwise.pipeline.schedules.schedule_table import (
-    RECEIVES,
-    SENDS,
-    Action,
-    Schedule,
-    ScheduleError,
-    counterpart,
-    other_end,
-)
+from meshwise.pipeline.schedules.schedule_table import RECEIVES, SENDS, Action, Schedule, ScheduleError
 
 
 @lru_cache(maxsize=8)
@@ -83,8 +75,8 @@ class _CarefulRun:
     def _exchange(self, rank: int) -> None:
         while (action := self.next_action(rank)) is not None:
             if action.kind in SENDS:
-                self._sent[counterpart(action)] = rank
-                self._start_next(other_end(action, schedule=self._schedule))
+                self._sent[action.counterpart] = rank
+                self._start_next(self._schedule.other_end(action))
             else:
                 self._start_next(rank)
                 if action not in self._started:

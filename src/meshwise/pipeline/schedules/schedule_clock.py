@@ -20,7 +20,6 @@ from meshwise.pipeline.schedules.schedule_table import (
     Schedule,
     ScheduleError,
     add_transfers,
-    other_end,
     walk,
 )
 
@@ -54,7 +53,7 @@ def clock(schedule: Schedule, *, costs: ActionCost | Sequence[ActionCost] = Acti
     arrivals: dict[tuple[int, int], deque[float]] = defaultdict(deque)
     for rank, action in walk(lowered):
         kind, before = action.kind, now[rank]
-        end = (rank, other_end(action, schedule=lowered)) if kind in SENDS | RECEIVES else (rank, rank)
+        end = (rank, lowered.other_end(action)) if kind in SENDS | RECEIVES else (rank, rank)
         if kind in SENDS:
             other = links[end]  # the message before has left
         elif kind in RECEIVES:

@@ -71,6 +71,12 @@ class Action(NamedTuple):
             raise ScheduleError(f"{text!r} is not an action; {kind} is written as in {form}")
         return cls(int(stage), ActionKind(kind), int(microbatch) if microbatch else None)
 
+    @property
+    def counterpart(self) -> "Action":
+        """The matching receive of a send, or the matching send of a receive."""
+        step, kind = _OTHER_END[self.kind]
+        return Action(self.stage + step, kind, self.microbatch)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -117,6 +123,16 @@ class Schedule:
     def actions(self) -> Iterator[Action]:
         """Yield all actions, rank by rank."""
         return (action for row in self.rows for action in row)
+
+    def other_end(self, transfer: Action) -> int:
+        """Return the rank that a send goes to, or a receive comes from."""
+        return self.rank_of[transfer.counterpart.stage]
+
+    @property
+    def message_pairs(self) -> frozenset[tuple[int, int]]:
+        """The pairs (source rank, target rank) between which messages are sent."""
+        rows = enumerate(self.rows)
+        return frozenset((rank, self.other_end(action)) for rank, row in rows for action in row if action.kind in SENDS)
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
@@ -207,14 +223,14 @@ def add_transfers(schedule: Schedule) -> Schedule:
     for rank, row in enumerate(schedule.rows):
         for message in (_message(action, schedule, after=True) for action in row):
             if message is not None:
-                channels[rank, other_end(message, schedule=schedule)].append(counterpart(message))
+                channels[rank, schedule.other_end(message)].append(message.counterpart)
     waiting = {message for channel in channels.values() for message in channel}
     rows = []
     for rank, row in enumerate(schedule.rows):
         lowered: list[Action] = []
         for action in row:
             if (receive := _message(action, schedule, after=False)) is not None:
-                channel = channels[other_end(receive, schedule=schedule), rank]
+                channel = channels[schedule.other_end(receive), rank]
                 while receive in waiting:
                     lowered.append(channel.popleft())
                     waiting.remove(lowered[-1])
@@ -230,27 +246,8 @@ def _message(action: Action, schedule: Schedule, *, after: bool) -> Action | Non
     if action.kind not in _MESSAGES:
         return None
     message = action._replace(kind=_MESSAGES[action.kind][after])
-    other, ranks = counterpart(message).stage, schedule.rank_of
+    other, ranks = message.counterpart.stage, schedule.rank_of
     return message if 0 <= other < len(ranks) and ranks[other] != ranks[action.stage] else None
-
-
-def counterpart(action: Action) -> Action:
-    """Return the matching receive for a send, or the matching send for a receive."""
-    step, kind = _OTHER_END[action.kind]
-    return Action(action.stage + step, kind, action.microbatch)
-
-
-def other_end(transfer: Action, *, schedule: Schedule) -> int:
-    """Return the rank that a send goes to, or a receive comes from."""
-    return schedule.rank_of[counterpart(transfer).stage]
-
-
-def message_pairs(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """Return the pairs (source rank, target rank) between which the schedule sends messages."""
-    rows = enumerate(schedule.rows)
-    return frozenset(
-        (rank, other_end(action, schedule=schedule)) for rank, row in rows for action in row if action.kind in SENDS
-    )
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
@@ -316,13 +313,13 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             while place[rank] < len(row):
                 action = row[place[rank]]
                 if action.kind in RECEIVES:
-                    source = other_end(action, schedule=schedule)
+                    source = schedule.other_end(action)
                     if not channels[source, rank]:
                         break
                     arrived = channels[source, rank].popleft()
                     assert arrived == action, f"rank {rank} is at {action}, but the next message is {arrived}"
                 elif action.kind in SENDS:
-                    channels[rank, other_end(action, schedule=schedule)].append(counterpart(action))
+                    channels[rank, schedule.other_end(action)].append(action.counterpart)
                 yield rank, action
                 place[rank] += 1
                 moved = True
