@@ -357,7 +357,7 @@ class ColumnRowPairs:
         hidden, home = branch.rowwise.inputs, branch.rowwise.parent_name
         reads = read_outputs(self.modules[home])
         before = frozenset[str]().union(*(reads.get(matrix.own_name, ()) for matrix in branch.colwise))
-        inside = self.modules[home].named_modules(prefix=home) if hidden != branch.rowwise.outputs else ()
+        inside = self.modules[home].named_modules(prefix=home)
         normed = [name for name, one in inside if isinstance(one, BatchNorm) and one.num_features == hidden]
         if normed or any(name.endswith("=") for name in reads.get(branch.rowwise.own_name, before) - before):
             return {name: Part("whole") for name in (*(one.name for one in (*branch.colwise, branch.rowwise)), *normed)}

@@ -119,7 +119,7 @@ def is_gated(module: nn.Module, *, names: Collection[str]) -> bool:
     return apart and bool(called & {"sigmoid", "silu", "softplus"})
 
 
-def _in_order(nodes: Sequence[ast.AST]) -> list[ast.AST]:
+def _in_order(nodes: Sequence[ast.AST]) -> list[ast.Assign | ast.Call | ast.Subscript]:
     """Return the assignments, calls and subscripts of a forward in the order of execution."""
     found = [node for node in nodes if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
     # a node follows the nodes in it, and an assignment its value
