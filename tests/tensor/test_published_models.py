@@ -68,7 +68,7 @@ def build(name: str, settings: Mapping[str, Any]) -> nn.Module:
     model: nn.Module = kind(kind.config_class(**QUIET, **settings)).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter)
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith("k_proj.bias"))  # its gradient is 0, but for rounding
     return model
