@@ -221,8 +221,9 @@ def test_one_value_per_channel_is_refused_as_by_torch() -> None:
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "dp=2 tp=2 zero=1 microbatches=2"])
-def test_with_features_shared_out_too(plan: str) -> None:
-    check("of the stream", plan)
+@pytest.mark.parametrize("kind", ["of the stream", "of what ranks share out"])
+def test_with_features_shared_out_too(kind: str, plan: str) -> None:
+    check(kind, plan)
 
 
 def refused(world: World, kind: str, plan: str) -> None:
@@ -237,7 +238,6 @@ def refused(world: World, kind: str, plan: str) -> None:
             "tp=4 tp_mode=2d",
             r"0\.last: BatchNorm1d .* hidden states, .* split by features.*works: tp_mode=1d",
         ),
-        ("of what ranks share out", "tp=2", r"0\.between is a batch norm between two matrices.*rule {'\*': 'whole'}"),
         ("of the input", "tp=4 tp_mode=2d", r"0 takes statistics over the batch.*use tp_mode=1d"),
         ("of the stream", "tp=2 sequence_parallel=1", r"0\.last \(BatchN.*part of the tokens.*: sequence_parallel=0"),
     ],

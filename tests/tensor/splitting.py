@@ -16,7 +16,7 @@ from meshwise.reference import GPTConfig
 from meshwise.tensor.core.module_role import Norm, Part
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.tensor_parallel import tensor_parallel
-from meshwise.tensor.tp_modes import scheme_on
+from meshwise.tensor.tp_modes import mesh_with_kv_replicas, scheme_on
 from meshwise.testing import run
 
 Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]
@@ -93,7 +93,7 @@ def split_agrees(
     `batch`: the inputs, rows in dim 0, and a loss that is a sum over rows."""
     inputs, loss = batch
     expected = alone(model, inputs=inputs, loss=loss)
-    mesh = Plan.parse(plan).mesh()
+    mesh = mesh_with_kv_replicas(Plan.parse(plan), parts=parts.values())
 
     def main(world: World) -> None:
         world = world.over(mesh)

@@ -45,10 +45,11 @@ def with_mlp(mlp: nn.Module) -> nn.Module:
     return model
 
 
-def test_a_norm_between_two_matrices_is_refused() -> None:
-    """As in the SwiGLU of EVA-02 (timm): it needs all hidden features."""
-    with pytest.raises(ValueError, match="found no role for these parameters"):
-        assign_roles(with_mlp(Mlp(nn.LayerNorm(48))), plan=Plan())
+def test_a_norm_between_two_matrices_is_split() -> None:
+    """As in the SwiGLU of EVA-02 (timm): its statistics are over all hidden features."""
+    parts = assign_roles(with_mlp(Mlp(nn.LayerNorm(48))), plan=Plan())
+    assert (parts["1.mlp.up"].role, parts["1.mlp.between"].role) == ("colwise", "norm")
+    assert parts["1.mlp.between"].inner
 
 
 @pytest.mark.parametrize(

@@ -259,10 +259,10 @@ class Fused(nn.Module):
 
 def test_an_order_that_does_not_show_is_asked_for() -> None:
     model = nn.ModuleList(Block(Fused(16, 4), width=16, hidden=48) for _ in range(2))
-    with pytest.raises(ValueError, match=r"looks like 3 fused matrices.*rule: 'colwise sections=3'") as caught:
+    with pytest.raises(ValueError, match=r"looks like 3 fused matrices.*'colwise sections=3' if they follow") as caught:
         assign_roles(model, plan=Plan())
     assert "follow each other, 'colwise grain=12' if they do so in each head" in str(caught.value)
-    assert 'as in {"*.attention.qkv": "colwise sections=3"}' in str(caught.value)
+    assert 'as in {"*.attention": "whole"}' in str(caught.value), "its order is unknown, so only this is sure"
     parts = assign_roles(model, plan=Plan(), rules={"*.attention.qkv": "colwise sections=3"})
     assert str(parts["0.attention.qkv"].cut) == "[16|16|16:4]"
 

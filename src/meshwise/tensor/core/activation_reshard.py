@@ -23,7 +23,7 @@ from meshwise.comm.api import autograd_collectives as gradient
 from meshwise.layout.layout import DimSplit, Layout
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.split_context import SplitContext
-from meshwise.tensor.detect.attention_names import BY_HEAD, MASKS
+from meshwise.tensor.detect.attention_names import BY_HEAD, MASKS, TABLES
 from meshwise.tensor.tp_modes import Axes
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
@@ -171,8 +171,8 @@ def sum_gradient_over_heads(x: Tensor, *, context: SplitContext) -> Tensor:
 def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collection[int]) -> None:
     """Register hooks that move a module's arguments to the rows inside its pair, and sum the arguments' gradients.
 
-    Arguments that colwise matrices read stay unchanged, because the matrices reshard them. Such an argument has as many
-    dims as the hidden states, and one of `widths` as number of features."""
+    Arguments that colwise matrices read stay unchanged, because the matrices reshard them. Such an argument has one of
+    `widths` as number of features, and as many dims as the hidden states (or it is one of TABLES)."""
     dims = [0]
 
     def look(_module: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
@@ -180,7 +180,8 @@ def align_arguments(module: nn.Module, *, context: SplitContext, widths: Collect
 
     def change(name: str, x: Tensor) -> Tensor:
         known = name in _POSITIONS or any(word in name for word in MASKS)
-        if not known and x.is_floating_point() and x.dim() == (dims[0] or x.dim()) > 1 and x.size(-1) in widths:
+        hidden = name in TABLES or x.dim() == (dims[0] or x.dim()) > 1
+        if not known and hidden and x.is_floating_point() and x.size(-1) in widths:
             return x
         return to_inner_rows(sum_gradient_over_heads(x, context=context), context=context)
 
@@ -240,12 +241,13 @@ def change_output(block: nn.Module, *, change: Change) -> None:
 
 def change_input(module: nn.Module, *, change: Change) -> None:
     """Register a hook that changes a module's first argument or `hidden_states`; it raises ValueError without them."""
+    names = (*itertools.islice(inspect.signature(module.forward).parameters, 1), _HIDDEN)
 
     def before(hooked: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> HookArguments:
         if args and isinstance(args[0], Tensor):
             return (change(args[0]), *args[1:]), given
-        if isinstance(given.get(_HIDDEN), Tensor):
-            return args, {**given, _HIDDEN: change(given[_HIDDEN])}
+        if name := next((name for name in names if isinstance(given.get(name), Tensor)), ""):
+            return args, {**given, name: change(given[name])}
         raise ValueError(f"{type(hooked).__name__} was called without hidden states; pass them first or as {_HIDDEN}")
 
     module.register_forward_pre_hook(before, with_kwargs=True)

@@ -7,9 +7,7 @@ the module, with the layouts that `tensor/tp_modes.py` has for its role.
 
 *Hidden states* are the activations between blocks. *Inner* activations lie between the two linears of a pair: the
 features of attention heads, or of an MLP's hidden layer. The *grain* of a dim is the number of features that must stay
-on one rank, such as the features of a head.
-
-docs/tensor.md has the modules of each role. A part belongs to a module, or to a parameter that a module holds."""
+on one rank, such as the features of a head."""
 
 from dataclasses import dataclass
 

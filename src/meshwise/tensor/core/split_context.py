@@ -7,9 +7,7 @@ exactly once. The origin of the argument decides if the attention has to sum the
     | bias = outer                 equal on all ranks, from outside of the blocks: here `gradient.copy` must sum
     | bias = self.table(places)    from a parameter that all ranks have whole: the end of the step sums its gradient
     | bias = copied * 2            from the output of a `gradient.copy` in a module around this one, which sums
-    | value = first_block_value    from a matmul: each rank has only its own heads, so nothing is summed
-
-The nearest parameter, matmul or collective in the graph behind the tensor decides the case."""
+    | value = first_block_value    from a matmul: each rank has only its own heads, so nothing is summed"""
 
 import contextlib
 import dataclasses

@@ -7,13 +7,9 @@ and holds this rank's part. Its class decides how a torch function uses the part
 split. The cross-entropy is computed from the parts. Any other function gets whole logits, gathered once. This is
 correct, but whole logits are the largest tensor of a language model.
 
-`TableWeight`: a model's forward may compute the logits with the embedding's weight.
-
-    return functional.linear(x, self.embedding.weight)          return x @ self.embedding.weight.T
-
-Such a forward calls no linear module that could be split. So while the model runs, a split embedding returns its weight
-as a `TableWeight`. Its product with the hidden states is a `SplitLogits`, as from a head. Other functions of its values
-raise ValueError, because a rank has only a part of the table.
+`TableWeight`: a forward may compute the logits with the embedding's weight, as in `x @ self.embedding.weight.T`. So
+while the model runs, a split embedding returns its weight as a `TableWeight`. Its product with the hidden states is a
+`SplitLogits`. Other functions of its values raise ValueError, because a rank has only a part of the table.
 
 Cross-entropy: a rank has some of the classes of every token. From them it computes two numbers per token (three with
 label smoothing). One all-gather exchanges these numbers; the logits are not sent:

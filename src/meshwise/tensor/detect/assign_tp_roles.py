@@ -1,20 +1,16 @@
 """Assign each module of a plain model its role in tensor parallelism: from rules, `_tp_plan` or its structure.
 
-A plain model does not say which linears form a pair, which attributes count heads, and which embedding is the
-vocabulary's. Each module gets its role (docs/tensor.md explains them) from the first of these sources that has one:
+Each module gets its role (docs/tensor.md explains them) from the first of these sources that has one:
 
     | 1. rules        of the user: {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     | 2. declared     roles of matrices in `_tp_plan`, an attribute of transformers models
     | 3. structure    sizes, attributes that count heads, the order of registration (`ModelStructure`)
 
 A rule that matches nothing is an error, with similar names. A parameter without a role is an error, with rules to copy.
-A module that the plan cannot split is an error that names the nearest plans that can.
-
-Adapters of PEFT follow the matrix that they adapt: `adapter_parts.py`."""
+A module that the plan cannot split is an error that names the nearest plans that can."""
 
 import dataclasses
 import difflib
-import itertools
 import math
 import re
 from collections import Counter
@@ -222,19 +218,17 @@ def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
     """Return an error message about parameters without a role, with rules to copy that were tried and work."""
     structure = found.structure
     of_any_block = list({of_all_blocks(name): name for name in reversed(found.left)}.values())[::-1]
-    reasons = {name: f"  ({why})" if (why := structure.reason(name)[1]) else "" for name in of_any_block[:_SHOWN]}
+    reasons = {name: f"  ({why})" if (why := structure.reason(name)) else "" for name in of_any_block[:_SHOWN]}
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{why}" for name, why in reasons.items()]
     more = [f"  and {len(of_any_block) - _SHOWN} more"] if len(of_any_block) > _SHOWN else []
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
-    for examples, under in itertools.product(_rules_to_copy(module, found), dict.fromkeys((plan, plainer))):
-        if _rules_work(module, plan=under, rules={**rules, **examples}):
-            shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
-            instead = "" if under == plan else f", and take tp_mode=1d{' sequence_parallel=0' * plan.sequence_parallel}"
-            where = "Options(tensor_rules=…), model.tensor_rules of a job"
-            advice = f"State them in the rules ({where}), as in {{{shown}}}{instead}"
-            break
-    else:
-        advice = f"No working rules found for '{plan}': write your own"
+    examples = _rules_to_copy(module, found)
+    plans = dict.fromkeys((plan, plainer))
+    works = [each for each in plans if _rules_work(module, plan=each, rules={**rules, **examples})]
+    shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
+    instead = "" if plan in works else f", and take tp_mode=1d{' sequence_parallel=0' * plan.sequence_parallel}"
+    advice = f"State them in Options(tensor_rules=…), or model.tensor_rules of a job, as in {{{shown}}}{instead}"
+    advice = advice if works else f"No working rules found for '{plan}': write your own, or use tp=1"
     roles = f"the roles are {' '.join(_ALLOWED)}"
     return "\n".join(["tensor parallelism found no role for these parameters:", *lines, *more, f"{advice}; {roles}"])
 
@@ -245,18 +239,17 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
         found = _read(module, plan=plan, rules=rules)
         if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_hidden_states, found.whole))):
             return False
-        return bool(_fitting(found, plan=plan))
+        split = any(part.hidden_width or part.role in ("colwise", "head") for part in found.parts.values())
+        return bool(_fitting(found, plan=plan)) and split
     except ValueError:
         return False
 
 
-def _rules_to_copy(module: nn.Module, found: _Found) -> tuple[dict[str, str], dict[str, str]]:
-    """Return rules for the parameters without a role: those from the reasons, and rules that keep modules whole.
+def _rules_to_copy(module: nn.Module, found: _Found) -> dict[str, str]:
+    """Return rules that keep modules whole, for the parameters without a role.
 
     A pattern covers all blocks if the modules there have one class, or if many of them lack a role."""
-    units: dict[str, list[str]] = {}
-    for name in found.left:
-        units.setdefault(_to_keep_whole(module, name, found), []).append(name)
+    units = dict.fromkeys(_to_keep_whole(module, name, found) for name in found.left)
     many = Counter(map(of_all_blocks, units))
 
     def general(name: str) -> str:
@@ -264,12 +257,7 @@ def _rules_to_copy(module: nn.Module, found: _Found) -> tuple[dict[str, str], di
         kinds = {type(one) for other, one in module.named_modules() if matches(other, pattern=pattern)}
         return pattern if len(kinds) < 2 or many[pattern] > _SHOWN else name
 
-    stated, whole = dict[str, str](), {general(unit): "whole" for unit in units}
-    for unit, names in units.items():
-        rules = {key: re.search(r"rule: '([^']+)'", why) for key, why in map(found.structure.reason, names)}
-        given = {general(key): rule[1] for key, rule in rules.items() if rule}
-        stated |= given if len(given) == len(rules) else {general(unit): "whole"}
-    return stated, whole
+    return {general(unit): "whole" for unit in units}
 
 
 def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:

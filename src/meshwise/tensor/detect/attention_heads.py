@@ -4,9 +4,7 @@ Every rank gets whole heads. So the split needs three facts: the features of a m
 the order of q, k and v in a fused matrix, and the attributes that count heads. These attributes are set to the
 rank's counts. So a forward with `q.view(batch, -1, self.num_heads, self.head_width)` works on the heads of its rank.
 
-    | queries      heads x width features, split so that all queries of one KV head stay together
-    | keys, values KV heads x width features
-    | output       reads the features of the queries, and is split like them
+All queries of one KV head stay together, and the input of the output matrix is split like the queries.
 
 Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) is found by the names of its matrices:
 

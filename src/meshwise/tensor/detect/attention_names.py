@@ -12,7 +12,7 @@ from typing import Any
 _FILE = resources.files("meshwise.tensor.detect").joinpath("attention_names.toml")
 _NAMES: Mapping[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 
-HEADS, KEY_HEADS, GROUPS = (tuple(_NAMES[key]) for key in ("heads", "key_heads", "groups"))
+HEADS, KEY_HEADS, GROUPS, TABLES = (tuple(_NAMES[key]) for key in ("heads", "key_heads", "groups", "tables"))
 HEAD_WIDTHS, FEATURES, CONFIGURATIONS = (tuple(_NAMES[key]) for key in ("head_widths", "features", "configurations"))
 BY_HEAD, MASKS, STORED_AS_INPUTS_BY_OUTPUTS = (tuple(_NAMES[key]) for key in ("by_head", "masks", "inputs_by_outputs"))
 INTERLEAVED: Mapping[str, str] = _NAMES["interleaved"]

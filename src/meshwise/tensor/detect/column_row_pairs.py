@@ -6,29 +6,21 @@ A transformer block adds the outputs of branches (attention, MLP) to hidden stat
                     └── colwise ──┘                                                                            │
     hidden states ─────────────────────────────────────────────────────────────────────────────────────────────┘
 
-The colwise matrices of a branch read the hidden states. The rowwise matrix writes them. In between, every feature or
-every head is independent, so ranks split the features and communicate only at the ends. `BranchFinder` finds branches:
-sizes show the role of most matrices. A rowwise matrix writes the width of the hidden states, a colwise matrix another
-size. A square matrix can be either, such as the queries and the output of most attentions. The forward shows the role
-if all squares but one read its input (`reads_input`). Else the registration order shows where a branch ends:
+`BranchFinder` finds branches. A rowwise matrix writes the width of the hidden states, a colwise matrix another size. A
+square matrix can be either. The forward shows the role if all squares but one read no matrix (`read_outputs`). Else the
+registration order shows where a branch ends:
 
     | a matrix that is rowwise by its sizes              expansion 8x32, projection 32x8
     | a square after a matrix that is colwise by size    qkv 8x24, output 8x8
     | the fourth of four squares, in attention           q, k, v, output
     | the second of two squares, otherwise               an MLP whose hidden size is the width
 
-A square has equal dims. The rules for squares apply at the end of the module that holds the matrices, or where the next
-branch begins. So q, k and v may be in one module and the output in the next. If all matrices of a module are its own,
-and one of them is rowwise, their order does not matter. Roles that the user or the model declares take precedence over
-sizes.
+A branch may begin in one module (q, k, v) and end in the next (output). If all matrices of a module are its own, and
+one is rowwise, their order does not matter. Stated roles take precedence over sizes.
 
-`ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices of an attention hold one
-number per head, or treat all heads equally (`_parts_between`).
+`ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices are norms over all of their
+features, hold one number per head, or treat all heads equally (`_parts_between`)."""
 
-    attention   q, k, v (or one fused matrix) ── heads ── output        a rank gets whole heads
-    mlp         up (and gate, or both in one) ── hidden ── down         a rank gets any features"""
-
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +29,7 @@ from inspect import signature
 from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
-from meshwise.plan import Plan, PlanError
+from meshwise.plan import Plan
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.sharded_layers import ShardedMultiheadAttention
 from meshwise.tensor.detect.attention_heads import (
@@ -51,8 +43,8 @@ from meshwise.tensor.detect.attention_heads import (
     order_of_fused,
     sections_of,
 )
-from meshwise.tensor.detect.attention_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing, of_all_blocks
-from meshwise.tensor.detect.forward_source import is_gated, only_read_by, reads_input, reads_no_sizes, splits_by_width
+from meshwise.tensor.detect.attention_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing
+from meshwise.tensor.detect.forward_source import is_gated, only_read_by, read_outputs, reads_no_sizes, splits_by_width
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
 
 _SQUARES_OF_ATTENTION = 4
@@ -145,7 +137,8 @@ class BranchFinder:
         """Return the matrices among a module's children that may be in branches, by own name."""
         found = {key: matrix for key, child in children.items() if (matrix := as_matrix(child, name=within + key))}
         roles = {key: self._role(matrix) for key, matrix in found.items()}
-        reads = {key: given for key, given in reads_input(module).items() if roles.get(key) == ""}
+        read = {key: outputs for key, outputs in read_outputs(module).items() if roles.get(key) == ""}
+        reads = {key: not outputs & found.keys() for key, outputs in read.items()}
         squares, called = [key for key, role in roles.items() if role == ""], [*reads]
         # the last one called writes hidden states, if all squares before it are called
         sure = len(called) > 1 and reads.keys() >= {*squares[: squares.index(called[-1])]}
@@ -182,7 +175,6 @@ def _branch(items: Sequence[BranchItem]) -> BlockBranch:
     return BlockBranch(tuple(colwise), rowwise)
 
 
-_Q_OR_K = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 _GATED = 2
 """Largest output of an MLP matrix, as a multiple of the input of the next matrix: a gate and a value."""
 
@@ -314,26 +306,33 @@ class ColumnRowPairs:
                     gathered=gathers and matrix not in outside,
                     shared=keys and kv_replicas > 1,
                 )
-        found |= self._parts_between(home, heads=heads, group=group, shared=kv_replicas > 1)
+        found |= self._parts_between(branch, heads=heads, group=group, shared=kv_replicas > 1)
         self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, reads_right_sizes=right_sizes))
         return found
 
-    def _parts_between(self, name: str, *, heads: AttentionHeads, group: int, shared: bool) -> dict[str, Part]:
-        """Return the parts of the norms, tables and parameters in the attention called `name`, by name.
+    def _parts_between(
+        self, branch: BlockBranch, *, heads: AttentionHeads, group: int, shared: bool
+    ) -> dict[str, Part]:
+        """Return the parts of the norms, tables and parameters in the attention of a branch, by name.
 
         `group`: query heads that stay on one rank. `shared`: True if several ranks hold the same KV head."""
-        owner, widths = self.modules[name], (heads.width, heads.value_width)
-        sizes = {heads.kv_features[0]: 1, heads.features: group}
+        name, widths = branch.colwise[0].parent_name, (heads.width, heads.value_width)
+        owner, between = self.modules[name], self._between(branch)
+        grains = {heads.kv_features[0]: heads.width, heads.features: group * heads.width}
+        grains[branch.rowwise.inputs] = group * heads.value_width
         found: dict[str, Part] = {}
         for inner_name, module in owner.named_modules(prefix=name):
             if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
                 found[inner_name] = Part("inner", grain=group)
             elif norm := as_norm(module):
-                if norm[0] in widths:
+                holder = self.modules[enclosing(inner_name)[0]]
+                if isinstance(holder, nn.ModuleList) and len(holder) in (heads.count, heads.key_count):
+                    self.reasons[inner_name] = "a list has one norm for each head"
+                elif norm[0] in widths:
                     found[inner_name] = Part("each_head")
-                elif (heads_of_q_or_k := sizes.get(norm[0])) and _Q_OR_K.search(inner_name.rpartition(".")[2]):
-                    grain, own_keys = heads.width * heads_of_q_or_k, norm[0] < heads.features
-                    found[inner_name] = Part("norm", norm=norm[1], inner=True, grain=grain, shared=own_keys and shared)
+                elif norm[0] in grains and inner_name in between:
+                    own_keys = shared and norm[0] < heads.features
+                    found[inner_name] = Part("norm", norm=norm[1], inner=True, grain=grains[norm[0]], shared=own_keys)
         for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
             dims = [dim for dim, size in enumerate(parameter.shape) if size == heads.count]
             if len(dims) == 1 and set(parameter.shape[dims[0] + 1 :]) <= {1, *widths}:
@@ -342,21 +341,29 @@ class ColumnRowPairs:
                 found[inner_name] = Part("each_head")
             elif dims:
                 self.reasons[inner_name] = (
-                    "its shape does not show which dim counts heads; rule: 'inner' if the last dim does"
+                    "its shape does not show which dim counts heads; rule 'inner' if the last dim does"
                 )
         return found
 
+    def _between(self, branch: BlockBranch) -> set[str]:
+        """Return the names of the children that a forward calls between the matrices of a branch."""
+        home, names = branch.colwise[0].parent_name, {matrix.own_name for matrix in branch.colwise}
+        reads = read_outputs(self.modules[home]).items()
+        called = {f"{home}.{key}" for key, read in reads if read & names and branch.rowwise.own_name not in read}
+        return called & self.modules.keys()
+
     def _mlp(self, branch: BlockBranch) -> dict[str, Part]:
-        hidden = branch.rowwise.inputs
-        found = {branch.rowwise.name: Part("rowwise", transposed=branch.rowwise.weight_is_transposed)}
-        if hidden != branch.rowwise.outputs:
-            home = branch.rowwise.parent_name
-            for name, inner in self.modules[home].named_modules(prefix=home):
-                if isinstance(inner, BatchNorm) and inner.num_features == hidden:
-                    raise PlanError(
-                        f"{name} is a batch norm between two matrices, whose features '{self.plan}' splits. Keep them "
-                        f"on every rank, by the rule {{'{of_all_blocks(home)}': 'whole'}}, or take tp=1"
-                    )
+        """Return the parts of an MLP. It is whole if ranks cannot split a batch norm, or an argument, in the middle."""
+        hidden, home = branch.rowwise.inputs, branch.rowwise.parent_name
+        reads = read_outputs(self.modules[home])
+        before = frozenset[str]().union(*(reads.get(matrix.own_name, ()) for matrix in branch.colwise))
+        inside = self.modules[home].named_modules(prefix=home)
+        normed = [name for name, one in inside if isinstance(one, BatchNorm) and one.num_features == hidden]
+        if normed or any(name.endswith("=") for name in reads.get(branch.rowwise.own_name, before) - before):
+            return {name: Part("whole") for name in (*(one.name for one in (*branch.colwise, branch.rowwise)), *normed)}
+        norms = {name: as_norm(self.modules[name]) for name in self._between(branch)}
+        found = {key: Part("norm", norm=one[1], inner=True) for key, one in norms.items() if one and one[0] == hidden}
+        found[branch.rowwise.name] = Part("rowwise", transposed=branch.rowwise.weight_is_transposed)
         for matrix in branch.colwise:
             if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
                 self.reasons[matrix.name] = f"{matrix} does not fit {branch.rowwise}"
@@ -396,7 +403,7 @@ class ColumnRowPairs:
             return (), grain * len(sections) if by_query else matrix.outputs // heads.key_count
         self.reasons[matrix.name] = (
             f"{matrix} looks like {len(sections)} fused matrices, in an order that its module does not show; "
-            f"rule: 'colwise sections={len(sections)}' if they follow each other"
+            f"'colwise sections={len(sections)}' if they follow each other"
             + (f", 'colwise grain={matrix.outputs // heads.key_count}' if they do so in each head" if heads else "")
         )
         return None

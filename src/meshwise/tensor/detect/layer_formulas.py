@@ -4,9 +4,8 @@ A split module gets a new forward. So a subclass of nn.Linear or nn.Embedding th
 with adapters) must not be split. To find out, a subclass with its own forward is run on random numbers, and its output
 is compared with the output of torch's class (`as_matrix`, `returns_table_rows`).
 
-This library computes a norm over split features itself, so it must know the norm's formula (`as_norm`). Every library
-has its own classes for the same two formulas, and the name of a class proves nothing. So a copy of the module, with
-random parameters, is run on random numbers, and its output is compared with both formulas:
+A norm over split features is computed here, so its formula must be known (`as_norm`), and no class name proves it. So a
+copy of the module, with random parameters, is run on random numbers, and its output is compared with both formulas:
 
     | (x - mean) / sqrt(variance + epsilon) · gain + bias        LayerNorm, Ba et al., 2016
     | x / sqrt(mean of squares + epsilon) · gain + bias          RMSNorm, Zhang & Sennrich, 2019 (without bias)

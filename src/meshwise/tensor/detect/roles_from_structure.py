@@ -1,15 +1,6 @@
 """Find the tensor-parallel role of each module from sizes, containers and order, and apply the roles of rules.
 
-module                   evidence                                                                        role
-GPT
-├── embedding            as wide as the hidden states; tied to a linear, or the largest, or the first        embedding
-├── positions            another embedding of this width                                                 positions
-├── blocks               a list of modules that have an attention or two matrices each
-│   └── 0                `BranchFinder` finds its branches, `find_heads` their heads                     block
-│       ├── norm         computes LayerNorm or RMSNorm over the hidden states                            norm
-│       └── …
-├── norm                 computes LayerNorm or RMSNorm over the hidden states                            norm
-└── head                 a linear with as many outputs as the vocabulary has tokens                      head"""
+docs/tensor.md has the evidence for each role."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -84,9 +75,9 @@ class ModelStructure:
         tables = [buffer for module in own for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
         return any(table.dim() > 1 and table.size(-1) == self.width for table in tables)
 
-    def reason(self, name: str) -> tuple[str, str]:
-        """Return the module (or parameter) with the reason why a parameter has no role, and the reason, or ""."""
-        return next(((key, self._reasons[key]) for key in (name, *enclosing(name)) if key in self._reasons), (name, ""))
+    def reason(self, name: str) -> str:
+        """Return the reason why a parameter has no role, or ""."""
+        return next((self._reasons[key] for key in (name, *enclosing(name)) if key in self._reasons), "")
 
     def writes_hidden_states(self, name: str) -> bool:
         """Return whether `name` is a matrix in a block, with an output as wide as the hidden states."""
