@@ -1,7 +1,7 @@
 """Let the replicas of a plan agree by a `SyncScheme`: `Replicas` runs the exchanges of a round.
 
 x_r: parameters of replica r. a: the last agreed parameters. n_r: sum of the loss counts of replica r in the round.
-w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no replica has one, all weigh the same.
+w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no replica has one, nothing is applied.
 
     | begin, without outer step    send n_r x_r
     | begin, with outer step       send n_r (a - x_r)
@@ -28,7 +28,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn, optim
@@ -40,11 +40,10 @@ from meshwise.comm.network.joined_jobs import JoinedJobs
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.reduction import ZERO, compressed
 from meshwise.data_parallel.staged_engine import Engine
-from meshwise.data_parallel.stored_slices import StoredSlice
+from meshwise.data_parallel.stored_slices import OPTIMIZER_KINDS, StoredSlice
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 
-_LEAST_WEIGHT = 1e-30
-"""Weight of a replica that has updated nothing: if no replica has, all weigh the same."""
+Saved = TypeVar("Saved")
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Replicas:
         self._connect()
         self._in_flight: dict[int, list[_SentTensor]] = {}
         """By fragment: a tensor for each bucket, the optimizer state if `state=mean`, and the sum of the weights."""
-        self._restart()
+        self._restart(0)
 
     def _connect(self) -> None:
         """Open the connections between neighbours (collective): two that both sent first would deadlock under NCCL."""
@@ -102,9 +101,9 @@ class Replicas:
         takes = [(giver, taker) for row in rows for taker, givers in enumerate(row) for giver in givers]
         self._world.prepare(lines={(ranks[giver], ranks[taker]) for giver, taker in takes if giver != taker})
 
-    def _restart(self) -> None:
-        """Begin the first round: the present parameters count as agreed."""
-        self.steps = 0
+    def _restart(self, steps: int) -> None:
+        """Begin a first round after `steps` steps of the training: the present parameters count as agreed."""
+        self.steps = steps
         self._mixed = 0
         self._counts = [0.0] * self.scheme.fragments
         self._in_flight.clear()
@@ -148,22 +147,19 @@ class Replicas:
     def _begin(self, fragment: int) -> None:
         """Start to send a fragment, weighted by the counts of the round."""
         count, self._counts[fragment] = self._counts[fragment], 0.0
-        weight = max(count, _LEAST_WEIGHT)
         sent: list[_SentTensor] = []
         for bucket in self._fragments[fragment]:
             value = _master(bucket)
             if self.scheme.has_anchor:
                 value = bucket.reduction_state["agreed"] - value
-            sent.append(self._send_bucket(value * weight, bucket=bucket, updated=count > 0))
+            sent.append(self._send_bucket(value * count, bucket=bucket, updated=count > 0))
         if self.scheme.state == "mean":
-            sent += [self._send(value * weight, target=value) for value in self._common_state(fragment)]
-        total = torch.full((1,), weight, dtype=torch.float64, device=self._world.device)
+            sent += [self._send(value * count, target=value) for value in self._common_state(fragment)]
+        total = torch.full((1,), count, dtype=torch.float64, device=self._world.device)
         self._in_flight[fragment] = [*sent, self._send(total, target=total)]
 
     def _send_bucket(self, value: Tensor, *, bucket: Bucket, updated: bool) -> _SentTensor:
-        """Start to sum the weighted values of a bucket. Compression errors are sent if the replica has `updated`.
-
-        Without an update of any replica, all weigh next to nothing, and an error would count far too much."""
+        """Start to sum the weighted values of a bucket. Compression errors are sent if the replica has `updated`."""
         total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value)
         error = bucket.reduction_state.get("outer_error")
         if error is not None and updated:
@@ -192,9 +188,11 @@ class Replicas:
         return (parameter for bucket in buckets for _, parameter in bucket.slices)
 
     def _apply(self, fragment: int) -> None:
-        """Wait for the mean of a fragment, and apply it."""
+        """Wait for the mean of a fragment, and apply it if any replica has updated its parameters."""
         *sent, weight = self._arrived(self._in_flight.pop(fragment))
         total, buckets = 1.0 if weight.total.is_meta else float(weight.total), self._fragments[fragment]
+        if not total:
+            return
         for bucket, one in zip(buckets, sent, strict=False):
             mean = one.total / total
             if self.scheme.has_anchor:
@@ -344,25 +342,34 @@ class Replicas:
     def slices_to_save(self, own: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
         """Yield the slices of a checkpoint from the slices of this replica (collectives).
 
-        The usual slots of parameters, errors and the optimizer's state have the mean of the replicas. Slots that begin
-        with `replica/` and a number have each replica's own. The first replica saves all other slices."""
+        The usual slots of parameters, errors and the optimizer's state have the mean of the replicas that have them.
+        Slots that begin with `replica/` and a number have each replica's own. The first replica saves other slices."""
         self.settle()
-        for each in own:
-            if _is_own(each):
+        held = {(each.key, each.rectangle): each for each in own}
+        shapes = {place: dataclasses.replace(each, tensor=each.tensor.to("meta")) for place, each in held.items()}
+        # A replica that has not updated yet has no optimizer state.
+        found = self._world.exchange(shapes, axes=self._axes)
+        for place, shape in {place: each for shapes in reversed(found) for place, each in shapes.items()}.items():
+            each, having = held.get(place), [number for number, shapes in enumerate(found) if place in shapes]
+            if each is not None and _is_own(each.key):
                 yield dataclasses.replace(each, slot=self._own_slot(each.slot))
-            if _is_own(each) and each.slot.partition("/")[0] not in ("scalar", "number"):
-                each = dataclasses.replace(each, tensor=self.mean(each.tensor))
-            if self.index == 0:
+            if _is_own(shape.key) and shape.slot.partition("/")[0] not in ("scalar", "number"):
+                zeros = torch.zeros_like(shape.tensor, device=self._world.device)
+                mean = self.mean(zeros if each is None else each.tensor).mul_(self.size / len(having))
+                each = dataclasses.replace(shape, tensor=mean)
+            if each is not None and self.index == having[0]:
                 yield each
 
-    def slices_to_load(self, needed: Iterable[StoredSlice], *, saved: Mapping[str, Any]) -> Iterator[StoredSlice]:
-        """Yield the slices to load: this replica's own if the saved round continues, else the mean of the replicas.
+    def own_tensors(self, tensors: Mapping[str, Saved], *, extra: Mapping[str, Any]) -> dict[str, Saved]:
+        """Return the saved tensors to load: this replica's own if the saved round continues, else the means.
 
-        saved: the `extra` values of the checkpoint, with the result of `state`."""
-        before = saved.get("sync")
-        goes_on = before is not None and before["replicas"] == self.size and self._goes_on(before)
-        for each in needed:
-            yield dataclasses.replace(each, slot=self._own_slot(each.slot)) if goes_on and _is_own(each) else each
+        tensors: the tensors of a checkpoint by slot and name. extra: its other values, with the result of `state`."""
+        before, start = extra.get("sync"), self._own_slot("")
+        if before is None or before["replicas"] != self.size or not self._goes_on(before):
+            return dict(tensors)
+        shared = {key: tensor for key, tensor in tensors.items() if not _is_own(key)}
+        own = {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
+        return shared | own
 
     def _own_slot(self, slot: str) -> str:
         return f"replica/{self.index}/{slot}"
@@ -390,17 +397,17 @@ class Replicas:
         same = same and saved.get("scaled_by_lr", scheme.scaled_by_lr) == scheme.scaled_by_lr
         return same and (not saved["in_flight"] or saved.get("timing", timing) == timing)
 
-    def load_state(self, saved: Mapping[str, Any] | None) -> None:
-        """Continue a round from the result of `state` when the tensors are loaded. None: begin a first round.
+    def load_state(self, kept: Mapping[str, Any]) -> None:
+        """Continue a round when the tensors are loaded. `kept`: the `extra` values of the checkpoint.
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. Under a
         scheme with other outer state, or other steps of an exchange in flight, all begin a new round with the mean."""
         self._in_flight.clear()
-        self.moved = 0
+        saved, self.moved = kept.get("sync"), 0
         if self.jobs is not None:
             self.jobs.rounds = -1
         if saved is None or not self._goes_on(saved):
-            self._restart()
+            self._restart(int((saved or kept)["steps"]))
             return
         self.steps, self._mixed = int(saved["steps"]), int(saved["mixed"])
         same = saved["replicas"] == self.size
@@ -420,10 +427,9 @@ class Replicas:
             self._in_flight[int(fragment)] = [*sent, _SentTensor(total, total, Work())]
 
 
-def _is_own(each: StoredSlice) -> bool:
-    """Return whether replicas have different values of a slice."""
-    kind = each.slot.partition("/")[0]
-    return kind in ("parameter", "optimizer", "scalar", "number") or each.slot == "reduction/outer_error"
+def _is_own(key: str) -> bool:
+    """Return whether replicas have different values of the tensor with this slot and name."""
+    return key.partition("/")[0] in ("parameter", *OPTIMIZER_KINDS) or key.startswith("reduction/outer_error/")
 
 
 def _master(bucket: Bucket) -> Tensor:
