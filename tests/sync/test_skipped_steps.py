@@ -55,10 +55,10 @@ def step(trainer: Trainer, number: int, *, skips: bool = False) -> bool:
 def state(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """Yield copies of all that the next step of this replica depends on."""
     for name, value in trainer.model.named_parameters():
-        yield name, value.detach().clone()
+        yield name, value.data.clone()
     for number, bucket in enumerate(bucket for unit in trainer.units for bucket in unit.buckets):
-        for name, value in bucket.reduction_state.items():
-            yield f"{name} of bucket {number}", value.clone()
+        for name, kept in bucket.reduction_state.items():
+            yield f"{name} of bucket {number}", kept.clone()
         for part, (_, parameter) in enumerate(bucket.slices):
             for key, value in trainer.optimizer.state.get(parameter, {}).items():
                 yield f"{key} of bucket {number}, slice {part}", torch.as_tensor(value).clone()

@@ -335,16 +335,14 @@ class TrainingSteps:
     def state(self) -> dict[str, Any]:
         """Return the JSON state for a resumed run: `steps` (updates so far), `skips` (in a row), `scale` (or None).
 
-        Under a `sync` across steps `replicas` has the state of each replica (a collective)."""
+        `replicas` has the state of each replica under a `sync` across steps (a collective)."""
         own = {"steps": self._steps, "skips": self._skips, "scale": self._scale and asdict(self._scale)}
-        axes = self._plan.sync_axes
-        return {**own, "replicas": self._world.exchange(own, axes=axes)} if axes else own
+        return {**own, "replicas": self._world.exchange(own, axes=self._plan.sync_axes)}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned."""
-        group = self._world.group(self._plan.sync_axes)
-        if len(each := saved.get("replicas", ())) == group.size:
-            saved = each[group.index]
+        of_each, group = saved.get("replicas", ()), self._world.group(self._plan.sync_axes)
+        saved = of_each[group.index] if len(of_each) == group.size else saved
         self._steps, self._skips = int(saved["steps"]), int(saved["skips"])
         if self._scale is not None and saved.get("scale") is not None:
             self._scale = LossScale(**saved["scale"])

@@ -27,7 +27,7 @@ from torch import Tensor, nn, optim
 from torch.autograd.function import once_differentiable
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Work, World, wait_all
 
 
 class _Kind(IntEnum):
@@ -185,8 +185,7 @@ class RemoteModule:
         """Return the tensors of the answer to the last message of `call`; answers to earlier messages come first."""
         while call.answer is None:
             first = self._unanswered.popleft()
-            for work in first.works:
-                work.wait()
+            wait_all(first.works)
             first.answer = self._received(source=self._rank)
         header, tensors = call.answer
         if header.error:
@@ -203,8 +202,7 @@ class RemoteModule:
         header: _Header = self._world.recv_value(axis=self._axis, source=source)
         tensors = [torch.empty(shape, dtype=dtype, device=self._world.device) for shape, dtype in header.shapes]
         works = [self._world.recv(x, axis=self._axis, source=source) for x in tensors if x.numel()]
-        for work in works:
-            work.wait()
+        wait_all(works)
         return header, tensors
 
     # ---- the rank that has the module ------------------------------------------------------------------------------
@@ -258,8 +256,7 @@ class RemoteModule:
 
     def _wait_for(self, caller: int) -> None:
         """Return when a caller has taken the last answer."""
-        for work in self._replies.pop(caller, ()):
-            work.wait()
+        wait_all(self._replies.pop(caller, ()))
 
     def _forward(self, caller: int, header: _Header, inputs: list[Tensor]) -> list[Tensor]:
         for x, needs in zip(inputs, header.needs, strict=True):

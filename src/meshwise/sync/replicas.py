@@ -27,14 +27,13 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
 
 from meshwise.comm.api.flight_recorder import StepPhase
-from meshwise.comm.api.world import Work
+from meshwise.comm.api.world import Work, wait_all
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.comm.network.joined_jobs import JoinedJobs
 from meshwise.data_parallel.bucket import Bucket
@@ -43,11 +42,8 @@ from meshwise.data_parallel.staged_engine import Engine
 from meshwise.data_parallel.stored_slices import OPTIMIZER_KINDS, StoredSlice
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 
-Saved = TypeVar("Saved")
 
-
-@dataclass(frozen=True)
-class _SentTensor:
+class _SentTensor(NamedTuple):
     """A weighted tensor on its way to the mean of all replicas."""
 
     target: Tensor
@@ -92,9 +88,7 @@ class Replicas:
 
     def _connect(self) -> None:
         """Open the connections between neighbours (collective): two that both sent first would deadlock under NCCL."""
-        graphs = [
-            graph for graph in (self.scheme.graph, f"groups:{self.scheme.group}") if graph not in ("all", "groups:0")
-        ]
+        graphs = {self.scheme.graph, f"groups:{self.scheme.group}"} - {"all", "groups:0"}
         rounds = range(self.size.bit_length())
         rows = [mixing_weights(graph, size=self.size, round_number=number) for graph in graphs for number in rounds]
         ranks = self._world.group(self._axes).ranks
@@ -145,30 +139,26 @@ class Replicas:
         self._world.flight_recorder.doing = StepPhase.OUTSIDE
 
     def _begin(self, fragment: int) -> None:
-        """Start to send a fragment, weighted by the counts of the round."""
+        """Start to send a fragment, weighted by the counts of the round; with compression errors after an update."""
         count, self._counts[fragment] = self._counts[fragment], 0.0
         sent: list[_SentTensor] = []
         for bucket in self._fragments[fragment]:
             value = _master(bucket)
             if self.scheme.has_anchor:
                 value = bucket.reduction_state["agreed"] - value
-            sent.append(self._send_bucket(value * count, bucket=bucket, updated=count > 0))
+            total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value * count)
+            error = bucket.reduction_state.get("outer_error")
+            if error is not None and count:
+                total.add_(error)
+                error.zero_()
+            state = {} if error is None else {"error": error}
+            peers = dataclasses.replace(bucket.peers, outer=self._axes, shard=slice(0, len(total)), state=state)
+            part = self._reduction.start_replicas(total, peers=peers)
+            sent.append(_SentTensor(_master(bucket), part.values, part.work))
         if self.scheme.state == "mean":
             sent += [self._send(value * count, target=value) for value in self._common_state(fragment)]
         total = torch.full((1,), count, dtype=torch.float64, device=self._world.device)
         self._in_flight[fragment] = [*sent, self._send(total, target=total)]
-
-    def _send_bucket(self, value: Tensor, *, bucket: Bucket, updated: bool) -> _SentTensor:
-        """Start to sum the weighted values of a bucket. Compression errors are sent if the replica has `updated`."""
-        total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value)
-        error = bucket.reduction_state.get("outer_error")
-        if error is not None and updated:
-            total.add_(error)
-            error.zero_()
-        state = {} if error is None else {"error": error}
-        peers = dataclasses.replace(bucket.peers, outer=self._axes, shard=slice(0, len(total)), state=state)
-        part = self._reduction.start_replicas(total, peers=peers)
-        return _SentTensor(_master(bucket), part.values, part.work)
 
     def _send(self, value: Tensor, *, target: Tensor) -> _SentTensor:
         total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value.view(-1))
@@ -199,16 +189,15 @@ class Replicas:
                 self._outer_step(bucket, mean)
             else:
                 one.target.copy_(mean)
+            bucket.round_off()
         for one in sent[len(buckets) :]:
             one.target.copy_((one.total / total).view_as(one.target))
         if self.scheme.state == "reset":
             for parameter in self._slices(buckets):
                 self._optimizer.state.pop(parameter, None)
-        self._show(buckets)
 
     def _arrived(self, sent: list[_SentTensor]) -> list[_SentTensor]:
-        for one in sent:
-            one.work.wait()
+        wait_all(one.work for one in sent)
         return sent
 
     def _outer_step(self, bucket: Bucket, change: Tensor) -> None:
@@ -237,15 +226,13 @@ class Replicas:
             for giver in own.keys() - {self.index}:
                 parts.append((own[giver], torch.empty_like(value)))
                 works.append(self._world.recv(parts[-1][1], axis=axis, source=giver))
-        for work in works:
-            work.wait()
-        for bucket, parts in zip(self._buckets, taken, strict=True):
-            _master(bucket).copy_(sum((weight * value for weight, value in parts[1:]), parts[0][0] * parts[0][1]))
-        self._show(self._buckets)
+        wait_all(works)
+        self._put(sum((w * value for w, value in parts[1:]), parts[0][0] * parts[0][1]) for parts in taken)
 
-    def _show(self, buckets: Iterable[Bucket]) -> None:
-        """Round the masters into the parameters that the model uses."""
-        for bucket in buckets:
+    def _put(self, values: Iterable[Tensor]) -> None:
+        """Set the masters of this replica, one tensor for each bucket, and the parameters that the model uses."""
+        for bucket, value in zip(self._buckets, values, strict=True):
+            _master(bucket).copy_(value)
             bucket.round_off()
 
     # ---- other jobs ---------------------------------------------------------------------------------------------
@@ -280,8 +267,7 @@ class Replicas:
                 self._apply(fragment)
         self._in_flight.clear()
         gives = found.joining and own == found.summing[0] and self.index == 0
-        values = list(self._values()) if gives else []
-        values = jobs.copied(values, found=found, own=own)
+        values = jobs.copied(list(self._values()) if gives else [], found=found, own=own)
         if own in found.joining and jobs.rounds >= 0:
             numbers = iter(range(self._world.exchange(len(values), axes=self._axes)[0]))
             self._take(self._world.exchange(values[n] if values else None, axes=self._axes)[0] for n in numbers)
@@ -311,7 +297,7 @@ class Replicas:
                 if isinstance(it, tuple):
                     state[key] = it[1].to("cpu" if it[0] == "cpu" else parameter.device)
             self._optimizer.state[parameter] = state
-        self._show(self._buckets)
+        self._put(map(_master, self._buckets))
 
     # ---- the mean -----------------------------------------------------------------------------------------------
 
@@ -326,16 +312,12 @@ class Replicas:
     def averaged(self) -> Iterator[None]:
         """Replace the model's parameters by the mean of the replicas inside the block. Every rank calls it."""
         self._wait()
-        own = [(bucket, _master(bucket).clone()) for bucket in self._buckets]
-        for bucket, value in own:
-            _master(bucket).copy_(self.mean(value))
-        self._show(self._buckets)
+        own = [_master(bucket).clone() for bucket in self._buckets]
+        self._put(map(self.mean, own))
         try:
             yield
         finally:
-            for bucket, value in own:
-                _master(bucket).copy_(value)
-            self._show(self._buckets)
+            self._put(own)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
@@ -347,29 +329,27 @@ class Replicas:
         self.settle()
         held = {(each.key, each.rectangle): each for each in own}
         shapes = {place: dataclasses.replace(each, tensor=each.tensor.to("meta")) for place, each in held.items()}
-        # A replica that has not updated yet has no optimizer state.
-        found = self._world.exchange(shapes, axes=self._axes)
+        found = self._world.exchange(shapes, axes=self._axes)  # a replica without an update has no optimizer state
         for place, shape in {place: each for shapes in reversed(found) for place, each in shapes.items()}.items():
-            each, having = held.get(place), [number for number, shapes in enumerate(found) if place in shapes]
-            if each is not None and _is_own(each.key):
+            having = [number for number, shapes in enumerate(found) if place in shapes]
+            zeros = torch.zeros_like(shape.tensor, device=self._world.device)
+            each = held.get(place) or dataclasses.replace(shape, tensor=zeros)
+            if place in held and _is_own(each.key):
                 yield dataclasses.replace(each, slot=self._own_slot(each.slot))
-            if _is_own(shape.key) and shape.slot.partition("/")[0] not in ("scalar", "number"):
-                zeros = torch.zeros_like(shape.tensor, device=self._world.device)
-                mean = self.mean(zeros if each is None else each.tensor).mul_(self.size / len(having))
-                each = dataclasses.replace(shape, tensor=mean)
-            if each is not None and self.index == having[0]:
+            if _is_own(each.key) and each.slot.partition("/")[0] not in ("scalar", "number"):
+                each = dataclasses.replace(each, tensor=self.mean(each.tensor).mul_(self.size / len(having)))
+            if self.index == having[0]:
                 yield each
 
-    def own_tensors(self, tensors: Mapping[str, Saved], *, extra: Mapping[str, Any]) -> dict[str, Saved]:
+    def own_tensors(self, tensors: Mapping[str, Any], *, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved tensors to load: this replica's own if the saved round continues, else the means.
 
-        tensors: the tensors of a checkpoint by slot and name. extra: its other values, with the result of `state`."""
+        tensors: of a checkpoint, by slot and name. extra: its other values, with the result of `state`."""
         before, start = extra.get("sync"), self._own_slot("")
         if before is None or before["replicas"] != self.size or not self._goes_on(before):
             return dict(tensors)
-        shared = {key: tensor for key, tensor in tensors.items() if not _is_own(key)}
         own = {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
-        return shared | own
+        return {key: tensor for key, tensor in tensors.items() if not _is_own(key)} | own
 
     def _own_slot(self, slot: str) -> str:
         return f"replica/{self.index}/{slot}"
