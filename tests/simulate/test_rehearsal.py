@@ -87,7 +87,7 @@ def test_an_agreement_about_optimizer_state_is_rehearsed() -> None:
     rehearsal = rehearse(gpt_subject(_small(1), stages=1), plan="dp=2 sync=local", ranks=2)
     sizes = [size for kind, _, size in _calls(rehearsal, 0) if kind == "all_reduce"]
     parameters = sum(p.numel() for p in gpt_subject(_small(1), stages=1).model().parameters())
-    assert sum(sizes) == 8 + 3 * 4 * parameters  # weights; parameters and two moments
+    assert sum(sizes) == 2 * 8 + 3 * 4 * parameters  # weight and learning rate; parameters and two moments
 
 
 def test_a_model_is_looked_at_once_to_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,8 +137,7 @@ class TrainingSteps:
         self._replicas = replicas
         self._together = engine.world.mesh.others(plan.apart_axes)
         self._ranks = ranks_text(engine.world.group(self._together).ranks) if plan.apart_axes else "every rank"
-        self._steps = 0
-        self._skips = 0
+        self._steps = self._skips = 0
         self._compared = False
         self._scale = recipe.scale
         self._before = StateBeforeUpdate(engine.modules)

@@ -217,7 +217,7 @@ class RemoteModule:
             caller = self._world.recv_any(bell, axis=self._axis, sources=sorted(active - stepped))
             header, tensors = self._received(source=caller)
             if header.kind is _Kind.STEP and self.optimizer is not None:
-                self._wait_for(caller)  # an answer may share memory with a parameter
+                wait_all(self._replies.pop(caller, ()))  # an answer may share memory with a parameter
                 stepped.add(caller)
             else:
                 self._answer(caller, header, tensors)
@@ -233,7 +233,7 @@ class RemoteModule:
                     self._reply(each, _Header(_Kind.STEP), [])
                 stepped.clear()
         for caller in self._callers:
-            self._wait_for(caller)
+            wait_all(self._replies.pop(caller, ()))
 
     def _answer(self, caller: int, header: _Header, tensors: list[Tensor]) -> None:
         """Run what the message asks for, and answer with the results or the error."""
@@ -251,12 +251,8 @@ class RemoteModule:
 
     def _reply(self, caller: int, header: _Header, tensors: Sequence[Tensor]) -> None:
         """Answer a caller without waiting, because it may first take answers of other owners; the next answer waits."""
-        self._wait_for(caller)
-        self._replies[caller] = self._sent(header, tensors, to=caller)
-
-    def _wait_for(self, caller: int) -> None:
-        """Return when a caller has taken the last answer."""
         wait_all(self._replies.pop(caller, ()))
+        self._replies[caller] = self._sent(header, tensors, to=caller)
 
     def _forward(self, caller: int, header: _Header, inputs: list[Tensor]) -> list[Tensor]:
         for x, needs in zip(inputs, header.needs, strict=True):

@@ -14,7 +14,7 @@ With a codec as `wire`, the changes are sent encoded: each replica sends n_r (a 
 codec loses. The owner of each shard adds up the decoded shards, and sends the sum on, encoded too. So all replicas
 decode the same bytes, and have the same bits of d and a.
 
-v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.
+v is u, or d / s + momentum u in Nesterov's form; s is the mean learning rate under `scaled_by_lr`, else 1.
 
 A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
 its optimizer. Between two agreements no message goes from replica to replica.
@@ -83,7 +83,8 @@ class Replicas:
         self.moved = 0
         self._connect()
         self._in_flight: dict[int, list[_SentTensor]] = {}
-        """By fragment: a tensor for each bucket, the optimizer state if `state=mean`, and the sum of the weights."""
+        """By fragment: a tensor for each bucket, the optimizer state if `state=mean`, and two numbers: the sum of the
+        weights, and of the weights times the learning rates."""
         self._restart(0)
 
     def _connect(self) -> None:
@@ -97,8 +98,7 @@ class Replicas:
 
     def _restart(self, steps: int) -> None:
         """Begin a first round after `steps` steps of the training: the present parameters count as agreed."""
-        self.steps = steps
-        self._mixed = 0
+        self.steps, self._mixed = steps, 0
         self._counts = [0.0] * self.scheme.fragments
         self._in_flight.clear()
         for bucket in self._buckets:
@@ -157,8 +157,9 @@ class Replicas:
             sent.append(_SentTensor(_master(bucket), part.values, part.work))
         if self.scheme.state == "mean":
             sent += [self._send(value * count, target=value) for value in self._common_state(fragment)]
-        total = torch.full((1,), count, dtype=torch.float64, device=self._world.device)
-        self._in_flight[fragment] = [*sent, self._send(total, target=total)]
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        weights = torch.tensor([count, count * lr], dtype=torch.float64, device=self._world.device)
+        self._in_flight[fragment] = [*sent, self._send(weights, target=weights)]
 
     def _send(self, value: Tensor, *, target: Tensor) -> _SentTensor:
         total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value.view(-1))
@@ -179,14 +180,15 @@ class Replicas:
 
     def _apply(self, fragment: int) -> None:
         """Wait for the mean of a fragment, and apply it if any replica has updated its parameters."""
-        *sent, weight = self._arrived(self._in_flight.pop(fragment))
-        total, buckets = 1.0 if weight.total.is_meta else float(weight.total), self._fragments[fragment]
+        *sent, weights = self._arrived(self._in_flight.pop(fragment))
+        total, rates = (1.0, 1.0) if weights.total.is_meta else weights.total.tolist()
+        buckets = self._fragments[fragment]
         if not total:
             return
         for bucket, one in zip(buckets, sent, strict=False):
             mean = one.total / total
             if self.scheme.has_anchor:
-                self._outer_step(bucket, mean)
+                self._outer_step(bucket, mean, lr=rates / total)
             else:
                 one.target.copy_(mean)
             bucket.round_off()
@@ -200,10 +202,10 @@ class Replicas:
         wait_all(one.work for one in sent)
         return sent
 
-    def _outer_step(self, bucket: Bucket, change: Tensor) -> None:
+    def _outer_step(self, bucket: Bucket, change: Tensor, *, lr: float) -> None:
         """Move the agreed parameters against the mean change of the replicas, and the own parameters to them."""
         scheme, state, master = self.scheme, bucket.reduction_state, _master(bucket)
-        unit = (self._optimizer.param_groups[0]["lr"] or 1.0) if scheme.scaled_by_lr else 1.0
+        unit = (lr or 1.0) if scheme.scaled_by_lr else 1.0
         step = change = change / unit
         if scheme.outer_momentum:
             step = state["outer_momentum"].mul_(scheme.outer_momentum).add_(change)
@@ -258,7 +260,7 @@ class Replicas:
     def _meet(self, jobs: JoinedJobs) -> None:
         """Sum what is in flight over the jobs and apply it, or copy the state of a job that has."""
         totals = [one.total for sent in self._in_flight.values() for one in self._arrived(sent)]
-        weight = sum(float(sent[-1].total) for sent in self._in_flight.values())
+        weight = sum(float(sent[-1].total[0]) for sent in self._in_flight.values())
         found, own = jobs.meet(totals, steps=self.steps, weight=weight)
         if own in found.summing:
             for total in totals:
@@ -364,7 +366,7 @@ class Replicas:
         """Return the JSON state of the round (a collective): steps, counts by replica, and weights in flight."""
         self.settle()
         counts = self._world.exchange(self._counts, axes=self._axes)
-        flying = {str(fragment): float(sent[-1].total) for fragment, sent in self._in_flight.items()}
+        flying = {str(fragment): sent[-1].total.tolist() for fragment, sent in self._in_flight.items()}
         kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps}
         units = {"scaled_by_lr": self.scheme.scaled_by_lr, "timing": [self.scheme.every, self.scheme.delay]}
         return {**kept, **units, "mixed": self._mixed, "counts": counts, "in_flight": flying}
@@ -398,12 +400,13 @@ class Replicas:
             factor = saved["replicas"] / self.size if name == "outer_error" else 1.0  # all errors add up as before
             # A parameter that was frozen when the checkpoint was saved has no `agreed` there, which shows as NaN.
             value.copy_(torch.where(value.isnan(), _master(bucket), value * factor))
-        for fragment, weight in saved["in_flight"].items():
+        for fragment, weights in saved["in_flight"].items():
             sent = [
                 _SentTensor(_master(bucket), bucket.reduction_state["outer_change"].clone(), Work())
                 for bucket in self._fragments[int(fragment)]
             ]
-            total = torch.full((1,), weight, dtype=torch.float64, device=self._world.device)
+            # An older checkpoint has the sum of the weights alone.
+            total = torch.tensor(weights, dtype=torch.float64, device=self._world.device).expand(2)
             self._in_flight[int(fragment)] = [*sent, _SentTensor(total, total, Work())]
 
 

@@ -101,7 +101,7 @@ class SyncScheme:
     nesterov: bool = False
     """True: Nesterov's form of the outer momentum."""
     scaled_by_lr: bool = False
-    """True: the outer momentum is kept in units of the optimizer's learning rate, as SlowMo does."""
+    """True: the outer momentum is kept in units of the replicas' mean learning rate, as SlowMo does."""
     state: str = "keep"
     """The tensors of the optimizer's state when all replicas agree: `keep` each replica's own, take the `mean`, or
     `reset` them. Replicas that mix with neighbours keep their own."""
@@ -185,10 +185,9 @@ class SyncScheme:
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names of the outer state: tensors of the parameters' shapes, equal on all replicas except `outer_error`."""
-        momentum = ("outer_momentum",) if self.outer_momentum else ()
-        sent = ("outer_change",) if self.delay else ()
-        error = ("outer_error",) if self.wire != "auto" and self.feedback else ()
-        return ("agreed", *momentum, *sent, *error) if self.has_anchor else ()
+        error = self.wire != "auto" and self.feedback
+        kept = {"agreed": True, "outer_momentum": self.outer_momentum, "outer_change": self.delay, "outer_error": error}
+        return tuple(name for name, value in kept.items() if value and self.has_anchor)
 
     def kinds_of_steps(self, *, replicas: int) -> dict[int, int]:
         """Return a step of each kind, ascending, and how many steps of a round are of this kind.
