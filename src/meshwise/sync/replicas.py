@@ -157,8 +157,8 @@ class Replicas:
             sent.append(_SentTensor(_master(bucket), part.values, part.work))
         if self.scheme.state == "mean":
             sent += [self._send(value * count, target=value) for value in self._common_state(fragment)]
-        lr = float(self._optimizer.param_groups[0]["lr"])
-        weights = torch.tensor([count, count * lr], dtype=torch.float64, device=self._world.device)
+        weights = torch.full((2,), count, dtype=torch.float64, device=self._world.device)
+        weights[1] *= float(self._optimizer.param_groups[0]["lr"])
         self._in_flight[fragment] = [*sent, self._send(weights, target=weights)]
 
     def _send(self, value: Tensor, *, target: Tensor) -> _SentTensor:
@@ -181,7 +181,7 @@ class Replicas:
     def _apply(self, fragment: int) -> None:
         """Wait for the mean of a fragment, and apply it if any replica has updated its parameters."""
         *sent, weights = self._arrived(self._in_flight.pop(fragment))
-        total, rates = (1.0, 1.0) if weights.total.is_meta else weights.total.tolist()
+        total, rates = (1.0, 1.0) if weights.total.is_meta else map(float, weights.total)
         buckets = self._fragments[fragment]
         if not total:
             return
@@ -366,7 +366,7 @@ class Replicas:
         """Return the JSON state of the round (a collective): steps, counts by replica, and weights in flight."""
         self.settle()
         counts = self._world.exchange(self._counts, axes=self._axes)
-        flying = {str(fragment): sent[-1].total.tolist() for fragment, sent in self._in_flight.items()}
+        flying = {str(fragment): list(map(float, sent[-1].total)) for fragment, sent in self._in_flight.items()}
         kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps}
         units = {"scaled_by_lr": self.scheme.scaled_by_lr, "timing": [self.scheme.every, self.scheme.delay]}
         return {**kept, **units, "mixed": self._mixed, "counts": counts, "in_flight": flying}
