@@ -56,7 +56,7 @@ def predicted(plan: str, settings: dict[str, Any], **links: Any) -> Prediction:
 
 
 def added_by_step(prediction: Prediction) -> list[float]:
-    """What agreements add to the steps of a round, in the order of its kinds of steps."""
+    """Return the seconds that agreements add to each step of a round, by kind of step."""
     return [added for times, added in prediction.agreements for _ in range(times)]
 
 

@@ -165,7 +165,7 @@ def test_every_step_of_a_round_is_of_one_kind(settings: dict[str, Any]) -> None:
     assert steps == math.lcm(scheme.every, scheme.group_every) * (3 if scheme.graph == "exponential" else 1)
 
     def exchanges(step: int) -> tuple[Any, ...]:
-        """What follows a step: fragments begun and applied, whether groups agree, and the hop of a graph."""
+        """Return what follows a step: fragments begun and applied, agreements of groups, and the hop of a graph."""
         later = step + 5 * steps  # after the first round, where delayed exchanges are still missing
         mixed = (later - 1) // scheme.every % 3 if scheme.graph == "exponential" else 0
         begun, applied = scheme.fragments_to_begin(later), scheme.fragments_to_apply(later)

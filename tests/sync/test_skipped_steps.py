@@ -53,7 +53,7 @@ def step(trainer: Trainer, number: int, *, skips: bool = False) -> bool:
 
 
 def state(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """Yield copies of all that the next step of this replica depends on."""
+    """Yield copies of the parameters, the outer state and the optimizer state of this replica."""
     for name, value in trainer.model.named_parameters():
         yield name, value.data.clone()
     for number, bucket in enumerate(bucket for unit in trainer.units for bucket in unit.buckets):
@@ -103,7 +103,7 @@ ALONE = Grid(
 def test_a_training_of_which_one_replica_skips_resumes_in_equal_bits(
     scheme: str, wire: str, saved: int, tmp_path: Path
 ) -> None:
-    """Replica 1 alone skips steps 1, 4 and 5, so it has other numbers of steps, for dropout and for its optimizer."""
+    """Replica 1 alone skips steps 1, 4 and 5, so its dropout and its optimizer count other steps."""
     name, settings = SCHEMES[scheme]
 
     def main(world: World) -> None:
