@@ -178,7 +178,7 @@ def test_nobody_applies_half_of_a_round(
     failing, failed, connect = list[JoinedJobs](), list[str](), JoinedJobs._connect
 
     def connected(self: JoinedJobs, members: Sequence[JobEntry], own: JobEntry, name: str) -> World:
-        """Let the second round of one job fail, before its first sum or after its last, of weights and learning rates."""
+        """Let the second round of one job fail, before its first sum or after its last, of weights and rates."""
         world = connect(self, members, own, name)
         if self not in failing or name != "2/sums":
             return world
