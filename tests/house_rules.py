@@ -255,6 +255,7 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.optim.flat_optimizer": "settings that are tensors; the optimizer is tried before the first step",
     "meshwise.optim.one_bit_optimizers": "ratios that a checkpoint had, in the first step after it",
     "meshwise.sync.replicas.Replicas._values": "the state that a job which joins copies",
+    "meshwise.sync.replicas.Replicas.load_state": "a checkpoint is read",
     # In a step, where sizes or the work to do depend on values.
     "meshwise.engine.microbatch_runner": "the number of rows of each rank",
     "meshwise.engine.open_step": "the loss of each backward is compared between ranks",

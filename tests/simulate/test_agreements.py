@@ -24,6 +24,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dp=4 sync=diloco every=3 wire=int4", STREAMING),
     ("dp=4 sync=local every=3", {"after": 2}),
     ("dp=4 sync=local every=4", {"group": 2, "group_every": 2}),
+    ("dp=4 sync=local every=4", {"group": 2, "group_every": 3}),
     ("dp=4 sync=slowmo", {}),
     ("dp=4 sync=easgd every=2", {}),
     ("dp=4 sync=gossip every=2", {"graph": "exponential"}),
@@ -54,6 +55,11 @@ def predicted(plan: str, settings: dict[str, Any], **links: Any) -> Prediction:
     return predict(rehearsal, cluster=cluster(**links))
 
 
+def added_by_step(prediction: Prediction) -> list[float]:
+    """Return the seconds that agreements add to each step of a round, by kind of step."""
+    return [added for times, added in prediction.agreements for _ in range(times)]
+
+
 def sent_in_a_round(world: World, plan: str, settings: dict[str, Any], steps: int) -> float:
     """The bytes that a rank sends along dp in the second of two rounds, without the count of losses of a step."""
     own = subject(settings, Plan.parse(plan).pp)
@@ -70,8 +76,11 @@ def sent_in_a_round(world: World, plan: str, settings: dict[str, Any], steps: in
 @pytest.mark.parametrize("plan, settings", CASES)
 def test_a_round_sends_the_bytes_of_a_real_one(plan: str, settings: dict[str, Any]) -> None:
     prediction = predicted(plan, settings)
-    real = run_threads(Plan.parse(plan).mesh().size, sent_in_a_round, args=(plan, settings, len(prediction.agreements)))
-    names = 400 if "sync=local" in plan else 0  # bytes of the names of the optimizer's state, which differ by rank
+    real = run_threads(
+        Plan.parse(plan).mesh().size, sent_in_a_round, args=(plan, settings, len(added_by_step(prediction)))
+    )
+    agreements = len(added_by_step(prediction)) // Plan.parse(plan).every
+    names = 400 * agreements if "sync=local" in plan else 0  # of the optimizer's state, in bytes, which differ by rank
     assert sum(prediction.agreement_traffic.values()) == pytest.approx(max(real), rel=1e-9, abs=names)
 
 
@@ -80,7 +89,7 @@ def test_a_step_without_an_agreement_costs_what_it_costs_alone() -> None:
     quarter = gpt_subject(dataclasses.replace(CONFIG, layers=2), rows=4)
     alone = predict(rehearse(quarter, plan="dp=1", ranks=1), cluster=cluster())
     assert agreeing.seconds == pytest.approx(alone.seconds, rel=1e-6)
-    assert [added > 0 for added in agreeing.agreements] == [False] * 49 + [True]
+    assert [(times, added > 0) for times, added in agreeing.agreements] == [(49, False), (1, True)]
 
 
 @pytest.mark.parametrize("wire", ["auto", "int8"])
@@ -88,7 +97,7 @@ def test_a_blocked_agreement_adds_its_bytes_over_the_link(wire: str) -> None:
     prediction = predicted(f"dp=4 sync=diloco every=5 wire={wire}", {}, rate=1e6, ranks_per_node=1)
     sent = prediction.agreement_traffic["between"]
     assert prediction.agreement_traffic["inside"] == 0
-    assert prediction.agreements == pytest.approx([0, 0, 0, 0, sent / 1e6], rel=1e-6)
+    assert added_by_step(prediction) == pytest.approx([0, 0, 0, 0, sent / 1e6], rel=1e-6)
     assert prediction.mean_seconds == pytest.approx(prediction.seconds + sent / 5e6)
     assert prediction.tokens_per_second == pytest.approx(prediction.rehearsal.tokens / prediction.mean_seconds)
 
@@ -100,16 +109,28 @@ def test_a_delay_hides_what_the_link_takes_less(steps_of_link: float, waited: fl
     free = predicted(plan, settings, rate=1e30, ranks_per_node=1)
     rate = free.agreement_traffic["between"] / (steps_of_link * free.seconds)
     found = predicted(plan, settings, rate=rate, ranks_per_node=1)
-    assert found.agreements == pytest.approx([0, 0, 0, 0, waited * free.seconds], rel=1e-6, abs=1e-12)
+    assert added_by_step(found) == pytest.approx([0, 0, 0, 0, waited * free.seconds], rel=1e-6, abs=1e-12)
     blocked = predicted(plan, settings, rate=rate, ranks_per_node=1, overlap=False)
-    assert sum(blocked.agreements) == pytest.approx(steps_of_link * free.seconds, rel=1e-6)
+    assert sum(added_by_step(blocked)) == pytest.approx(steps_of_link * free.seconds, rel=1e-6)
+
+
+def test_a_round_of_a_million_steps_is_rehearsed_by_the_kinds_of_its_steps() -> None:
+    settings = {"group": 2, "group_every": 999}
+    found = predicted("dp=4 sync=local every=1000", settings, rate=1e6, ranks_per_node=1)
+    few = predicted("dp=4 sync=local every=4", {"group": 2, "group_every": 3}, rate=1e6, ranks_per_node=1)
+    [quiet, of_groups, of_all] = [added for _, added in few.agreements]
+    assert [times for times, _ in few.agreements] == [6, 3, 3]
+    assert [times for times, _ in found.agreements] == [999000 - 999 - 999, 999, 999]
+    assert [added for _, added in found.agreements] == pytest.approx([quiet, of_groups, of_all], rel=1e-5)
+    assert found.mean_seconds == pytest.approx(found.seconds + (of_groups + of_all) / 1000, rel=1e-9)
+    assert len(found.rehearsal.tapes[0].agreements) == 6
 
 
 def test_neighbours_of_gossip_use_the_links_between_their_nodes() -> None:
     near, far = (predicted("dp=4 sync=gossip", {"graph": graph}, rate=1e6, ranks_per_node=2) for graph in GRAPHS)
     assert near.agreement_traffic["between"] == 0
-    assert near.agreements == pytest.approx([0.0], abs=1e-9)
-    assert far.agreements == pytest.approx([0.0, far.agreement_traffic["between"] / 1e6], rel=0.01, abs=1e-9)
+    assert added_by_step(near) == pytest.approx([0.0], abs=1e-9)
+    assert added_by_step(far) == pytest.approx([0.0, far.agreement_traffic["between"] / 1e6], rel=0.01, abs=1e-9)
 
 
 GRAPHS = ("groups:2", "exponential")

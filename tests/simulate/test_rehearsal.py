@@ -1,6 +1,7 @@
 """A rehearsal does what a run does: the same calls, the same refusals, on a world of any size."""
 
 import dataclasses
+import itertools
 import resource
 import time
 from collections import Counter
@@ -61,8 +62,9 @@ def _small(stages: int) -> GPTConfig:
 def _second_step(rehearsal: Rehearsal, index: int) -> list[TapeSegment]:
     """The second step of a training, with the agreement that follows it."""
     rounds = rehearsal.tapes[index].agreements
-    steps = len(rounds) // 2
-    return [*rehearsal.step(index), *rounds[steps + 1 % max(1, steps) :][:1]]
+    number, length = itertools.accumulate(part.steps for part in rounds), sum(part.times for part in rounds) // 2
+    due = [part for part, step in zip(rounds, number, strict=True) if step > length and (step - 2) % length == 0]
+    return [*rehearsal.step(index), *due]
 
 
 def _calls(rehearsal: Rehearsal, index: int) -> list[tuple[str, tuple[str, ...], int]]:
@@ -85,7 +87,7 @@ def test_an_agreement_about_optimizer_state_is_rehearsed() -> None:
     rehearsal = rehearse(gpt_subject(_small(1), stages=1), plan="dp=2 sync=local", ranks=2)
     sizes = [size for kind, _, size in _calls(rehearsal, 0) if kind == "all_reduce"]
     parameters = sum(p.numel() for p in gpt_subject(_small(1), stages=1).model().parameters())
-    assert sum(sizes) == 8 + 3 * 4 * parameters  # weights; parameters and two moments
+    assert sum(sizes) == 2 * 8 + 3 * 4 * parameters  # weight and learning rate; parameters and two moments
 
 
 def test_a_model_is_looked_at_once_to_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Test rounds of which parts agree at different steps: streaming DiLoCo, hierarchical local SGD, and given graphs."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,35 @@ def test_a_torus_is_as_square_as_it_can_be(rows: int, columns: int) -> None:
         above = {(r + 1) % rows * columns + c, (r - 1) % rows * columns + c}
         near = {replica} | beside | above
         assert row == pytest.approx(dict.fromkeys(near, 1 / len(near)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"every": 1},
+        {"every": 6, "fragments": 4, "delay": 2},
+        {"every": 5, "fragments": 5, "delay": 4},
+        {"every": 4, "group": 2, "group_every": 6},
+        {"every": 4, "group": 2, "group_every": 2},
+        {"every": 1, "group": 2, "group_every": 3},
+        {"every": 3, "group": 2, "group_every": 1},
+        {"every": 2, "graph": "exponential"},
+    ],
+)
+def test_every_step_of_a_round_is_of_one_kind(settings: dict[str, Any]) -> None:
+    scheme = SyncScheme(**settings)
+    kinds = scheme.kinds_of_steps(replicas=8)
+    steps = sum(kinds.values())
+    assert steps == math.lcm(scheme.every, scheme.group_every) * (3 if scheme.graph == "exponential" else 1)
+
+    def exchanges(step: int) -> tuple[Any, ...]:
+        """Return what follows a step: fragments begun and applied, agreements of groups, and the hop of a graph."""
+        later = step + 5 * steps  # after the first round, where delayed exchanges are still missing
+        mixed = (later - 1) // scheme.every % 3 if scheme.graph == "exponential" else 0
+        begun, applied = scheme.fragments_to_begin(later), scheme.fragments_to_apply(later)
+        return begun, applied, scheme.in_groups(later), mixed if applied else 0
+
+    assert Counter(map(exchanges, range(1, steps + 1))) == {exchanges(step): times for step, times in kinds.items()}
 
 
 def test_steps_at_which_replicas_agree() -> None:

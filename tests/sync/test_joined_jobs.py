@@ -178,7 +178,7 @@ def test_nobody_applies_half_of_a_round(
     failing, failed, connect = list[JoinedJobs](), list[str](), JoinedJobs._connect
 
     def connected(self: JoinedJobs, members: Sequence[JobEntry], own: JobEntry, name: str) -> World:
-        """Let the second round of one job fail, before its first sum or after its last, the sum of the weights."""
+        """Let the second round of one job fail, before its first sum or after its last, of weights and rates."""
         world = connect(self, members, own, name)
         if self not in failing or name != "2/sums":
             return world
@@ -187,7 +187,7 @@ def test_nobody_applies_half_of_a_round(
         def all_reduce(x: Tensor, **given: Any) -> Work:
             if after:
                 real(x, **given).wait()
-            if x.numel() == 1 or not after:
+            if x.numel() == 2 or not after:
                 failed.append(name)
                 raise ZeroDivisionError if ends else RankLostError("the cable is pulled")
             return Work()

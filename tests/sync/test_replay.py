@@ -170,6 +170,28 @@ def test_a_plan_is_the_published_algorithm(scheme: str, shape: str, every: int, 
         require_equal(found, expected)
 
 
+def test_slowmo_keeps_its_momentum_in_units_of_the_mean_learning_rate() -> None:
+    replay, own = plain(3), [1e-2, 2e-2, 5e-2]
+    for optimizer, lr in zip(replay.optimizers, own, strict=True):
+        optimizer.param_groups[0]["lr"] = lr
+    for number in range(STEPS):
+        replay.local_step(batch(number))
+        if replay.steps % 2 == 0:
+            unit = sum(weight * lr for weight, lr in zip(replay.weights(), own, strict=True))
+            replay.outer_step(lr=1.0, momentum=0.7, nesterov=False, unit=unit)
+            replay.begin_round()
+
+    def main(world: World) -> dict[str, Tensor]:
+        trainer = made(world, "dp=3 sync=slowmo every=2", settings={})
+        trainer.optimizer.param_groups[0]["lr"] = own[world.rank]
+        for number in range(STEPS):
+            trainer.step(batch(number))
+        return {name: value.clone() for name, value in trainer.full_parameters()}
+
+    for found in run(3, main):
+        require_equal(found, replay.mean())
+
+
 @pytest.mark.grid(Grid({"scheme": tuple(SCHEMES), "step": (2, 3, 4)}, strength=1))
 def test_a_resumed_round_is_as_if_it_had_not_stopped(tmp_path: Path, scheme: str, step: int) -> None:
     name, settings, _ = SCHEMES[scheme]

@@ -66,6 +66,27 @@ def test_a_round_begins_anew_with_the_mean(
         agree(last, last_wanted, bound=1e-9)
 
 
+@pytest.mark.parametrize("before", ["", "sync=diloco every=4", "sync=local every=5"])
+def test_the_first_steps_of_post_local_sgd_are_those_of_the_training(before: str, tmp_path: Path) -> None:
+    """After step 6 of the training it agrees until step 8, as `after` says, then after step 12."""
+
+    def main(world: World) -> list[int]:
+        trainer = made(world, f"dp=2 {before}", settings={})
+        for number in range(STEPS):
+            trainer.step(batch(number))
+        trainer.save(tmp_path / "saved")
+        trainer = made(world, "dp=2 sync=local every=4", settings={"after": 8})
+        trainer.load(tmp_path / "saved")
+        equal = []
+        for number in range(STEPS, STEPS + 8):
+            trainer.step(batch(number))
+            first, second = world.exchange(parameters(trainer))
+            equal += [number + 1] * all(torch.equal(value, second[name]) for name, value in first.items())
+        return equal
+
+    assert run(2, main) == [[7, 8, 12]] * 2
+
+
 @pytest.mark.parametrize("delays", [(1, 3), (0, 2)])
 def test_a_longer_delay_begins_with_the_next_exchange(delays: tuple[int, int], tmp_path: Path) -> None:
     before, after = delays

@@ -182,6 +182,16 @@ def test_a_skipped_step_is_said_loudly_and_does_not_move_the_learning_rate(job: 
     assert "weight" in problem
 
 
+def test_replicas_have_one_learning_rate_although_the_first_skips_alone(job: Job, tmp_path: Path) -> None:
+    spoilt = of_numbers(tmp_path, job, policy="skip:1")
+    first = change(spoilt, "data", arguments={"bad": SampleOrder(48, seed=0).indices(16, stop=17)})
+    summary, _ = run_job(dataclasses.replace(first, plan=Plan.parse("dp=2 sync=slowmo every=2")))
+
+    steps, rates = events(summary, "step"), lr_schedule(job.schedule, steps=6)
+    assert [event["skipped"] for event in steps] == [False, False, True, False, False, False]
+    assert [event["lr"] for event in steps] == [1e-2 * rates(number) for number in range(6)]
+
+
 def test_an_overflow_of_fp16_on_one_rank_does_not_move_the_learning_rate(job: Job, tmp_path: Path) -> None:
     """The first scale is found by overflows, too, before the one that is planted in the third batch."""
     spoilt = of_numbers(tmp_path, job, policy="raise")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwise.attention.mask_pattern import Fill, Pattern, TilePair
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Work, World, wait_all
 from meshwise.layout.layout import TokenRanges
 
 BlockGradient: TypeAlias = Callable[[TokenRanges, Tensor], Tensor]
@@ -71,8 +71,7 @@ class RingExchange(_Exchange):
         for step in range(ranks):
             coming, works = self._pass_on(block, step) if step + 1 < ranks else (block, [])
             yield self.order[(self.index - step) % ranks], block
-            for work in works:
-                work.wait()
+            wait_all(works)
             block = coming
 
     def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
@@ -81,13 +80,11 @@ class RingExchange(_Exchange):
         sum_here = None
         for step, (keys, block) in enumerate(self.blocks(own)):
             mine = gradient(keys, block)
-            for work in works:
-                work.wait()
+            wait_all(works)
             if sum_here is not None:
                 mine += sum_here
             sum_here, works = self._pass_on(mine, step)
-        for work in works:
-            work.wait()
+        wait_all(works)
         assert sum_here is not None
         return sum_here
 
@@ -122,8 +119,7 @@ class DirectExchange(_Exchange):
             work.wait()
             keys = self.order[source]
             yield TokenRanges.joined([keys.narrow(start, stop=stop) for start, stop in needs[here][source]]), block
-        for work in sent:
-            work.wait()
+        wait_all(sent)
 
     def backward(self, own: Tensor, *, gradient: BlockGradient) -> Tensor:
         """Send the gradients of received keys back to their ranks, and add the gradients that come back."""
@@ -136,8 +132,7 @@ class DirectExchange(_Exchange):
             if needs[rank][here]:
                 back[rank] = self.empty(total, _count(needs[rank][here]))
                 works.append(self.world.recv(back[rank], axis=self.axis, source=rank))
-        for work in works:
-            work.wait()
+        wait_all(works)
         for rank, block in back.items():
             sizes = [stop - start for start, stop in needs[rank][here]]
             for (start, stop), part in zip(needs[rank][here], block.split(sizes, TOKENS), strict=True):

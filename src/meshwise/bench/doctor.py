@@ -29,7 +29,7 @@ import torch
 from meshwise.bench.machine import Machine, machine_facts
 from meshwise.comm.api.flight_recorder import ranks_text
 from meshwise.comm.api.launcher_info import launch_error
-from meshwise.comm.api.world import World
+from meshwise.comm.api.world import World, wait_all
 from meshwise.comm.launch.connect import connect
 from meshwise.comm.launch.launch import run
 from meshwise.comm.launch.rank_process import threads_from_environment
@@ -239,8 +239,7 @@ def _exchange(world: World, distance: int) -> tuple[PairLink, list[MachineFindin
         received = torch.empty_like(own)
         streams.synchronize()
         start = time.perf_counter()
-        for work in (world.send(own, axis=axis, to=to), world.recv(received, axis=axis, source=source)):
-            work.wait()
+        wait_all((world.send(own, axis=axis, to=to), world.recv(received, axis=axis, source=source)))
         streams.synchronize()
         seconds.append(time.perf_counter() - start)
         is_wrong = is_wrong or bool((received != source).any())

@@ -107,12 +107,13 @@ class TrainingState:
         For a Hugging Face folder, reset the optimizer's state; the result then has 0 `steps` and `skips`, and the names
         of unused tensors at `["user"]["unused"]`. After a DamageError the state may be partly overwritten."""
         self.wait_staged()
-        if self.replicas is not None:
-            self.replicas.settle()
         world = self._engine.world
         pretrained = on_all_ranks(lambda: is_pretrained(folder), world=world)
         read = self._read_pretrained if pretrained else read_index
         index = on_all_ranks(lambda: read(folder), world=world)
+        if self.replicas is not None:
+            self.replicas.settle()
+            index = replace(index, tensors=self.replicas.own_tensors(index.tensors, extra=index.extra))
         generators = self._generators()
         others: set[str] = set().union(*world.exchange({held.name for held in buffers(self._engine.modules)}))
         others.update(alias for row in self._engine.table.rows for alias in row.aliases)
@@ -169,8 +170,7 @@ class TrainingState:
             return refill, [part for part in refill.needed() if part.slot != "buffer" or part.key in index.tensors]
         self._saved_groups(index)
         # Routers may have had no losses, and so no shares, when the checkpoint was saved.
-        slices = (part for part in refill.needed() if part.key in index.tensors or not part.key.endswith(f".{SHARES}"))
-        needed = list(slices if self.replicas is None else self.replicas.slices_to_load(slices, saved=index.extra))
+        needed = [part for part in refill.needed() if part.key in index.tensors or not part.key.endswith(f".{SHARES}")]
         if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
             needed += (state for state in generators if state.key in index.tensors)
         return refill, needed

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Work, World, wait_all
 from meshwise.data_parallel.bucket_layout import BucketPiece, BucketPlace, Options
 from meshwise.data_parallel.gradient_reduction import ZERO, Codec, ReducedPart, ReducingRanks, Reduction
 from meshwise.memory.chunked_update import UpdateChunk
@@ -292,9 +292,7 @@ class Bucket:
 
     def begin_step(self) -> None:
         """Discard the gradients of the last step, and wait for a reduction of a step that raised."""
-        for part in (self._arriving, self._between):
-            if part is not None:
-                part.work.wait()
+        wait_all(part.work for part in (self._arriving, self._between) if part is not None)
         self._arriving = self._between = None
         self._filled.clear()
         self.sparse.clear()

@@ -30,7 +30,7 @@ import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +119,7 @@ class ReducingRanks:
         return values
 
 
-@dataclass(frozen=True)
-class ReducedPart:
+class ReducedPart(NamedTuple):
     """A reduction that has started: `values` hold the sum once `work` is done."""
 
     work: Work

@@ -47,7 +47,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwise.base.mesh import Mesh
 from meshwise.base.tensor_tree import all_tensors
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Work, World, wait_all
 from meshwise.data_parallel.bucket import Bucket, StorageConfig
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterRow, ParameterUnit
@@ -179,17 +179,15 @@ class LiveUnit:
 
     def start_gather(self, *, exact: bool = False) -> None:
         """Start to gather the parameters, as in `Bucket.gather`; do nothing if that is done or under way."""
-        if self.whole or self._gathering:
-            return
-        self._gathering = [bucket.gather(exact=exact) for bucket in self.buckets if bucket.is_sharded]
+        if not (self.whole or self._gathering):
+            self._gathering = [bucket.gather(exact=exact) for bucket in self.buckets if bucket.is_sharded]
 
     def ready(self, *_: Any) -> None:
         """Wait until the parameters are gathered, and set them in the module; start the gather if needed."""
         if self.whole:
             return
         self.start_gather()
-        for work in self._gathering:
-            work.wait()
+        wait_all(self._gathering)
         self._gathering = []
         self.release_shards()
         self.whole = True
@@ -203,8 +201,7 @@ class LiveUnit:
             self.whole, self._gathering = False, works
             self._show(self._unused)
         else:
-            for work in works:
-                work.wait()
+            wait_all(works)
 
     def free(self) -> None:
         """Free the gathered parameters; the module's parameters then read as NaN. Does nothing without ZeRO-3."""

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from meshwise.comm.api.world import World
+from meshwise.comm.api.world import World, wait_all
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_layout import Options
 from meshwise.data_parallel.data_parallel_engine import DataParallel
@@ -155,8 +155,7 @@ class Engine:
         held = [bucket for unit in self.units for bucket in unit.buckets]
         for bucket in held:
             bucket.second_is_current = False  # frozen parameters too: a checkpoint may have set them
-        for work in [bucket.publish() for bucket in held if bucket.trainable or bucket.shared]:
-            work.wait()
+        wait_all([bucket.publish() for bucket in held if bucket.trainable or bucket.shared])
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, full tensor) of every parameter in table order (collective); valid until the next is yielded."""
@@ -254,7 +253,6 @@ class Engine:
             works = [self.world.send(mine.clone(), axis="pp", to=self._ranks[first]) for mine in own.values()]
             if own:
                 self.world.recv(total, axis="pp", source=self._ranks[first]).wait()
-        for work in works:
-            work.wait()
+        wait_all(works)
         for index in own.keys() - {first}:
             own[index].copy_(total)

@@ -137,8 +137,7 @@ class TrainingSteps:
         self._replicas = replicas
         self._together = engine.world.mesh.others(plan.apart_axes)
         self._ranks = ranks_text(engine.world.group(self._together).ranks) if plan.apart_axes else "every rank"
-        self._steps = 0
-        self._skips = 0
+        self._steps = self._skips = 0
         self._compared = False
         self._scale = recipe.scale
         self._before = StateBeforeUpdate(engine.modules)
@@ -333,11 +332,16 @@ class TrainingSteps:
     # ---- from one run to the next ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON state for a resumed run: `steps` (updates so far), `skips` (in a row), `scale` (or None)."""
-        return {"steps": self._steps, "skips": self._skips, "scale": self._scale and asdict(self._scale)}
+        """Return the JSON state for a resumed run: `steps` (updates so far), `skips` (in a row), `scale` (or None).
+
+        `replicas` has the state of each replica under a `sync` across steps (a collective)."""
+        own = {"steps": self._steps, "skips": self._skips, "scale": self._scale and asdict(self._scale)}
+        return {**own, "replicas": self._world.exchange(own, axes=self._plan.sync_axes)}
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned."""
+        of_each, group = saved.get("replicas", ()), self._world.group(self._plan.sync_axes)
+        saved = of_each[group.index] if len(of_each) == group.size else saved
         self._steps, self._skips = int(saved["steps"]), int(saved["skips"])
         if self._scale is not None and saved.get("scale") is not None:
             self._scale = LossScale(**saved["scale"])

@@ -482,7 +482,7 @@ class Trainer:
     def _resumed(self, kept: Mapping[str, Any]) -> Mapping[str, Any]:
         self._stepping.load_state(kept)
         if self.agreements is not None:
-            self.agreements.load_state(kept.get("sync"))
+            self.agreements.load_state(kept)
         if self._servers is not None:
             self._servers.load_state(kept.get("servers"))
         if self._average is not None:

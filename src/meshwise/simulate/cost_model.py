@@ -130,8 +130,8 @@ class EntryTime(NamedTuple):
 def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel, step: float = 0.0) -> Iterator[EntryTime]:
     """Yield the times of the entries of consecutive segments, except messages between stages.
 
-    step: seconds of a step before each segment, which the segments do not show. Replicas exchange messages both ways at
-    once: a message is received when the rank has sent its own ones.
+    step: seconds of each of the `steps` before a segment, which the segments do not show. Replicas exchange messages
+    both ways at once: a message is received when the rank has sent its own ones.
 
     Collectives along the same axes run one after the other on one stream; the rank computes until it waits for one. If
     the cluster cannot compute and communicate together (`overlap` is False), a wait follows each call. On a GPU the
@@ -142,7 +142,7 @@ def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel, step:
     free: dict[tuple[str, ...], float] = defaultdict(float)
     ends: dict[int, float] = {}
     for segment in segments:
-        now += step
+        now += step * segment.steps
         if segment.kind in COMPUTE:
             host = (host if runs_ahead else now) + action
             now = now if runs_ahead else host

@@ -18,6 +18,7 @@ a loss that is not finite or counts nothing, an index outside of a vocabulary.""
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import threading
@@ -268,15 +269,18 @@ def _with_gathers_first(steady: tuple[TapeSegment, ...], *, first: Sequence[Tape
 
 
 def _agreements(trainer: Trainer, recorder: Recorder) -> Iterator[TapeSegment]:
-    """Let replicas agree as in two rounds, without the steps between; yield what follows each step."""
+    """Let replicas agree as in two rounds, without the steps between; yield what follows each kind of step."""
     replicas, scheme = trainer.agreements, trainer.scheme
     if replicas is None or scheme is None:
         return
-    replicas.scheme, count = scheme, scheme.round_steps(replicas=replicas.size)
-    replicas.steps = -(-scheme.after // count) * count
-    for _ in range(2 * count):
+    replicas.scheme, kinds = dataclasses.replace(scheme, after=0), scheme.kinds_of_steps(replicas=replicas.size)
+    before = 0
+    for start, (step, times) in itertools.product((0, sum(kinds.values())), kinds.items()):
+        replicas.steps = start + step - 1
         replicas.after_step(1.0)
-        yield TapeSegment(StepPhase.AGREE, tuple(entry for part in recorder.segments() for entry in part.entries))
+        entries = tuple(entry for part in recorder.segments() for entry in part.entries)
+        yield TapeSegment(StepPhase.AGREE, entries, replicas.steps - before, times)
+        before = replicas.steps
 
 
 def _updated(trainer: Trainer) -> Mapping[str, int]:

@@ -124,8 +124,9 @@ class Prediction:
     cluster: Cluster
     seconds: float
     """Seconds of a step, without agreements of replicas across steps."""
-    agreements: Sequence[float]
-    """Seconds that agreements add to each step of a round, on the rank where they add most; [0.0] under `sync=step`."""
+    agreements: Sequence[tuple[int, float]]
+    """For each kind of step of a round: number of its steps, and the most seconds that agreements add to one of them
+    on any rank; [(1, 0.0)] under `sync=step`."""
     host_seconds: float
     """Seconds at the end of the step in which every rank waits for offloaded state."""
     traffic: Mapping[str, float]
@@ -139,7 +140,8 @@ class Prediction:
     @property
     def mean_seconds(self) -> float:
         """Seconds of a step on average over a round, with its agreements."""
-        return self.seconds + sum(self.agreements) / len(self.agreements)
+        steps = sum(times for times, _ in self.agreements)
+        return self.seconds + sum(times * added for times, added in self.agreements) / steps
 
     @property
     def bubble(self) -> float:
@@ -294,7 +296,8 @@ def predict(rehearsal: Rehearsal, *, cluster: Cluster) -> Prediction:
     took += cluster.device.step
     on_host = rehearsal.device == "cuda" and rehearsal.plan.tiers.updates_on_cpu
     whole = max(step_seconds(tape, took=took, cluster=cluster, on_host=on_host) for tape in rehearsal.tapes)
-    added = [max(each) for each in zip(*(rank.agreements(whole) for rank in different), strict=True)]
+    kinds = zip(*(rank.agreements(whole) for rank in different), strict=True)  # the ranks have equal numbers of steps
+    added = [max(each) for each in kinds] or [(1, 0.0)]
     return Prediction(rehearsal, cluster, whole, added, whole - took, sent, agreed, clocked, ranks)
 
 
@@ -398,17 +401,17 @@ class _Rank:
             costs[stage] = ActionCost(*work, link, mean[ActionKind.GATHER], mean[ActionKind.REDUCE])
         return costs
 
-    def agreements(self, seconds: float) -> list[float]:
-        """Return the seconds that agreements add to each step of a round, the second one: the first begins without any.
+    def agreements(self, seconds: float) -> list[tuple[int, float]]:
+        """Return the number of steps of each kind in the second of two rounds, and what an agreement adds to each.
 
-        seconds: of a step without an agreement, in which exchanges continue."""
-        added = [0.0] * max(2, len(self._rounds))
-        number = {id(part): index for index, part in enumerate(self._rounds)}
-        for part, entry, _, stop in entry_times(self._rounds, cost_model=self.cost_model, step=seconds):
-            if not isinstance(entry, TapeCall):
-                index = number[id(part)]
-                added[index] = stop - (index + 1) * seconds - sum(added[:index])
-        return added[len(added) // 2 :]
+        The first round begins without any exchange. seconds: of a step without an agreement; exchanges may continue in it."""
+        timed = entry_times(self._rounds, cost_model=self.cost_model, step=seconds)
+        stops = {id(part): stop for part, entry, _, stop in timed if not isinstance(entry, TapeCall)}
+        found, now = [], 0.0
+        for part in self._rounds:
+            before, now = now + part.steps * seconds, stops.get(id(part), now + part.steps * seconds)
+            found.append((part.times, now - before))
+        return found[len(found) // 2 :]
 
     def sent(self, *, agreements: bool = False) -> dict[str, float]:
         """Return the bytes that this rank sends in a step, or in the agreements of a round, by the kind of link.
@@ -417,7 +420,8 @@ class _Rank:
         all-to-all each rank sends to other nodes."""
         found = {"inside": 0.0, "between": 0.0}
         counted = [(part, 1) for part in self._around] + [(part, times) for _, part, times in self._actions]
-        for part, times in [(part, 1) for part in self._rounds[len(self._rounds) // 2 :]] if agreements else counted:
+        last_round = ((part, part.times) for part in self._rounds[len(self._rounds) // 2 :])
+        for part, times in last_round if agreements else counted:
             for call in part.calls():
                 if call.record.kind != "recv":
                     size = times * call.record.bytes * bus_factor(call.record.kind, ranks=len(call.ranks))

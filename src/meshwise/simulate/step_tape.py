@@ -102,6 +102,10 @@ class TapeSegment:
 
     activity: Activity
     entries: tuple[Entry, ...]
+    steps: int = 0
+    """Of an agreement: steps since the agreement before it. The tape does not show them."""
+    times: int = 1
+    """Of an agreement: number of steps of a round that end with such an agreement."""
 
     @property
     def kind(self) -> ActionKind | None:
@@ -140,7 +144,7 @@ class Tape:
     microbatch_traffic: TierTraffic = field(default_factory=TierTraffic)
     update_traffic: TierTraffic = field(default_factory=TierTraffic)
     agreements: tuple[TapeSegment, ...] = ()
-    """Of replicas that agree across steps: for each step of two rounds, the exchanges that follow it, often none."""
+    """Of replicas that agree across steps: for each kind of step of two rounds, the exchanges that follow."""
 
 
 aten = torch.ops.aten

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, optim
 
-from meshwise.comm.api.world import Work
+from meshwise.comm.api.world import Work, wait_all
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_layout import BucketPlace
 from meshwise.data_parallel.stage_engines import Engine
@@ -149,8 +149,7 @@ class ParameterServers:
             if kind is not _Kind.LEAVE:
                 parts = [bucket.whole[slice(*bucket.place.shard(server))] for bucket in self._buckets]
                 works += [self._world.recv(each, axis=self._axis, source=server) for each in (answers[number], *parts)]
-        for work in works:
-            work.wait()
+        wait_all(works)
         for answer in answers if kind is not _Kind.LEAVE and self._world.device.type != "meta" else ():
             slowest = int(answer.view(torch.float64)[1])
             if self._bound is not None and slowest < self.clock - self._bound:

@@ -27,7 +27,7 @@ from torch import Tensor, nn, optim
 from torch.autograd.function import once_differentiable
 
 from meshwise.base.tensor_tree import tensors
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Work, World, wait_all
 
 
 class _Kind(IntEnum):
@@ -185,8 +185,7 @@ class RemoteModule:
         """Return the tensors of the answer to the last message of `call`; answers to earlier messages come first."""
         while call.answer is None:
             first = self._unanswered.popleft()
-            for work in first.works:
-                work.wait()
+            wait_all(first.works)
             first.answer = self._received(source=self._rank)
         header, tensors = call.answer
         if header.error:
@@ -203,8 +202,7 @@ class RemoteModule:
         header: _Header = self._world.recv_value(axis=self._axis, source=source)
         tensors = [torch.empty(shape, dtype=dtype, device=self._world.device) for shape, dtype in header.shapes]
         works = [self._world.recv(x, axis=self._axis, source=source) for x in tensors if x.numel()]
-        for work in works:
-            work.wait()
+        wait_all(works)
         return header, tensors
 
     # ---- the rank that has the module ------------------------------------------------------------------------------
@@ -219,7 +217,7 @@ class RemoteModule:
             caller = self._world.recv_any(bell, axis=self._axis, sources=sorted(active - stepped))
             header, tensors = self._received(source=caller)
             if header.kind is _Kind.STEP and self.optimizer is not None:
-                self._wait_for(caller)  # an answer may share memory with a parameter
+                wait_all(self._replies.pop(caller, ()))  # an answer may share memory with a parameter
                 stepped.add(caller)
             else:
                 self._answer(caller, header, tensors)
@@ -235,7 +233,7 @@ class RemoteModule:
                     self._reply(each, _Header(_Kind.STEP), [])
                 stepped.clear()
         for caller in self._callers:
-            self._wait_for(caller)
+            wait_all(self._replies.pop(caller, ()))
 
     def _answer(self, caller: int, header: _Header, tensors: list[Tensor]) -> None:
         """Run what the message asks for, and answer with the results or the error."""
@@ -253,13 +251,8 @@ class RemoteModule:
 
     def _reply(self, caller: int, header: _Header, tensors: Sequence[Tensor]) -> None:
         """Answer a caller without waiting, because it may first take answers of other owners; the next answer waits."""
-        self._wait_for(caller)
+        wait_all(self._replies.pop(caller, ()))
         self._replies[caller] = self._sent(header, tensors, to=caller)
-
-    def _wait_for(self, caller: int) -> None:
-        """Return when a caller has taken the last answer."""
-        for work in self._replies.pop(caller, ()):
-            work.wait()
 
     def _forward(self, caller: int, header: _Header, inputs: list[Tensor]) -> list[Tensor]:
         for x, needs in zip(inputs, header.needs, strict=True):

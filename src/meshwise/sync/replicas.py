@@ -1,7 +1,7 @@
 """Local SGD, SlowMo, DiLoCo, gossip, EASGD: replicas train apart, and `Replicas` mixes their parameters in rounds.
 
 x_r: parameters of replica r. a: the last agreed parameters. n_r: sum of the loss counts of replica r in the round.
-w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no replica has one, all weigh the same.
+w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no replica has one, nothing is applied.
 
     | begin, without outer step    send n_r x_r
     | begin, with outer step       send n_r (a - x_r)
@@ -14,7 +14,7 @@ With a codec as `wire`, the changes are sent encoded: each replica sends n_r (a 
 codec loses. The owner of each shard adds up the decoded shards, and sends the sum on, encoded too. So all replicas
 decode the same bytes, and have the same bits of d and a.
 
-v is u, or d / s + momentum u in Nesterov's form; s is the learning rate under `scaled_by_lr`, else 1.
+v is u, or d / s + momentum u in Nesterov's form; s is the mean learning rate under `scaled_by_lr`, else 1.
 
 A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
 its optimizer. Between two agreements no message goes from replica to replica.
@@ -27,28 +27,23 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, optim
 
 from meshwise.comm.api.flight_recorder import StepPhase
-from meshwise.comm.api.world import Work
+from meshwise.comm.api.world import Work, wait_all
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.comm.network.joined_jobs import JoinedJobs
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.checkpoint_slices import StoredSlice
+from meshwise.data_parallel.checkpoint_slices import OPTIMIZER_KINDS, StoredSlice
 from meshwise.data_parallel.gradient_reduction import ZERO, compressed
 from meshwise.data_parallel.stage_engines import Engine
 from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
 
-_LEAST_WEIGHT = 1e-30
-"""Weight of a replica that has updated nothing: if no replica has, all weigh the same."""
 
-
-@dataclass(frozen=True)
-class _SentTensor:
+class _SentTensor(NamedTuple):
     """A weighted tensor on its way to the mean of all replicas."""
 
     target: Tensor
@@ -88,24 +83,22 @@ class Replicas:
         self.moved = 0
         self._connect()
         self._in_flight: dict[int, list[_SentTensor]] = {}
-        """By fragment: a tensor for each bucket, the optimizer state if `state=mean`, and the sum of the weights."""
-        self._restart()
+        """By fragment: a tensor for each bucket, the optimizer state if `state=mean`, and two numbers: the sum of the
+        weights, and of the weights times the learning rates."""
+        self._restart(0)
 
     def _connect(self) -> None:
         """Open the connections between neighbours (collective): two that both sent first would deadlock under NCCL."""
-        graphs = [
-            graph for graph in (self.scheme.graph, f"groups:{self.scheme.group}") if graph not in ("all", "groups:0")
-        ]
+        graphs = {self.scheme.graph, f"groups:{self.scheme.group}"} - {"all", "groups:0"}
         rounds = range(self.size.bit_length())
         rows = [mixing_weights(graph, size=self.size, round_number=number) for graph in graphs for number in rounds]
         ranks = self._world.group(self._axes).ranks
         takes = [(giver, taker) for row in rows for taker, givers in enumerate(row) for giver in givers]
         self._world.prepare(lines={(ranks[giver], ranks[taker]) for giver, taker in takes if giver != taker})
 
-    def _restart(self) -> None:
-        """Begin the first round: the present parameters count as agreed."""
-        self.steps = 0
-        self._mixed = 0
+    def _restart(self, steps: int) -> None:
+        """Begin a first round after `steps` steps of the training: the present parameters count as agreed."""
+        self.steps, self._mixed = steps, 0
         self._counts = [0.0] * self.scheme.fragments
         self._in_flight.clear()
         for bucket in self._buckets:
@@ -146,33 +139,27 @@ class Replicas:
         self._world.flight_recorder.doing = StepPhase.OUTSIDE
 
     def _begin(self, fragment: int) -> None:
-        """Start to send a fragment, weighted by the counts of the round."""
+        """Start to send a fragment, weighted by the counts of the round; with compression errors after an update."""
         count, self._counts[fragment] = self._counts[fragment], 0.0
-        weight = max(count, _LEAST_WEIGHT)
         sent: list[_SentTensor] = []
         for bucket in self._fragments[fragment]:
             value = _master(bucket)
             if self.scheme.has_anchor:
                 value = _on_device(bucket, "agreed") - value
-            sent.append(self._send_bucket(value * weight, bucket=bucket, updated=count > 0))
+            total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value * count)
+            error = bucket.reduction_state.get("outer_error")
+            if error is not None and count:
+                total.add_(error)
+                error.zero_()
+            state = {} if error is None else {"error": error}
+            peers = dataclasses.replace(bucket.peers, outer=self._axes, shard=slice(0, len(total)), state=state)
+            part = self._reduction.start_replicas(total, peers=peers)
+            sent.append(_SentTensor(_master(bucket), part.values, part.work))
         if self.scheme.state == "mean":
-            sent += [self._send(value * weight, target=value) for value in self._common_state(fragment)]
-        total = torch.full((1,), weight, dtype=torch.float64, device=self._world.device)
-        self._in_flight[fragment] = [*sent, self._send(total, target=total)]
-
-    def _send_bucket(self, value: Tensor, *, bucket: Bucket, updated: bool) -> _SentTensor:
-        """Start to sum the weighted values of a bucket. Compression errors are sent if the replica has `updated`.
-
-        Without an update of any replica, all weigh next to nothing, and an error would count far too much."""
-        total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value)
-        error = bucket.reduction_state.get("outer_error")
-        if error is not None and updated:
-            total.add_(error)
-            error.zero_()
-        state = {} if error is None else {"error": error}
-        peers = dataclasses.replace(bucket.peers, outer=self._axes, shard=slice(0, len(total)), state=state)
-        part = self._reduction.start_replicas(total, peers=peers)
-        return _SentTensor(_master(bucket), part.values, part.work)
+            sent += [self._send(value * count, target=value) for value in self._common_state(fragment)]
+        weights = torch.full((2,), count, dtype=torch.float64, device=self._world.device)
+        weights[1] *= float(self._optimizer.param_groups[0]["lr"])
+        self._in_flight[fragment] = [*sent, self._send(weights, target=weights)]
 
     def _send(self, value: Tensor, *, target: Tensor) -> _SentTensor:
         total = self._world.empty(value.numel(), dtype=value.dtype).copy_(value.view(-1))
@@ -192,31 +179,33 @@ class Replicas:
         return (parameter for bucket in buckets for _, parameter in bucket.slices)
 
     def _apply(self, fragment: int) -> None:
-        """Wait for the mean of a fragment, and apply it."""
-        *sent, weight = self._arrived(self._in_flight.pop(fragment))
-        total, buckets = 1.0 if weight.total.is_meta else float(weight.total), self._fragments[fragment]
+        """Wait for the mean of a fragment, and apply it if any replica has updated its parameters."""
+        *sent, weights = self._arrived(self._in_flight.pop(fragment))
+        total, rates = (1.0, 1.0) if weights.total.is_meta else map(float, weights.total)
+        buckets = self._fragments[fragment]
+        if not total:
+            return
         for bucket, one in zip(buckets, sent, strict=False):
             mean = one.total / total
             if self.scheme.has_anchor:
-                self._outer_step(bucket, mean)
+                self._outer_step(bucket, mean, lr=rates / total)
             else:
                 one.target.copy_(mean)
+            bucket.round_off()
         for one in sent[len(buckets) :]:
             one.target.copy_((one.total / total).view_as(one.target))
         if self.scheme.state == "reset":
             for parameter in self._slices(buckets):
                 self._optimizer.state.pop(parameter, None)
-        self._show(buckets)
 
     def _arrived(self, sent: list[_SentTensor]) -> list[_SentTensor]:
-        for one in sent:
-            one.work.wait()
+        wait_all(one.work for one in sent)
         return sent
 
-    def _outer_step(self, bucket: Bucket, change: Tensor) -> None:
+    def _outer_step(self, bucket: Bucket, change: Tensor, *, lr: float) -> None:
         """Move the agreed parameters against the mean change of the replicas, and the own parameters to them."""
         scheme, state, master = self.scheme, bucket.reduction_state, _master(bucket)
-        unit = (self._optimizer.param_groups[0]["lr"] or 1.0) if scheme.scaled_by_lr else 1.0
+        unit = (lr or 1.0) if scheme.scaled_by_lr else 1.0
         step = change = change / unit
         if scheme.outer_momentum:
             step = _on_device(bucket, "outer_momentum").mul_(scheme.outer_momentum).add_(change)
@@ -241,15 +230,13 @@ class Replicas:
             for giver in own.keys() - {self.index}:
                 parts.append((own[giver], torch.empty_like(value)))
                 works.append(self._world.recv(parts[-1][1], axis=axis, source=giver))
-        for work in works:
-            work.wait()
-        for bucket, parts in zip(self._buckets, taken, strict=True):
-            _master(bucket).copy_(sum((weight * value for weight, value in parts[1:]), parts[0][0] * parts[0][1]))
-        self._show(self._buckets)
+        wait_all(works)
+        self._put(sum((w * value for w, value in parts[1:]), parts[0][0] * parts[0][1]) for parts in taken)
 
-    def _show(self, buckets: Iterable[Bucket]) -> None:
-        """Round the masters into the parameters that the model uses."""
-        for bucket in buckets:
+    def _put(self, values: Iterable[Tensor]) -> None:
+        """Set the masters of this replica, one tensor for each bucket, and the parameters that the model uses."""
+        for bucket, value in zip(self._buckets, values, strict=True):
+            _master(bucket).copy_(value)
             bucket.round_off()
 
     # ---- other jobs ---------------------------------------------------------------------------------------------
@@ -275,7 +262,7 @@ class Replicas:
     def _meet(self, jobs: JoinedJobs) -> None:
         """Sum what is in flight over the jobs and apply it; a job that has just come copies another job's state."""
         totals = [one.total for sent in self._in_flight.values() for one in self._arrived(sent)]
-        weight = sum(float(sent[-1].total) for sent in self._in_flight.values())
+        weight = sum(float(sent[-1].total[0]) for sent in self._in_flight.values())
         found, own = jobs.meet(totals, steps=self.steps, weight=weight)
         if own in found.summing:
             for total in totals:
@@ -284,8 +271,7 @@ class Replicas:
                 self._apply(fragment)
         self._in_flight.clear()
         gives = found.joining and own == found.summing[0] and self.index == 0
-        values = list(self._values()) if gives else []
-        values = jobs.copied(values, found=found, own=own)
+        values = jobs.copied(list(self._values()) if gives else [], found=found, own=own)
         if own in found.joining and jobs.rounds >= 0:
             numbers = iter(range(self._world.exchange(len(values), axes=self._axes)[0]))
             self._take(self._world.exchange(values[n] if values else None, axes=self._axes)[0] for n in numbers)
@@ -315,7 +301,7 @@ class Replicas:
                 if isinstance(it, tuple):
                     state[key] = it[1].to("cpu" if it[0] == "cpu" else parameter.device)
             self._optimizer.state[parameter] = state
-        self._show(self._buckets)
+        self._put(map(_master, self._buckets))
 
     # ---- the mean -----------------------------------------------------------------------------------------------
 
@@ -330,41 +316,44 @@ class Replicas:
     def averaged(self) -> Iterator[None]:
         """Replace the model's parameters by the mean of the replicas inside the block. Every rank calls it."""
         self._wait()
-        own = [(bucket, _master(bucket).clone()) for bucket in self._buckets]
-        for bucket, value in own:
-            _master(bucket).copy_(self.mean(value))
-        self._show(self._buckets)
+        own = [_master(bucket).clone() for bucket in self._buckets]
+        self._put(map(self.mean, own))
         try:
             yield
         finally:
-            for bucket, value in own:
-                _master(bucket).copy_(value)
-            self._show(self._buckets)
+            self._put(own)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def slices_to_save(self, own: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
         """Yield the slices of a checkpoint from the slices of this replica (collectives).
 
-        The usual slots of parameters, errors and the optimizer's state have the mean of the replicas. Slots that begin
-        with `replica/` and a number have each replica's own. The first replica saves all other slices."""
+        The usual slots of parameters, errors and the optimizer's state have the mean of the replicas that have them.
+        Slots that begin with `replica/` and a number have each replica's own. The first replica saves other slices."""
         self.settle()
-        for each in own:
-            if _is_own(each):
+        held = {(each.key, each.rectangle): each for each in own}
+        shapes = {place: dataclasses.replace(each, tensor=each.tensor.to("meta")) for place, each in held.items()}
+        found = self._world.exchange(shapes, axes=self._axes)  # a replica without an update has no optimizer state
+        for place, shape in {place: each for shapes in reversed(found) for place, each in shapes.items()}.items():
+            having = [number for number, shapes in enumerate(found) if place in shapes]
+            zeros = torch.zeros_like(shape.tensor, device=self._world.device)
+            each = held.get(place) or dataclasses.replace(shape, tensor=zeros)
+            if place in held and _is_own(each.key):
                 yield dataclasses.replace(each, slot=self._own_slot(each.slot))
-            if _is_own(each) and each.slot.partition("/")[0] not in ("scalar", "number"):
-                each = dataclasses.replace(each, tensor=self.mean(each.tensor))
-            if self.index == 0:
+            if _is_own(each.key) and each.slot.partition("/")[0] not in ("scalar", "number"):
+                each = dataclasses.replace(each, tensor=self.mean(each.tensor).mul_(self.size / len(having)))
+            if self.index == having[0]:
                 yield each
 
-    def slices_to_load(self, needed: Iterable[StoredSlice], *, saved: Mapping[str, Any]) -> Iterator[StoredSlice]:
-        """Yield the slices to load: this replica's own if the saved round continues, else the mean of the replicas.
+    def own_tensors(self, tensors: Mapping[str, Any], *, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the saved tensors to load: this replica's own if the saved round continues, else the means.
 
-        saved: the `extra` values of the checkpoint, with the result of `state`."""
-        before = saved.get("sync")
-        goes_on = before is not None and before["replicas"] == self.size and self._goes_on(before)
-        for each in needed:
-            yield dataclasses.replace(each, slot=self._own_slot(each.slot)) if goes_on and _is_own(each) else each
+        tensors: of a checkpoint, by slot and name. extra: its other values, with the result of `state`."""
+        before, start = extra.get("sync"), self._own_slot("")
+        if before is None or before["replicas"] != self.size or not self._goes_on(before):
+            return dict(tensors)
+        own = {key.removeprefix(start): tensor for key, tensor in tensors.items() if key.startswith(start)}
+        return {key: tensor for key, tensor in tensors.items() if not _is_own(key)} | own
 
     def _own_slot(self, slot: str) -> str:
         return f"replica/{self.index}/{slot}"
@@ -379,7 +368,7 @@ class Replicas:
         """Return the JSON state of the round (a collective): steps, counts by replica, and weights in flight."""
         self.settle()
         counts = self._world.exchange(self._counts, axes=self._axes)
-        flying = {str(fragment): float(sent[-1].total) for fragment, sent in self._in_flight.items()}
+        flying = {str(fragment): list(map(float, sent[-1].total)) for fragment, sent in self._in_flight.items()}
         kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps}
         units = {"scaled_by_lr": self.scheme.scaled_by_lr, "timing": [self.scheme.every, self.scheme.delay]}
         return {**kept, **units, "mixed": self._mixed, "counts": counts, "in_flight": flying}
@@ -392,17 +381,17 @@ class Replicas:
         same = same and saved.get("scaled_by_lr", scheme.scaled_by_lr) == scheme.scaled_by_lr
         return same and (not saved["in_flight"] or saved.get("timing", timing) == timing)
 
-    def load_state(self, saved: Mapping[str, Any] | None) -> None:
-        """Continue a round from the result of `state` when the tensors are loaded. None: begin a first round.
+    def load_state(self, kept: Mapping[str, Any]) -> None:
+        """Continue a round when the tensors are loaded. `kept`: the `extra` values of the checkpoint.
 
         With another number of replicas, all begin with the mean, and the counts of the round are shared evenly. Under a
         scheme with other outer state, or other steps of an exchange in flight, all begin a new round with the mean."""
         self._in_flight.clear()
-        self.moved = 0
+        saved, self.moved = kept.get("sync"), 0
         if self.jobs is not None:
             self.jobs.rounds = -1
         if saved is None or not self._goes_on(saved):
-            self._restart()
+            self._restart(int((saved or kept)["steps"]))
             return
         self.steps, self._mixed = int(saved["steps"]), int(saved["mixed"])
         same = saved["replicas"] == self.size
@@ -413,19 +402,19 @@ class Replicas:
             factor = saved["replicas"] / self.size if name == "outer_error" else 1.0  # all errors add up as before
             # A parameter that was frozen when the checkpoint was saved has no `agreed` there, which shows as NaN.
             bucket.reduction_state[name].copy_(torch.where(value.isnan(), _master(bucket), value * factor))
-        for fragment, weight in saved["in_flight"].items():
+        for fragment, weights in saved["in_flight"].items():
             sent = [
                 _SentTensor(_master(bucket), _on_device(bucket, "outer_change").clone(), Work())
                 for bucket in self._fragments[int(fragment)]
             ]
-            total = torch.full((1,), weight, dtype=torch.float64, device=self._world.device)
+            # An older checkpoint has the sum of the weights alone.
+            total = torch.tensor(weights, dtype=torch.float64, device=self._world.device).expand(2)
             self._in_flight[int(fragment)] = [*sent, _SentTensor(total, total, Work())]
 
 
-def _is_own(each: StoredSlice) -> bool:
-    """Return whether replicas have different values of a slice."""
-    kind = each.slot.partition("/")[0]
-    return kind in ("parameter", "optimizer", "scalar", "number") or each.slot == "reduction/outer_error"
+def _is_own(key: str) -> bool:
+    """Return whether replicas have different values of the tensor with this slot and name."""
+    return key.partition("/")[0] in ("parameter", *OPTIMIZER_KINDS) or key.startswith("reduction/outer_error/")
 
 
 def _on_device(bucket: Bucket, name: str) -> Tensor:

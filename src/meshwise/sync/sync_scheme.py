@@ -38,11 +38,8 @@ def mixing_weights(graph: str, *, size: int, round_number: int) -> list[Mapping[
         if one != other:
             neighbours[one].add(other)
             neighbours[other].add(one)
-    rows: list[Mapping[int, float]] = []
-    for replica, others in enumerate(neighbours):
-        row = {other: 1 / (1 + max(len(others), len(neighbours[other]))) for other in sorted(others)}
-        rows.append({replica: 1 - math.fsum(row.values()), **row})
-    return rows
+    shares = [{other: 1 / (1 + max(len(own), len(neighbours[other]))) for other in sorted(own)} for own in neighbours]
+    return [{replica: 1 - math.fsum(row.values()), **row} for replica, row in enumerate(shares)]
 
 
 def check_graph(graph: str, *, size: int) -> None:
@@ -75,15 +72,13 @@ def _edges(graph: str, size: int) -> list[tuple[int, int]]:
     if graph == "torus":
         rows = max(side for side in range(1, math.isqrt(size) + 1) if size % side == 0)
         columns = size // rows
-        places = itertools.product(range(rows), range(columns))
-        right_and_down = [((r, c), [(r, (c + 1) % columns), ((r + 1) % rows, c)]) for r, c in places]
-        return [(r * columns + c, s * columns + d) for (r, c), ends in right_and_down for s, d in ends]
+        right = [(n, n - n % columns + (n + 1) % columns) for n in range(size)]
+        return right + [(n, (n + columns) % size) for n in range(size)]
     if graph.startswith("groups:"):
         width = int(graph.removeprefix("groups:"))
         starts = range(0, size, width)
         return [edge for start in starts for edge in itertools.combinations(range(start, start + width), 2)]
-    first_to_last = (edge.split("-") for edge in graph.split(","))
-    return [(int(one), int(other)) for one, other in first_to_last]
+    return [(int(one), int(other)) for one, _, other in (edge.partition("-") for edge in graph.split(","))]
 
 
 _KINDS = MappingProxyType({bool: "true or false", int: "whole number", float: "finite number", str: "text"})
@@ -106,7 +101,7 @@ class SyncScheme:
     nesterov: bool = False
     """True: Nesterov's form of the outer momentum."""
     scaled_by_lr: bool = False
-    """True: the outer momentum is kept in units of the optimizer's learning rate, as SlowMo does."""
+    """True: the outer momentum is kept in units of the replicas' mean learning rate, as SlowMo does."""
     state: str = "keep"
     """The tensors of the optimizer's state when all replicas agree: `keep` each replica's own, take the `mean`, or
     `reset` them. Replicas that mix with neighbours keep their own."""
@@ -145,7 +140,7 @@ class SyncScheme:
                 raise ValueError(f"sync: {item.name}={value!r} is no {_KINDS[like]}; write {item.name}={item.default}")
         smallest = {"every": 1, "after": 0, "group": 0, "group_every": 1, "fragments": 1, "delay": 0, "least": 1}
         for key, least in smallest.items():
-            if type(value := getattr(self, key)) is not int or value < least:
+            if (value := getattr(self, key)) < least:
                 raise ValueError(f"sync: {key}={value!r} is no whole number of at least {least}; write {key}={least}")
         if self.state not in STATE_CHOICES:
             raise ValueError(f"sync: state={self.state!r} is none of {', '.join(STATE_CHOICES)}; write state=keep")
@@ -190,22 +185,35 @@ class SyncScheme:
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names of the outer state: tensors of the parameters' shapes, equal on all replicas except `outer_error`."""
-        momentum = ("outer_momentum",) if self.outer_momentum else ()
-        sent = ("outer_change",) if self.delay else ()
-        error = ("outer_error",) if self.wire != "auto" and self.feedback else ()
-        return ("agreed", *momentum, *sent, *error) if self.has_anchor else ()
+        error = self.wire != "auto" and self.feedback
+        kept = {"agreed": True, "outer_momentum": self.outer_momentum, "outer_change": self.delay, "outer_error": error}
+        return tuple(name for name, value in kept.items() if value and self.has_anchor)
 
-    def round_steps(self, *, replicas: int) -> int:
-        """Return the steps after which the exchanges of `replicas` replicas repeat."""
-        hops = math.ceil(math.log2(replicas)) if self.graph == "exponential" else 1
-        return math.lcm(self.every * max(1, hops), self.group_every if self.group else 1)
+    def kinds_of_steps(self, *, replicas: int) -> dict[int, int]:
+        """Return a step of each kind, ascending, and how many steps of a round are of this kind.
+
+        Steps of one kind end with equal exchanges. After a round the exchanges of `replicas` replicas repeat."""
+        hops = max(1, math.ceil(math.log2(replicas))) if self.graph == "exponential" else 1
+        steps = math.lcm(self.every * hops, self.group_every if self.group else 1)
+        offsets = [(end - lag - 1) % self.every + 1 for end in self._ends for lag in (0, self.delay)]
+        kinds = {hop * self.every + offset: steps // self.every // hops for hop in range(hops) for offset in offsets}
+        if self.group:
+            kinds.setdefault(self.group_every, steps // self.group_every - 1)
+        quiet = next(step for step in itertools.count(1) if step not in kinds)
+        kinds[quiet] = steps - sum(kinds.values())
+        return {step: times for step, times in sorted(kinds.items()) if times}
+
+    @property
+    def _ends(self) -> list[int]:
+        """Last step of each fragment's exchange in the first round."""
+        return [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
 
     def fragments_to_apply(self, step: int) -> tuple[int, ...]:
         """Return the fragments that all replicas apply after step number `step`, which counts from 1."""
         if step <= self.after:
             return tuple(range(self.fragments))
-        ends = [(number + 1) * self.every // self.fragments for number in range(self.fragments)]
-        return tuple(number for number, end in enumerate(ends) if (step - end) % self.every == 0 and step > self.delay)
+        ended = (number for number, end in enumerate(self._ends) if (step - end) % self.every == 0)
+        return tuple(ended) if step > self.delay else ()
 
     def fragments_to_begin(self, step: int) -> tuple[int, ...]:
         """Return the fragments whose exchange begins after step number `step`: without a delay, those to apply then."""

@@ -228,7 +228,7 @@ class _Run:
             timelines.before(step)
             with pace.timed(step):
                 result = self._step(step, batch)
-            progress.count(result, batch=self._size)
+            progress.count(result, batch=self._size, apart=bool(trainer.plan.apart_axes))
             now = time.monotonic()
             self._emit(
                 run_events.Step(

@@ -175,11 +175,11 @@ class RunProgress:
         """Return a dict of the fields for JSON; a loss that is not finite becomes None."""
         return asdict(self) | {"loss": self.loss if math.isfinite(self.loss) else None}
 
-    def count(self, result: StepResult, *, batch: int) -> None:
-        """Count one more step of `batch` samples."""
+    def count(self, result: StepResult, *, batch: int, apart: bool) -> None:
+        """Count one more step of `batch` samples. `apart`: ranks skip updates alone, so a skipped one counts too."""
         self.step += 1
         self.samples += batch
-        self.updates += not result.skipped
+        self.updates += apart or not result.skipped
         self.loss = result.loss
 
 

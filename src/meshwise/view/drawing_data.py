@@ -86,7 +86,8 @@ def predicted_account(prediction: Prediction, *, title: str = "") -> PlanAccount
         **{f"sent {where}": size_text(size) for where, size in prediction.traffic.items()},
     }
     if plan.sync_axes:
-        steps, longest = len(prediction.agreements), prediction.seconds + max(prediction.agreements)
+        steps = sum(times for times, _ in prediction.agreements)
+        longest = prediction.seconds + max(added for _, added in prediction.agreements)
         facts |= {f"mean of {steps} steps": time_text(prediction.mean_seconds), "longest step": time_text(longest)}
         for where, size in prediction.agreement_traffic.items():
             facts[f"a round sends {where}"] = f"{size_text(size)} ({size_text(size / steps)} a step)"

@@ -186,6 +186,12 @@ class Work:
             finish()
 
 
+def wait_all(works: Iterable[Work]) -> None:
+    """Wait for several works, in their order."""
+    for work in works:
+        work.wait()
+
+
 class World(abc.ABC):
     """Collectives, send and recv along the axes of a mesh. Every tensor must be contiguous and on `device`. Each method
     starts a collective and returns a `Work`; to block, call `.wait()` on it at once. `axes` is one name or several; the

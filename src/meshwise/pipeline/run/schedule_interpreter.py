@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import map_tensors, tensors
-from meshwise.comm.api.world import Work, World
+from meshwise.comm.api.world import Work, World, wait_all
 from meshwise.pipeline.run.stage_backward import WeightBackward, backward_input, split_pays
 from meshwise.pipeline.run.stage_forward import Stage, StageError, signature
 from meshwise.pipeline.schedules.receive_starts import receive_starts
@@ -282,8 +282,7 @@ class _ScheduleRun:
     def _release(self, rank: int, count: int) -> None:
         """Wait for the first `count` messages to a rank, which has received them, and free their memory."""
         while self._waited[rank] < count:
-            for work in self._sending[rank].popleft():
-                work.wait()
+            wait_all(self._sending[rank].popleft())
             self._waited[rank] += 1
 
     def _other_end(self, action: Action) -> int:
@@ -318,8 +317,7 @@ class _ScheduleRun:
         if action not in self._started:
             self._start(action)
         arrived, works = self._started.pop(action)
-        for work in works:
-            work.wait()
+        wait_all(works)
         self._release(self._other_end(action), self._order.acknowledged[action])
         if action.kind is ActionKind.RECV_B:
             self._flights[place].gradients = list(arrived)
