@@ -404,7 +404,7 @@ class _Rank:
     def agreements(self, seconds: float) -> list[tuple[int, float]]:
         """Return the number of steps of each kind in the second of two rounds, and what an agreement adds to each.
 
-        The first round begins without any exchange. seconds: of a step without an agreement; exchanges may continue in it."""
+        The first round begins without any exchange. seconds: of a step without an agreement."""
         timed = entry_times(self._rounds, cost_model=self.cost_model, step=seconds)
         stops = {id(part): stop for part, entry, _, stop in timed if not isinstance(entry, TapeCall)}
         found, now = [], 0.0
