@@ -252,10 +252,10 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.engine.step_result": "the batch of the first step is compared; a gradient that is not finite is named",
     "meshwise.engine.staged_runner._absent": "predictions, not steps",
     "meshwise.memory.swap_file": "memory of the host",
-    "meshwise.optim.flat_optimizer": "settings that are tensors; the optimizer is tried before the first step",
+    "meshwise.optim.build_optimizer": "settings that are tensors; the optimizer is tried before the first step",
     "meshwise.optim.one_bit_optimizers": "ratios that a checkpoint had, in the first step after it",
-    "meshwise.sync.replicas.Replicas._values": "the state that a job which joins copies",
-    "meshwise.sync.replicas.Replicas.load_state": "a checkpoint is read",
+    "meshwise.sync.diverging_replicas.Replicas._values": "the state that a job which joins copies",
+    "meshwise.sync.diverging_replicas.Replicas.load_state": "a checkpoint is read",
     # In a step, where sizes or the work to do depend on values.
     "meshwise.engine.microbatch_runner": "the number of rows of each rank",
     "meshwise.engine.open_step": "the loss of each backward is compared between ranks",

@@ -31,7 +31,7 @@ from meshwise.model.module_copy import copy_with_hooks
 from meshwise.model.parameter_table import matrices_decay, parameter_table
 from meshwise.model.random_draws import RandomDraws, SampleRows
 from meshwise.model.whole_parameters import LogicalTensors
-from meshwise.optim.flat_optimizer import default_options, needs_of
+from meshwise.optim.build_optimizer import default_options, needs_of
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import ModelCasts, Precision, convert, widen_for_loss
 

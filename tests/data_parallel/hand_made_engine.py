@@ -17,7 +17,7 @@ from meshwise.memory.chunked_update import ChunkedUpdate
 from meshwise.memory.tiers import Tiers
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.parameter_table import ParameterTable
-from meshwise.optim.flat_optimizer import build_optimizer
+from meshwise.optim.build_optimizer import build_optimizer
 from meshwise.plan import Plan
 
 

@@ -8,7 +8,7 @@ import torch
 from grid import Grid
 from meshwise.engine.parallelize import Options
 from meshwise.reference import next_token_loss
-from meshwise.sync.replicas import Replicas
+from meshwise.sync.diverging_replicas import Replicas
 from meshwise.verify import Report, verify
 from sync.test_replay import batch, build
 

@@ -16,7 +16,7 @@ from meshwise.reference import GPTConfig
 from meshwise.tensor.core.module_role import Norm, Part
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.tensor_parallel import tensor_parallel
-from meshwise.tensor.tp_modes import mesh_with_kv_replicas, scheme_on
+from meshwise.tensor.tp_schemes import mesh_with_kv_replicas, scheme_on
 from meshwise.testing import run
 
 Loss = Callable[[nn.Module, Sequence[Tensor]], Tensor]

@@ -13,7 +13,7 @@ from meshwise.layout.layout import Layout
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.sharded_layers import Projection
 from meshwise.tensor.core.split_context import SplitContext
-from meshwise.tensor.tp_modes import Scheme, one_d, two_d
+from meshwise.tensor.tp_schemes import Scheme, one_d, two_d
 from meshwise.testing import run
 
 EXPERTS, ROWS, IN, OUT = 5, 4, 6, 7

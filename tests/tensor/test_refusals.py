@@ -11,7 +11,7 @@ from meshwise.engine.parallelize import parallelize
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import next_token_loss
 from meshwise.tensor.detect.assign_tp_roles import assign_roles
-from meshwise.tensor.tp_modes import mesh_with_kv_replicas
+from meshwise.tensor.tp_schemes import mesh_with_kv_replicas
 from meshwise.testing import run
 from tensor.plain import Attention, Block, gpt, stack
 

@@ -24,7 +24,7 @@ from meshwise.checkpoint.save_state import PendingSave
 from meshwise.comm.api.dcp_folder import METADATA, DcpEntry, read_dcp, write_dcp
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
 from meshwise.data_parallel.checkpoint_slices import OPTIMIZER_KINDS, StoredSlice, number_slot
-from meshwise.optim.flat_optimizer import IMPLEMENTATIONS, plain_value
+from meshwise.optim.build_optimizer import IMPLEMENTATIONS, plain_value
 
 _Stored: TypeAlias = Mapping[tuple[str, ...], DcpEntry]
 

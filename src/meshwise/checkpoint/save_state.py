@@ -12,7 +12,7 @@ other ranks appear in the folder. `PendingSave()` and `wait` use collectives, so
                  thread 1           │          thread 2
                                     └─ a fixed number; written chunks are filled again
 
-docs/checkpoints.md says when training waits for the buffer ("Saving during training"). A copy needs more memory."""
+docs/checkpoints.md says when training waits for the buffer ("Saving during training")."""
 
 import contextlib
 import json

@@ -30,10 +30,10 @@ from meshwise.data_parallel.checkpoint_slices import (
 from meshwise.data_parallel.stage_engines import Engine
 from meshwise.expert.router_losses import SHARES
 from meshwise.memory.chunked_update import ChunkedUpdate
-from meshwise.optim.flat_optimizer import describe_groups, optimizer_name, restore_groups, saved_groups
+from meshwise.optim.build_optimizer import describe_groups, optimizer_name, restore_groups, saved_groups
 from meshwise.plan import Plan
+from meshwise.sync.diverging_replicas import Replicas
 from meshwise.sync.parameter_servers import ParameterServers
-from meshwise.sync.replicas import Replicas
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command `meshwise simulate`: predict the time and memory of a job under a plan without starting its ranks."""
+"""The command `meshwise simulate`: predict a job's time and memory under a plan, also beside three real steps."""
 
 import dataclasses
 import os

@@ -1,7 +1,7 @@
 """Build a trainer from a model and a plan: `parallelize` creates each component of a run, in a fixed order.
 
 | once         plan → world over its mesh → model, built or given → roles of modules under tp → cut into stages (pp)
-| each stage   dtype → parameter table → modules split by tp → units and buckets → random draws; without pp, once
+| each stage   dtype → parameter table → modules split by tp → units and buckets → random draws
 | once         optimizer over the slices that this rank updates → trainer"""
 
 import contextlib
@@ -53,7 +53,7 @@ from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
-from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
+from meshwise.optim.build_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
 from meshwise.pipeline.cut.model_cut import CutOptions
 from meshwise.pipeline.run.stage_forward import PieceForward, make_stage
 from meshwise.pipeline.schedules.named_schedules import naive
@@ -76,7 +76,7 @@ from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.detect.assign_tp_roles import Rules, planned_roles
 from meshwise.tensor.tensor_parallel import tensor_parallel
-from meshwise.tensor.tp_modes import mesh_with_kv_replicas, scheme_on
+from meshwise.tensor.tp_schemes import mesh_with_kv_replicas, scheme_on
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from meshwise.memory.chunked_update import ChunkedUpdate, UpdateChunk
 from meshwise.memory.malloc_options import first_step_of
 from meshwise.plan import Plan
 from meshwise.precision.dtype_policy import LossScale, likely_count
+from meshwise.sync.diverging_replicas import Replicas
 from meshwise.sync.parameter_servers import ParameterServers
-from meshwise.sync.replicas import Replicas
 
 Inspection: TypeAlias = Callable[[OnGradient], None]
 """Function that runs forward and backward again, and passes each gradient to the callback that it is given."""

@@ -47,14 +47,14 @@ from meshwise.model.compiled_blocks import CompiledBlocks
 from meshwise.model.forward import eval_mode
 from meshwise.model.module_copy import PartialCopyGuard
 from meshwise.model.parameter_table import ParameterTable
-from meshwise.optim.flat_optimizer import state_tensors
+from meshwise.optim.build_optimizer import state_tensors
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.run.measured_step import MeasuredStep, measured_steps
 from meshwise.pipeline.schedules.schedule_table import Schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.precision.dtype_policy import KINDS, dtype_names
+from meshwise.sync.diverging_replicas import Replicas
 from meshwise.sync.parameter_servers import ParameterServers, ServedGradient
-from meshwise.sync.replicas import Replicas
 from meshwise.sync.sync_scheme import SyncScheme
 
 

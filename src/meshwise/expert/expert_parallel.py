@@ -435,7 +435,7 @@ def imbalances(modules: Sequence[nn.Module], *, counted: Mapping[str, Tensor], w
 def take_counts(counts: Mapping[str, Tensor], *, world: World, copies: Sequence[str] = ()) -> dict[str, list[int]]:
     """Return the sums of each mixture's counts over the ranks, and set them to 0. Every rank calls it.
 
-    `copies`: axes of the ranks that have counted the same."""
+    `copies`: axes whose ranks have counted the same tokens, which are added once."""
     found = {}
     for name, each in counts.items():
         total = each.clone()

@@ -1,12 +1,12 @@
-"""Dropout, and attention with dropout, on a GPU without a stored mask, with the masks of `random_bits`.
+"""Compute dropout, and attention with dropout, on a GPU; the kernels compute each bit of the mask and store none.
 
 A bit of a mask is a function of two 32-bit numbers of its row and one of its column (`MaskNumbers`). The kernels
 compute bits in forward and backward, so no mask is stored. They need Triton, and a C compiler.
 
 Attention with dropout is (P * M) V, with probabilities P = exp(S) / sum(exp(S)) and a mask M. FlexAttention (Dong et
-al., arXiv 2412.05496) knows no mask after the softmax, but it returns the logarithm of the sum. So it runs twice. With
-10000 subtracted from dropped scores it returns out' and lse', of the kept keys alone. With all scores, and 16 features
-of V, it returns lse. Then (P * M) V = out' · exp(lse' - lse)."""
+al., arXiv 2412.05496) knows no mask after the softmax, but it returns the logarithm of the sum. So it runs twice.
+Run 1: with 10000 subtracted from dropped scores it returns out' and lse', of the kept keys alone. Run 2: with all
+scores, and 16 features of V, it returns lse. Then (P * M) V = out' · exp(lse' - lse)."""
 
 import functools
 import importlib
@@ -158,7 +158,7 @@ def can_drop(x: Tensor) -> bool:
 
 
 def can_attend(given: Mapping[str, Any]) -> bool:
-    """Return whether `attention` serves these arguments of scaled_dot_product_attention, and no mode still has to."""
+    """Return whether `attention` serves these arguments of scaled_dot_product_attention. No active mode may need it."""
     query, key, value, seen = given["query"], given["key"], given["value"], given.get("attn_mask")
     fits = (
         query.is_cuda

@@ -5,9 +5,9 @@ but not the operations inside them. `_DrawReplacement` sees every operation belo
 So the first mode enters the second mode only for functions that may draw; the second mode replaces the draws. One
 replacement of `bernoulli_` then serves dropout of any kind, attention, and a model's own stochastic depth.
 
-Two functions are rewritten. Attention with dropout uses torch's plain implementation, because the fused kernels draw
-inside. `F.dropout`, the most frequent function, keeps the mask of a large tensor as booleans. On a GPU large tensors of
-both take the kernels of `fused_dropout`.
+Functions of dropout are rewritten. Attention with dropout uses torch's plain implementation, because the fused kernels
+draw inside. `F.dropout`, the most frequent function, keeps the mask of a large tensor as booleans. On a GPU large
+tensors of both take the kernels of `fused_dropout`.
 
 Draws with `generator=` are left to torch. So are complex numbers and other operations (`randperm`), with a warning."""
 

@@ -15,7 +15,7 @@ from torch import nn
 from meshwise.model.parameter_table import ParameterOptions, all_names, matrices_decay
 from meshwise.model.parameter_units import partition
 from meshwise.model.whole_parameters import LogicalTensors
-from meshwise.optim.flat_optimizer import OptimizerClass, build_optimizer, needs_of
+from meshwise.optim.build_optimizer import OptimizerClass, build_optimizer, needs_of
 
 
 def parameter_rule(

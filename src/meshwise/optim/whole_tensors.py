@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.model.whole_parameters import LogicalTensors
-from meshwise.optim.flat_optimizer import REFUSED_BY_WHOLE, OptimizerClass, refuse_bases, slice_difference
+from meshwise.optim.build_optimizer import REFUSED_BY_WHOLE, OptimizerClass, refuse_bases, slice_difference
 
 _GROUP = "group"
 """Key of a parameter's state: the values that the step of the class wrote into its parameter group, such as a count."""

@@ -1,4 +1,4 @@
-"""Refuse plans by a table of combinations of keys (`compatibility.toml`), each with the nearest plan that works."""
+"""Combinations of keys that `Plan.check` refuses (`compatibility.toml`), each with the nearest plan that works."""
 
 import re
 import tomllib

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from meshwise.model.deferred_init import shapes_of
-from meshwise.optim.flat_optimizer import needs_of
+from meshwise.optim.build_optimizer import needs_of
 from meshwise.pipeline.cut.stage_balance import PartitionItems, divide
 from meshwise.pipeline.schedules.schedule_table import Schedule, in_flight
 from meshwise.plan import Plan

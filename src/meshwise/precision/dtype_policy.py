@@ -1,6 +1,6 @@
 """Choose the dtypes of a training: for storage, computation, gradients, updates and buffers.
 
-They follow from two keys of the plan alone, `precision` and `wire`. docs/precision.md has the table of dtypes.
+They follow from the plan's `precision` and `wire`, or from `Options(precision=…)`; docs/precision.md has a table.
 `Trainer.precision` reports the dtypes that the tensors of a rank really have.
 
 The parameters are stored in the dtype of the computation, and fp32 masters are updated next to them (Micikevicius et

@@ -40,7 +40,7 @@ from meshwise.comm.api.streams import gpu_count, streams_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model.forward import Loss
-from meshwise.optim.flat_optimizer import OptimizerClass
+from meshwise.optim.build_optimizer import OptimizerClass
 from meshwise.plan import Plan, PlanError
 from meshwise.simulate.rehearsal import Device, Rehearsal, RehearsalSubject, is_meta_tensor_error, rehearse
 from meshwise.simulate.step_tape import Category, MemoryChange, TapeSegment

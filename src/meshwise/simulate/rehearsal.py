@@ -44,7 +44,7 @@ from meshwise.model.find_mixtures import find_mixtures
 from meshwise.model.forward import Loss, default_forward
 from meshwise.model.meta_tensor_values import ShapeConstants
 from meshwise.model.parameter_table import check_trains
-from meshwise.optim.flat_optimizer import OptimizerClass, needs_of
+from meshwise.optim.build_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.cut.model_cut import ModelCut
 from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import Action, ActionKind, Schedule, in_flight, lower

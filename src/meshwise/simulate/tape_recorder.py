@@ -41,7 +41,7 @@ from meshwise.comm.shared_memory.shared_segment import KEPT, fits
 from meshwise.model.meta_tensor_values import run_on_meta
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.model.torch_private import LightDispatchMode, without_dispatch_modes
-from meshwise.optim.flat_optimizer import OptimizerClass, needs_of
+from meshwise.optim.build_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action
 from meshwise.simulate.step_tape import (
     Category,

@@ -7,7 +7,7 @@ W workers have the rows of a batch. S servers each hold 1/S of every bucket, wit
     | worker    step c: forward, backward, clip ─ push to each server ─ wait for parameters ─ step c + 1
     | server    apply a push as soon as it comes ─ answer when the slowest active worker has pushed step c - k
 
-So the parameters for step c contain every worker's gradients up to step c - 1 - k, which a worker checks each time.
+So the parameters for step c contain every worker's gradients up to step c - 1 - k; a worker checks that.
 k is `staleness` (SSP, Ho et al., NIPS 2013); under `async` a server answers at once. A gradient is the mean over the
 rows of one worker. `correction=dc:L` adds L g² (w_now - w_read) to it (DC-ASGD, Zheng et al., arXiv 1609.08326). For
 this a server keeps the parameters that it has sent to each worker.

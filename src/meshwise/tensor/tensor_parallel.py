@@ -34,7 +34,7 @@ from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_heads import set_count
 from meshwise.tensor.detect.attention_names import enclosing
 from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS, computes_as
-from meshwise.tensor.tp_modes import scheme_on
+from meshwise.tensor.tp_schemes import scheme_on
 
 _TO_HIDDEN = ("norm", "single", "embedding")
 """Roles of modules that return hidden states, inside and outside of blocks."""

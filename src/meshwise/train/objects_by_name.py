@@ -20,7 +20,7 @@ from meshwise.model.deferred_init import shapes_of
 from meshwise.model.forward import Loss
 from meshwise.model.parameter_table import ParameterOptions
 from meshwise.model.whole_parameters import LogicalTensors
-from meshwise.optim.flat_optimizer import build_optimizer, needs_of
+from meshwise.optim.build_optimizer import build_optimizer, needs_of
 from meshwise.optim.lars_lamb_muon import Muon
 from meshwise.optim.parameter_rules import Several, parameter_rule
 from meshwise.optim.whole_tensors import whole

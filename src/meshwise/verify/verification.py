@@ -19,7 +19,7 @@ from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
-from meshwise.optim.flat_optimizer import needs_of
+from meshwise.optim.build_optimizer import needs_of
 from meshwise.plan import Plan
 from meshwise.sync.parameter_servers import largest_staleness
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, VerificationInputs

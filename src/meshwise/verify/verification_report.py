@@ -1,4 +1,4 @@
-"""Report of a verification: the verdict, the first difference, and every figure."""
+"""Result of `verify`: if a plan computes what one process computes, the first number that differs, all numbers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ParameterFigures:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A compared figure and its place. Of those over their bound, the first one computed is `Report.first`.
+    """A compared number and its place. Of those over their bound, the first one computed is `Report.first`.
 
     | what      name of the figure, such as `the gradient of head.weight`
     | step      counted from 1; 0 is before the first step

@@ -24,7 +24,7 @@ from meshwise.layout.layout import DimSplit, Layout
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_names import BY_HEAD, MASKS, TABLES
-from meshwise.tensor.tp_modes import Axes
+from meshwise.tensor.tp_schemes import Axes
 
 Change: TypeAlias = Callable[[Tensor], Tensor]
 """Function that a hook applies to an input or output of a module."""

@@ -25,7 +25,7 @@ from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.sharded_layers import Projection, ShardedLinear, ShardedMultiheadAttention
 from meshwise.tensor.core.split_context import SplitContext
 from meshwise.tensor.detect.attention_names import enclosing
-from meshwise.tensor.tp_modes import scheme_on
+from meshwise.tensor.tp_schemes import scheme_on
 
 
 def activation_regions(

@@ -1,7 +1,7 @@
 """Describe the role of a module in tensor parallelism (colwise, rowwise, norm, …), and how its dims may be split.
 
 `tensor/detect/` finds the part of each module, by the user's rules or the model's structure. `tensor/core/` splits
-the module, with the layouts that `tensor/tp_modes.py` has for its role.
+the module, with the layouts that `tensor/tp_schemes.py` has for its role.
 
     hidden ── norm ── colwise ── inner ── rowwise ── + hidden        a pair: attention or MLP
 

@@ -43,7 +43,7 @@ from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandM
 from meshwise.tensor.core.module_role import Norm, Part
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
 from meshwise.tensor.core.vocab_parallel import DimShards, SplitLogits, TableWeight, require_valid
-from meshwise.tensor.tp_modes import NO_MOVE, Axes, Scheme, SchemeProduct
+from meshwise.tensor.tp_schemes import NO_MOVE, Axes, Scheme, SchemeProduct
 
 
 class Projection(BoundToRank):

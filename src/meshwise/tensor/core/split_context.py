@@ -26,7 +26,7 @@ from meshwise.model.forward import ForwardReplay
 from meshwise.model.parameter_table import Placement
 from meshwise.model.torch_private import graph_nodes
 from meshwise.tensor.core.matmul import InputGather, MatmulCollectives, MatmulInput, OperandMove, to_product_dtype
-from meshwise.tensor.tp_modes import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
+from meshwise.tensor.tp_schemes import DIMS, Axes, OperandLayoutMove, Scheme, SchemeProduct
 
 
 class TensorOrigins:

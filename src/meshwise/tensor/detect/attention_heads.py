@@ -39,7 +39,7 @@ from meshwise.tensor.detect.attention_names import (
 )
 from meshwise.tensor.detect.forward_source import fused_children
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm
-from meshwise.tensor.tp_modes import scheme
+from meshwise.tensor.tp_schemes import scheme
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width:
 
 
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads, separate: bool) -> tuple[int, ...]:
-    """Return the section sizes of a colwise matrix from its output size, if q, k and v follow each other.
+    """Return the sizes of q, k and v (the sections) in the output of a colwise matrix that holds them in turn.
 
     `separate`: True if q, k and v have a matrix each; then q may have a section for a gate. An output of another size
     is taken as several sections of the size of k."""
@@ -259,7 +259,7 @@ def latent_attentions(module: nn.Module) -> Mapping[str, nn.Module]:
 
 
 def latent_parts(attention: nn.Module, *, name: str, plan: Plan, declared: Mapping[str, str]) -> Mapping[str, Part]:
-    """Return the parts of a multi-head latent attention called `name` and of its modules.
+    """Return the roles (`Part`) of a multi-head latent attention called `name` and of its modules.
 
     `declared`: roles that the model declares, by module name. Raises PlanError if the plan has more ranks than the
     attention has heads, splits tokens, or is not `tp_mode=1d`."""
