@@ -113,17 +113,21 @@ FAULTS = (
     Fault("comm.network.nccl_world:_Started._finish", "self._complete()", "dp=2", UNWRITTEN),
     Fault("data_parallel.bucket:Bucket.settle", "arriving.work.wait()", "dp=2 zero=1 precision=bf16", UNWRITTEN),
     Fault("data_parallel.bucket:Bucket.settle_replicas", "between.work.wait()", "dp=2x2 zero=2", UNWRITTEN),
-    Fault("data_parallel.live_unit:LiveUnit.ready", "work.wait()", "dp=2 zero=3 recompute=full", UNWRITTEN),
+    Fault(
+        "data_parallel.live_unit:LiveUnit.ready", "wait_all(self._gathering)", "dp=2 zero=3 recompute=full", UNWRITTEN
+    ),
     Fault(
         "data_parallel.live_unit:LiveUnit.receive_update",
-        "work.wait()",
+        "wait_all(works)",
         "dp=2 zero=1",
         "may not have (written|read) yet",
     ),
     # layers, tokens and experts
     Fault("comm.api.autograd_collectives:after", "work.wait()", "tp=2 sequence_parallel=1 precision=bf16", UNWRITTEN),
-    Fault("attention.kv_exchange:RingExchange.blocks", "work.wait()", "cp=2 context=ring recompute=full", UNWRITTEN),
-    Fault("attention.kv_exchange:DirectExchange.backward", "work.wait()", "cp=2 context=window", UNWRITTEN),
+    Fault(
+        "attention.kv_exchange:RingExchange.blocks", "wait_all(works)", "cp=2 context=ring recompute=full", UNWRITTEN
+    ),
+    Fault("attention.kv_exchange:DirectExchange.backward", "wait_all(works)", "cp=2 context=window", UNWRITTEN),
     Fault(
         "expert.token_exchange:ExpertExchange._exchange_counts",
         "axes=self._axes.experts).wait()",
@@ -132,9 +136,14 @@ FAULTS = (
         "axes=self._axes.experts)",
     ),
     # stages
-    Fault("pipeline.run.schedule_interpreter:_ScheduleRun._receive", "work.wait()", STAGES, UNWRITTEN),
-    Fault("pipeline.run.schedule_interpreter:_ScheduleRun._release", "work.wait()", STAGES, FREED),
-    Fault("data_parallel.stage_engines:Engine._sum_tie", "work.wait()", STAGES, f"{UNREAD}|{FREED}"),
+    Fault("pipeline.run.schedule_interpreter:_ScheduleRun._receive", "wait_all(works)", STAGES, UNWRITTEN),
+    Fault(
+        "pipeline.run.schedule_interpreter:_ScheduleRun._release",
+        "wait_all(self._sending[rank].popleft())",
+        STAGES,
+        FREED,
+    ),
+    Fault("data_parallel.stage_engines:Engine._sum_tie", "wait_all(works)", STAGES, f"{UNREAD}|{FREED}"),
     Fault(
         "pipeline.run.schedule_interpreter:_row_order",
         "receive_starts(Schedule(tuple(map(tuple, rows))))",
