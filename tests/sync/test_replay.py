@@ -192,6 +192,21 @@ def test_slowmo_keeps_its_momentum_in_units_of_the_mean_learning_rate() -> None:
         require_equal(found, replay.mean())
 
 
+def test_a_round_of_slowmo_at_a_rate_of_zero_moves_nothing() -> None:
+    """The outer momentum is in units of the rate, and moved the parameters by the momentum divided by it."""
+
+    def main(world: World) -> None:
+        trainer = made(world, "dp=2 sync=slowmo every=2", settings={}, training=SGD)
+        for number in range(6):
+            if number == 4:
+                trainer.optimizer.param_groups[0]["lr"] = 0.0
+                before = {name: value.clone() for name, value in trainer.full_parameters()}
+            trainer.step(batch(number))
+        require_equal({name: value.clone() for name, value in trainer.full_parameters()}, before)
+
+    run(2, main)
+
+
 @pytest.mark.grid(Grid({"scheme": tuple(SCHEMES), "step": (2, 3, 4)}, strength=1))
 def test_a_resumed_round_is_as_if_it_had_not_stopped(tmp_path: Path, scheme: str, step: int) -> None:
     name, settings, _ = SCHEMES[scheme]

@@ -14,7 +14,8 @@ With a codec as `wire`, the changes are sent encoded: each replica sends n_r (a 
 codec loses. The owner of each shard adds up the decoded shards, and sends the sum on, encoded too. So all replicas
 decode the same bytes, and have the same bits of d and a.
 
-v is u, or d / s + momentum u in Nesterov's form; s is the mean learning rate under `scaled_by_lr`, else 1.
+v is u, or d / s + momentum u in Nesterov's form. Under `scaled_by_lr`, s is the replicas' learning rates at the end of
+the round, weighted by n_r, else 1; with a rate of 0 there is no momentum in this round.
 
 A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
 its optimizer. Between two agreements no message goes from replica to replica.
@@ -139,7 +140,7 @@ class Replicas:
         self._world.flight_recorder.doing = StepPhase.OUTSIDE
 
     def _begin(self, fragment: int) -> None:
-        """Start to send a fragment, weighted by the counts of the round; with compression errors after an update."""
+        """Start to send a fragment, weighted by the counts of the round; add errors after an update."""
         count, self._counts[fragment] = self._counts[fragment], 0.0
         sent: list[_SentTensor] = []
         for bucket in self._fragments[fragment]:
@@ -205,9 +206,9 @@ class Replicas:
     def _outer_step(self, bucket: Bucket, change: Tensor, *, lr: float) -> None:
         """Move the agreed parameters against the mean change of the replicas, and the own parameters to them."""
         scheme, state, master = self.scheme, bucket.reduction_state, _master(bucket)
-        unit = (lr or 1.0) if scheme.scaled_by_lr else 1.0
+        unit = lr if scheme.scaled_by_lr and lr else 1.0
         step = change = change / unit
-        if scheme.outer_momentum:
+        if scheme.outer_momentum and (lr or not scheme.scaled_by_lr):
             step = _on_device(bucket, "outer_momentum").mul_(scheme.outer_momentum).add_(change)
             state["outer_momentum"].copy_(step)
             if scheme.nesterov:
@@ -329,15 +330,16 @@ class Replicas:
         """Yield the slices of a checkpoint from the slices of this replica (collectives).
 
         The usual slots of parameters, errors and the optimizer's state have the mean of the replicas that have them.
-        Slots that begin with `replica/` and a number have each replica's own. The first replica saves other slices."""
+        Slots that begin with `replica/` and a number have each replica's own. Others are of the first that has them."""
         self.settle()
         held = {(each.key, each.rectangle): each for each in own}
         shapes = {place: dataclasses.replace(each, tensor=each.tensor.to("meta")) for place, each in held.items()}
         found = self._world.exchange(shapes, axes=self._axes)  # a replica without an update has no optimizer state
         for place, shape in {place: each for shapes in reversed(found) for place, each in shapes.items()}.items():
             having = [number for number, shapes in enumerate(found) if place in shapes]
-            zeros = torch.zeros_like(shape.tensor, device=self._world.device)
-            each = held.get(place) or dataclasses.replace(shape, tensor=zeros)
+            each = held.get(place, shape)
+            if place not in held:
+                each = dataclasses.replace(shape, tensor=torch.zeros_like(shape.tensor, device=self._world.device))
             if place in held and _is_own(each.key):
                 yield dataclasses.replace(each, slot=self._own_slot(each.slot))
             if _is_own(each.key) and each.slot.partition("/")[0] not in ("scalar", "number"):
@@ -407,8 +409,9 @@ class Replicas:
                 _SentTensor(_master(bucket), _on_device(bucket, "outer_change").clone(), Work())
                 for bucket in self._fragments[int(fragment)]
             ]
-            # An older checkpoint has the sum of the weights alone.
-            total = torch.tensor(weights, dtype=torch.float64, device=self._world.device).expand(2)
+            if not isinstance(weights, list):  # an older checkpoint has the sum of the weights alone
+                weights = [weights, weights * float(self._optimizer.param_groups[0]["lr"])]
+            total = torch.tensor(weights, dtype=torch.float64, device=self._world.device)
             self._in_flight[int(fragment)] = [*sent, _SentTensor(total, total, Work())]
 
 

@@ -121,7 +121,7 @@ class SyncScheme:
     """True: replicas move towards the previous agreed parameters, and `blend` is 1 - outer_lr / replicas (EASGD)."""
     join: str = ""
     """HOST:PORT of `meshwise meet`, where jobs meet whose replicas agree with those of this job. `alone`: no other job
-    joins, which `dp=1` must state. Empty: the replicas are the ones of the plan."""
+    joins; needed with `dp=1`. Empty: the replicas are the ones of the plan."""
     patience: float = 60.0
     """Seconds without a sign of life after which a job that joins others drops one of them."""
     least: int = 1

@@ -143,7 +143,8 @@ def _read(module: nn.Module, *, plan: Plan, rules: Rules) -> _Found:
     left = [name for name, p in module.named_parameters() if id(p) not in placed]
     # Routers, gates of shared experts, matrices around experts: every rank computes the same from all features.
     around = {enclosing(name)[0] for name in divided} - {"", *structure.blocks}
-    beside = [n for n, part in parts.items() if part.role in ("colwise", "rowwise") and enclosing(n)[0] in around]
+    pair = [name for name, part in parts.items() if part.role in ("colwise", "rowwise") or part.inner]
+    beside = [name for name in pair if enclosing(name)[0] in around]
     held = [name for name in (*left, *beside) if name not in stated and _lies_in(name, holders=around)]
     parts |= dict.fromkeys(held, Part("whole"))
     left = [name for name in left if name not in parts]

@@ -21,6 +21,7 @@ one is rowwise, their order does not matter. Stated roles take precedence over s
 `ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices are norms over all of their
 features, hold one number per head, or treat all heads equally (`_parts_between`)."""
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ from meshwise.tensor.detect.attention_names import BY_HEAD, GROUPS, HEADS, KEY_H
 from meshwise.tensor.detect.forward_source import is_gated, only_read_by, read_outputs, reads_no_sizes, splits_by_width
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
 
+_Q_OR_K = re.compile(r"(^|_)(q|k|query|key)(_|$)")
+"""Names of norms of queries and keys, where the forward does not show what they read."""
 _SQUARES_OF_ATTENTION = 4
 _SQUARES_OF_MLP = 2
 
@@ -330,7 +333,7 @@ class ColumnRowPairs:
                     self.reasons[inner_name] = "a list has one norm for each head"
                 elif norm[0] in widths:
                     found[inner_name] = Part("each_head")
-                elif norm[0] in grains and inner_name in between:
+                elif norm[0] in grains and (inner_name in between or _Q_OR_K.search(inner_name.rpartition(".")[2])):
                     own_keys = shared and norm[0] < heads.features
                     found[inner_name] = Part("norm", norm=norm[1], inner=True, grain=grains[norm[0]], shared=own_keys)
         for inner_name, parameter in owner.named_parameters(recurse=False, prefix=name):
@@ -348,8 +351,11 @@ class ColumnRowPairs:
     def _between(self, branch: BlockBranch) -> set[str]:
         """Return the names of the children that a forward calls between the matrices of a branch."""
         home, names = branch.colwise[0].parent_name, {matrix.own_name for matrix in branch.colwise}
-        reads = read_outputs(self.modules[home]).items()
-        called = {f"{home}.{key}" for key, read in reads if read & names and branch.rowwise.own_name not in read}
+        reads, closing = read_outputs(self.modules[home]), branch.rowwise.name.removeprefix(f"{home}.")
+        last = closing.partition(".")[0]
+        if closing != branch.rowwise.name and last not in reads:
+            return set()  # a helper calls the output, so later norms cannot be told from those between
+        called = {f"{home}.{key}" for key, read in reads.items() if read & names and last not in read}
         return called & self.modules.keys()
 
     def _mlp(self, branch: BlockBranch) -> dict[str, Part]:

@@ -6,7 +6,8 @@ unclear, every linear gathers separately, which costs only traffic. A forward th
 gathered input (`reads_no_sizes`, `splits_by_width`). A forward that splits a child's output shows that the child is a
 fused matrix (`fused_children`). The children whose outputs a child reads show its place in a pair (`read_outputs`).
 
-Branches that an attribute excludes (`if self.is_cross_attention:`, False in this module) are not read."""
+Order and roles are read without branches that an attribute excludes (`if self.is_cross_attention:`, False in this
+module). Reads of the input count in every branch, as the attribute may change."""
 
 import ast
 import inspect
@@ -23,6 +24,7 @@ _KEEPS_ORDER = frozenset({"clamp", "contiguous", "float", "to", "type_as", "unsq
 _RESHAPING = frozenset({"view", "reshape", "split", "unflatten"})
 _OF_ITS_SHAPE = frozenset({"shape", "size", "dim", "ndim", "dtype", "device"})
 """Attributes and methods of a tensor that read no values."""
+_NUMBERS = frozenset({"bool", "int", "float", "str"})
 _SHAPE = "shape"
 _Variables: TypeAlias = dict[str, tuple[str, bool] | None]
 
@@ -32,7 +34,7 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
 
     Other code may read its sizes, dtype or device. `others`: children that may read only a second name of the argument,
     as in `source = x if memory is None else memory`. False without source code."""
-    nodes = _forward(module)
+    nodes = _forward(module, every_branch=True)
     given, uses = _argument(nodes), _uses(nodes)
     also = {use.removeprefix("=") for name, use in uses if name == given and use.startswith("=")}
     first, second = ({use for name, use in uses if name in names} for names in ({given}, also))
@@ -46,7 +48,7 @@ def reads_no_sizes(module: nn.Module) -> bool:
     """Return whether a module's forward never reads sizes, dtype or device of its first argument.
 
     Return False if the forward has no source code, or passes the argument to a method, which may read the sizes."""
-    nodes = _forward(module)
+    nodes = _forward(module, every_branch=True)
     uses = {use for name, use in _uses(nodes) if name == _argument(nodes)} if nodes else {_SHAPE}
     return _SHAPE not in uses and not any(inspect.isfunction(getattr(type(module), use, None)) for use in uses)
 
@@ -56,7 +58,7 @@ def splits_by_width(module: nn.Module) -> bool:
 
     The forward may pass C of `B, T, C = x.size()` to view, reshape, split and unflatten, divide it by `//` (a number of
     heads), or assert it. Return False if the forward has no source code, or does not unpack the sizes."""
-    nodes = _forward(module)
+    nodes = _forward(module, every_branch=True)
     given, names, harmless = _argument(nodes), set(), set[int]()
     for node in nodes:
         match node:
@@ -75,12 +77,12 @@ def splits_by_width(module: nn.Module) -> bool:
 def read_outputs(module: nn.Module) -> Mapping[str, frozenset[str]]:
     """Return, for each child that a module's forward calls, the attributes of self that its arguments come from.
 
-    The children are in the order of their calls. Arguments of the forward besides the first count too, as "gain=". For
-    `self.out(self.norm(self.q(x)) * gain)`, q reads {}, norm reads {q}, and out reads {norm, q, gain=}."""
+    The children are in the order of their calls. Arguments of the forward besides the first count too, as "gain=",
+    unless their default or annotation is a number or flag. For `self.out(self.norm(self.q(x)) * gain)`, q reads {},
+    norm reads {q}, and out reads {norm, q, gain=}."""
     nodes = _forward(module)
     found: dict[str, frozenset[str]] = {}
-    given = [node.arg for node in nodes if isinstance(node, ast.arg) and node.arg not in ("self", _argument(nodes))]
-    behind = {name: frozenset((f"{name}=",)) for name in given}
+    behind = {name: frozenset((f"{name}=",)) for name in _other_tensors(nodes)}
 
     def sources(*nodes: ast.AST) -> frozenset[str]:
         inside = [inner for node in nodes for inner in ast.walk(node)]
@@ -91,24 +93,27 @@ def read_outputs(module: nn.Module) -> Mapping[str, frozenset[str]]:
         match node:
             case ast.Call(func=func, args=args, keywords=keywords) if child := _child_called(func):
                 found[child] = found.get(child, frozenset()) | sources(*args, *keywords)
-            case ast.Assign(value=value):
+            case ast.Assign(value=value) | ast.AnnAssign(value=ast.expr() as value) | ast.NamedExpr(value=value):
                 behind |= dict.fromkeys(_assigned(node), sources(value))
+            case ast.AugAssign(target=target, value=value):
+                behind |= dict.fromkeys(_assigned(node), sources(target, value))
     return found
 
 
 def fused_children(module: nn.Module) -> Mapping[str, bool]:
     """Return the children whose output the module's forward splits, directly or through a variable, by name.
 
-    The value is True if the forward first views the output as heads, and splits each head."""
-    found: dict[str, bool] = {}
+    The value is True if the forward first views the output as heads, and splits each head. A child that is split in
+    both ways, as in two branches, is left out."""
+    found: dict[str, set[bool]] = {}
     given: _Variables = {}
     for node in _in_order(_forward(module)):
         if isinstance(node, ast.Assign):
             behind = _child_behind(node.value, given) if isinstance(node.targets[0], ast.Name) else None
             given |= dict.fromkeys(_assigned(node), behind)
         elif (split := _split_expression(node)) and (child := _child_behind(split[0], given)):
-            found |= {child[0]: child[1]} if child[0] not in found and (split[1] or not child[1]) else {}
-    return found
+            found.setdefault(child[0], set()).update({child[1]} if split[1] or not child[1] else ())
+    return {name: flags.pop() for name, flags in found.items() if len(flags) == 1}
 
 
 def is_gated(module: nn.Module, *, names: Collection[str]) -> bool:
@@ -119,15 +124,32 @@ def is_gated(module: nn.Module, *, names: Collection[str]) -> bool:
     return apart and bool(called & {"sigmoid", "silu", "softplus"})
 
 
-def _in_order(nodes: Sequence[ast.AST]) -> list[ast.Assign | ast.Call | ast.Subscript]:
+_Assignment: TypeAlias = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
+
+
+def _in_order(nodes: Sequence[ast.AST]) -> list[_Assignment | ast.Call | ast.Subscript]:
     """Return the assignments, calls and subscripts of a forward in the order of execution."""
-    found = [node for node in nodes if isinstance(node, ast.Assign | ast.Call | ast.Subscript)]
+    found = [node for node in nodes if isinstance(node, _Assignment | ast.Call | ast.Subscript)]
     # a node follows the nodes in it, and an assignment its value
-    return sorted(found, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, ast.Assign)))
+    return sorted(found, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0, isinstance(n, _Assignment)))
 
 
-def _assigned(node: ast.Assign) -> list[str]:
-    return [inner.id for target in node.targets for inner in ast.walk(target) if isinstance(inner, ast.Name)]
+def _assigned(node: _Assignment) -> list[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return [inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)]
+
+
+def _other_tensors(nodes: Sequence[ast.AST]) -> list[str]:
+    """Return the arguments of a forward besides self and the first one, without numbers and flags."""
+    found: list[str] = []
+    for given in [node for node in nodes if isinstance(node, ast.arguments)][:1]:
+        plain = [*given.posonlyargs, *given.args]
+        defaults = [*[None] * (len(plain) - len(given.defaults)), *given.defaults, *given.kw_defaults]
+        for one, default in zip([*plain, *given.kwonlyargs], defaults, strict=True):
+            value = default.value if isinstance(default, ast.Constant) else None
+            number = isinstance(value, int | float | str) or getattr(one.annotation, "id", "") in _NUMBERS
+            found += [] if number or one.arg in ("self", _argument(nodes)) else [one.arg]
+    return found
 
 
 def _uses(nodes: Sequence[ast.AST]) -> set[tuple[str, str]]:
@@ -155,11 +177,12 @@ def _child_called(called: ast.AST) -> str:
     return called.attr if isinstance(called, ast.Attribute) and _is_named(called.value, "self") else ""
 
 
-def _forward(module: nn.Module) -> tuple[ast.AST, ...]:
+def _forward(module: nn.Module, *, every_branch: bool = False) -> tuple[ast.AST, ...]:
     """Return the nodes of a module's forward, its definition first, without branches that its attributes exclude.
 
-    Return () if it has no source, or no argument besides self."""
+    Return () if it has no source, or no argument besides self. `every_branch`: excluded branches too."""
     flags = {name: value for name, value in vars(module).items() if type(value) is bool and name != "training"}
+    flags = {} if every_branch else flags
     return _live_nodes(inspect.unwrap(type(module).forward), frozenset(flags.items()))
 
 
@@ -222,7 +245,7 @@ def _split_expression(node: ast.AST) -> tuple[ast.expr, bool] | None:
         case ast.Subscript(value=source, slice=ast.Tuple(elts=[ast.Constant(value=first), ast.Slice(step=None)])):
             return (source, True) if first is Ellipsis else None
         case ast.Call(func=ast.Attribute(value=source, attr="split" | "chunk"), args=sizes, keywords=keywords):
-            if _is_named(source, "torch"):
+            if _is_named(source, "torch") and sizes:
                 source, *sizes = sizes
             last = any(ast.unparse(word.value) == "-1" for word in keywords)
             return source, last or any(map(_is_width_of_head, sizes[:1]))

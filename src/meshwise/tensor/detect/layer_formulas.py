@@ -140,10 +140,11 @@ def as_norm(module: nn.Module) -> tuple[int, Norm] | None:
     if width is None:
         return None
     asked, x_RW = _with_random_parameters(module), _small_random(_ROWS, width)
-    answer = _output(asked, x_RW, shape=x_RW.shape)
+    x_BRW = x_RW[None]  # GroupNorm takes the second of three dims for the features
+    answer = _output(asked, x_BRW, shape=x_BRW.shape)
     if answer is None:
         return None
-    own_epsilons, near = _possible_epsilons(module), None
+    answer, own_epsilons, near = answer[0], _possible_epsilons(module), None
     for norm in _candidates(module):
         expected = _compute(norm, x_RW, asked._parameters)
         if torch.allclose(expected, answer.double(), rtol=_EXACT, atol=_EXACT):
