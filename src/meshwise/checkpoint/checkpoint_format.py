@@ -123,12 +123,20 @@ def _entry(name: str, *, start: int, dtype: str, shape: list[int], data_offsets:
 
 
 DTYPES: Mapping[str, torch.dtype] = {
-    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (64, 32, 16)},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
-    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (64, 32, 16, 8)},
-    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (64, 32, 16, 8)},
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}

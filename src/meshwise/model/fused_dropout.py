@@ -158,7 +158,7 @@ def can_drop(x: Tensor) -> bool:
 
 
 def can_attend(given: Mapping[str, Any]) -> bool:
-    """Return whether `attention` serves these arguments of scaled_dot_product_attention. No active mode may need it."""
+    """Return whether `attention` serves these arguments of scaled_dot_product_attention, and no mode must see it."""
     query, key, value, seen = given["query"], given["key"], given["value"], given.get("attn_mask")
     fits = (
         query.is_cuda

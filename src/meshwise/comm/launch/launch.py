@@ -303,12 +303,12 @@ class _Agent(LocalElasticAgent):
         ages = {one: now - self._ended[one.id] for one in silent if one.id in self._ended}
         if 0 < len(ages) < len(silent) and min(ages.values()) < _WORDS_SECONDS:
             return RunResult(WorkerState.HEALTHY)
-        result: RunResult = super()._monitor_workers(worker_group)
         left_nothing = {
             one.global_rank: ProcessFailure(one.local_rank, pid=one.id, exitcode=0, error_file="")
             for one, age in ages.items()
-            if age > _CERTAIN_SECONDS
+            if age > _CERTAIN_SECONDS and _is_reaped(one.id)
         }
+        result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and left_nothing:
             result = RunResult(WorkerState.FAILED, failures=left_nothing)
         self._failures = result.failures
@@ -320,3 +320,12 @@ class _Agent(LocalElasticAgent):
         previous = start_folder(self._folder, number=restart - 1)
         error = first_error(previous, size=spec.local_world_size, statuses=statuses)
         report_to_stderr(f"meshwise: restart {restart} of {spec.max_restarts}, because {type(error).__name__}: {error}")
+
+
+def _is_reaped(process: int) -> bool:
+    """Return whether a process has ended and its parent has taken its status, which torch then learns."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return False
