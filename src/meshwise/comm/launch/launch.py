@@ -303,10 +303,11 @@ class _Agent(LocalElasticAgent):
         ages = {one: now - self._ended[one.id] for one in silent if one.id in self._ended}
         if 0 < len(ages) < len(silent) and min(ages.values()) < _WORDS_SECONDS:
             return RunResult(WorkerState.HEALTHY)
+        certain = all(age > _CERTAIN_SECONDS and _is_reaped(one.id) for one, age in ages.items())
         left_nothing = {
             one.global_rank: ProcessFailure(one.local_rank, pid=one.id, exitcode=0, error_file="")
-            for one, age in ages.items()
-            if age > _CERTAIN_SECONDS and _is_reaped(one.id)
+            for one in ages
+            if certain  # so ranks that end one after the other are named together
         }
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and left_nothing:
