@@ -96,6 +96,8 @@ class _FromGpu(pickle.Pickler):
 
 
 def _alone(world: World, model: tuple[Any], training: dict[str, Any]) -> Any:
+    if hasattr(model[0], "config"):  # transformers notes the outputs of a class when a process first builds one
+        type(model[0])(model[0].config)
     return testing.alone(*model, **{"device": world.device} | training)
 
 

@@ -21,7 +21,7 @@ from accelerator.training import check, losses, parsed
 from meshwise.comm.api.streams import streams_of, use_deterministic_kernels
 from meshwise.comm.api.world import World
 from meshwise.comm.network import choose_world, nccl_world
-from meshwise.engine.parallelize import parallelize
+from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import StateBeforeUpdate
 from meshwise.memory.activation_offload import HostMover
 from meshwise.memory.swap_file import BLOCK, SLAB, SwapConfig, SwapTransfer, aligned
@@ -30,6 +30,10 @@ from meshwise.plan.plan_keys import Offload
 from meshwise.testing import agree, run
 
 CPU = torch.device("cpu")
+
+
+def squares(output: Tensor, _: Any) -> tuple[Tensor, int]:
+    return output.square().sum(), len(output)
 
 
 def test_stages_and_groups_connect_in_one_order() -> None:
@@ -282,6 +286,21 @@ def test_norms_keep_their_dtype_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert dtypes == {torch.bfloat16}
     [on_cpu, _] = run(2, losses, args=(plan,))
     assert on_gpu == pytest.approx(on_cpu, rel=1e-6), "the CPU's autocast converts products alone, too"
+
+
+def test_a_model_of_the_cpu_is_cut_before_its_buffers_go_to_the_gpu() -> None:
+    """Its parameters stay on the CPU until it is cut, and batch norms failed there: their buffers were on the GPU."""
+
+    def main(world: World) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+        batches = [torch.arange(24.0).view(6, 4).sin().double() + step for step in range(3)]
+        options = Options(example=batches[0], forward=lambda model, batch: model(batch))
+        trainer = parallelize(model, "pp=2 microbatches=2", loss=squares, world=world, lr=1e-2, options=options)
+        return [trainer.step(batch).loss for batch in batches]
+
+    found, expected = run(2, main, on=SimulatedAccelerators()), run(2, main)
+    agree(torch.tensor(found), torch.tensor(expected), bound=1e-9)
 
 
 # ---- the rest ----------------------------------------------------------------------------------------------------

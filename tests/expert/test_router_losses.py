@@ -121,7 +121,7 @@ def scores_by_hand(kind: str) -> Any:
             chosen = functional.one_hot(index, experts + 1)[..., :-1].sum(2).double()
             share = chosen.sum(1, keepdim=True) / chosen.sum((1, 2)).view(-1, 1, 1)
             if over_batch:
-                share = shares.get(number, torch.full((experts,), 1 / experts))
+                share = shares.get(number, scores.new_full((experts,), 1 / experts))
                 shares[number] = chosen.sum((0, 1)) / chosen.sum()
             losses = KINDS[kind][1]
             total = total + losses["balance"] * experts * (share * scores.softmax(-1)).sum()

@@ -66,7 +66,7 @@ def test_tiers_with_other_ways_of_splitting(plan: str, tiers: str) -> None:
         tiers = "optimizer:disk,gradients:disk"
     ranks = 4 if "pp" in plan else 2
     for own in run(ranks, functools.partial(trained, plan=f"{plan} offload={tiers}")):
-        the_same(own, without_tiers(ranks, plan), on_gpu=4e-3 if "bf16" in plan else 1e-5)
+        the_same(own, without_tiers(ranks, plan), on_gpu=2**-7 if "bf16" in plan else 1e-5)
 
 
 class Signs(torch.optim.Optimizer):
@@ -141,7 +141,7 @@ def test_processes_with_everything_on_disk_give_the_same_bits(processes: Process
     plan = "dp=2 zero=3"
     everything = f"{plan} offload=optimizer:disk,gradients:disk,params:disk"
     for own in run(2, trained, on=processes, args=(everything,)):
-        the_same(own, without_tiers(2, plan))
+        the_same(own, without_tiers(2, plan), on_gpu=1e-4)  # these processes compute on the CPU
 
 
 def test_a_measured_step_shows_the_next_round_read_while_one_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,30 @@ def test_inductor_agrees_with_one_process() -> None:
     torch.testing.assert_close(compiled, values, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("plan, alike", [("dp=2", False), ("tp=2", True), ("tp=2 sequence_parallel=1", True)])
+def test_ranks_that_split_layers_compile_the_same_kernels(
+    plan: str, alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each rank chose the kernels that it had found fastest, and values that tp ranks share drifted apart."""
+    asked: list[bool] = []
+
+    def compiled(graph: torch.fx.GraphModule, _: Any, **settings: Any) -> Any:
+        asked.append(settings == {"config_patches": {"deterministic": True}})
+        return graph.forward
+
+    monkeypatch.setattr(compiled_blocks, "compiler_backend", lambda _: compiled)
+    compiled_blocks._counting.cache_clear()
+
+    def main(world: World) -> None:
+        trainer = parallelize(model, f"{plan} compile=blocks", world=world, loss=next_token_loss, lr=1e-2)
+        for step in range(2):  # the first one finds out which blocks draw, and compiles nothing
+            trainer.step(tokens(step))
+
+    run(2, main)
+    compiled_blocks._counting.cache_clear()
+    assert set(asked) == {alike}
+
+
 @pytest.mark.parametrize(
     "plan",
     [

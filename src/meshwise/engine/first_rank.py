@@ -1,11 +1,15 @@
-"""Run a function on the first rank alone, and return its result, or raise its error, on every rank."""
+"""Give every rank what the first rank has: a function's result or error, and a model's parameters and buffers."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import World
 from meshwise.comm.launch.rank_process import picklable
+from meshwise.model.deferred_init import ParameterSource
+from meshwise.precision.dtype_policy import Precision, place_buffer
 
 Result = TypeVar("Result")
 
@@ -30,3 +34,24 @@ def on_first_rank(
         raise failed
     found: Result = result
     return found
+
+
+def share_parameters(source: ParameterSource, *, world: World) -> None:
+    """Give every rank the first rank's values of the parameters of a model that was given with values."""
+    for name, parameter in source.module.named_parameters():
+        value = source.broadcast_full(name, world=world)
+        source.full(name).copy_(value)
+        parameter.detach().copy_(value)
+
+
+def place_buffers(source: ParameterSource, *, world: World, precision: Precision) -> None:
+    """Move buffers, whole, to every rank's device; of a model that was given with values, the first rank's values."""
+    source.fill_buffers()
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in source.module.modules():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer not in made:
+                made[buffer] = place_buffer(buffer, precision=precision, device=world.device)
+                if not source.deferred:
+                    world.broadcast(made[buffer], axes=world.mesh.names).wait()
+            setattr(module, name, made[buffer])

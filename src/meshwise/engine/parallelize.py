@@ -31,7 +31,7 @@ from meshwise.data_parallel.data_parallel_engine import DataParallel
 from meshwise.data_parallel.gradient_reduction import CODECS, ZERO, Reduction, compressed
 from meshwise.data_parallel.stage_engines import Engine
 from meshwise.data_parallel.whole_parameter_functions import LogicalSlices
-from meshwise.engine.first_rank import on_first_rank
+from meshwise.engine.first_rank import on_first_rank, place_buffers, share_parameters
 from meshwise.engine.microbatch_runner import LiveModel, MicrobatchTask, WholeModelRunner
 from meshwise.engine.schedule_and_cut import cut_source, cutter, plan_schedule
 from meshwise.engine.staged_runner import LiveStage, MicrobatchRunner, StagedRunner
@@ -66,7 +66,6 @@ from meshwise.precision.dtype_policy import (
     ModelCasts,
     Precision,
     convert,
-    place_buffer,
     precision_of,
     widen_for_loss,
 )
@@ -485,7 +484,7 @@ def _build_engine(
 def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine, MicrobatchRunner]:
     """Build the engine and runner of a plan without pp, under which every rank runs all layers."""
     recall, blocks = ForwardReplay(), setting.policy.blocks.names(source.module)
-    _place_buffers(source, setting.world, setting.storage.precision)
+    place_buffers(source, world=setting.world, precision=setting.storage.precision)
     live = _build_engine(source, setting, recall=recall)
     setting.policy.blocks.install(source.module, names=blocks, recall=recall)
     if not source.deferred:
@@ -503,17 +502,18 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     schedule = plan_schedule(plan)
     if is_path(plan.schedule) and len(set(world.exchange(str(schedule)))) > 1:
         raise PlanError(f"the ranks have different tables in schedule={plan.schedule}; give all hosts the same file")
-    if not source.deferred:  # all ranks get the first rank's values
-        for name, parameter in source.module.named_parameters():
-            value = source.broadcast_full(name, world=world)
-            source.full(name).copy_(value)
-            parameter.detach().copy_(value)
-    _place_buffers(source, world, setting.storage.precision)
+    place = partial(place_buffers, source, world=world, precision=setting.storage.precision)
+    if source.deferred:
+        place()
+    else:
+        share_parameters(source, world=world)
     task = setting.task
     make = cutter(source.module, plan=plan, schedule=schedule, where=options.cut, parts=parts)
     run = partial(cut_source, source, plan=plan, make=make, forward=task.forward, loss=task.loss)
     run = partial(run, example=options.example, device=world.device)
     cut = on_first_rank(run, world=world, shared=(PlanError, LossError))
+    if not source.deferred:  # until here they are beside the parameters, on the model's device
+        place()
     blocks = setting.policy.blocks.names(source.module)
     like = shapes_of(source.module, seed=options.seed).module
     convert(like, precision=setting.storage.precision)
@@ -566,19 +566,6 @@ def _draws(module: nn.Module, setting: ParallelSetting, outside: SplitContext) -
     if setting.context is not None:
         setting.context.attention.draws = draws
     return draws
-
-
-def _place_buffers(source: ParameterSource, world: World, precision: Precision) -> None:
-    """Move buffers, whole, to every rank's device; of a model that was given with values, the first rank's values."""
-    source.fill_buffers()
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for module in source.module.modules():
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if buffer not in made:
-                made[buffer] = place_buffer(buffer, precision=precision, device=world.device)
-                if not source.deferred:
-                    world.broadcast(made[buffer], axes=world.mesh.names).wait()
-            setattr(module, name, made[buffer])
 
 
 def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World) -> bool:

@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,7 +35,7 @@ class CompiledBlocks:
 
     def __init__(self, *, backend: str | None, splits: bool = False) -> None:
         """`backend` of torch.compile; None: nothing is compiled. `splits`: ranks split layers, so blocks have graph
-        breaks there. Raises ValueError if torch has no such backend."""
+        breaks there, and every rank has to compile the same kernels. Raises ValueError if torch has no such backend."""
         self.blocks = self.graphs = self.graph_breaks = self.recompilations = 0
         self.drawing: list[str] = []
         self._splits = splits
@@ -43,7 +43,7 @@ class CompiledBlocks:
         known = [] if backend is None else torch.compiler.list_backends(exclude_tags=())
         if backend is not None and backend not in known:
             raise ValueError(f"compiler={backend!r} is no backend of torch.compile; there are {', '.join(known)}")
-        self._backend = None if backend is None else _counting(backend)
+        self._backend = None if backend is None else _counting(backend, same_kernels=splits)
 
     def __str__(self) -> str:
         return (
@@ -104,12 +104,17 @@ class CompiledBlocks:
 
 
 class _CountingBackend(threading.local):
-    """Backend of torch.compile that counts the graphs that it compiles for each thread."""
+    """Backend of torch.compile that counts the graphs that it compiles for each thread.
+
+    same_kernels: each process chooses the same kernels of Inductor. Otherwise each times several forms of a sum and
+    takes the fastest. Sums of other forms have other last bits, so parameters that all ranks of tp have would drift."""
 
     graphs = 0
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, same_kernels: bool) -> None:
         self._compile = compiler_backend(name)
+        if same_kernels and name == "inductor":
+            self._compile = partial(self._compile, config_patches={"deterministic": True})
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         self.graphs += 1

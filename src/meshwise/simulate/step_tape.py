@@ -221,10 +221,12 @@ def _causal(func: OpOverload) -> int | None:
 
 def _flops(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
     packet = func._overloadpacket
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+    name = func.name()
+    if name.startswith("aten::_scaled_dot_product"):
+        # torch has no formula for the CPU's kernels, and before 2.13 none for key heads that several query heads share.
+        backward = "_backward" in name
+        shapes = [args[backward].shape[:2] + tensor.shape[2:] for tensor in args[: 3 + backward]]
+        return int(sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes))
     if packet is aten._grouped_mm:
         a, b = args[:2]
         return int(2 * a.numel() * b.shape[-1] // (a.shape[0] if a.dim() > b.dim() else 1))
