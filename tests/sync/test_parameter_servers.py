@@ -13,6 +13,7 @@ from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
+from meshwise.plan import Plan
 from meshwise.reference import next_token_loss
 from meshwise.sync.parameter_servers import ParameterServers, ServedGradient, largest_staleness
 from meshwise.testing import agree, alone, build_whole, outcome, run
@@ -342,14 +343,35 @@ def test_a_replay_notices_a_gradient_that_is_applied_twice() -> None:
         require_equal(found, replay(twice, parts, workers=2, training=ADAM))
 
 
-def test_verify_checks_the_synchronous_plan_and_the_log() -> None:
+def verified(plan: str, **training: Any) -> Report:
     def main(world: World) -> Report:
-        plan = "dp=3 server=1 staleness=2 correction=dc:0.5"
-        return verify(build, next_token_loss, [batch(n) for n in range(3)], plan, world=world, lr=1e-2)
+        return verify(build, next_token_loss, [batch(n) for n in range(3)], plan, world=world, lr=1e-2, **training)
 
-    report = run(4, main)[0]
-    assert report.first is None
-    assert "with staleness=2, 9 gradients were applied once each" in str(report)
+    report: Report = run(Plan.parse(plan).mesh().size, main)[0]
+    return report
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=3 server=1 staleness=2 correction=dc:0.5", "dp=2 server=2 staleness=async", "dp=3 server=2 staleness=1"],
+)
+def test_verify_checks_the_synchronous_plan_and_replays_the_log(plan: str) -> None:
+    report = verified(plan, options=Options(clip_norm=0.5))
+    assert report.ok, str(report)
+    assert f"{3 * int(plan[3]) * int(plan[12])} gradients were applied once each" in str(report)
+    assert "Applied in one process, they give the same parameters" in str(report)
+
+
+def test_verify_finds_a_server_that_applies_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = ParameterServers._gradient
+
+    def doubled(self: ParameterServers, bucket: Any, worker: int, rows: int) -> Tensor:
+        return late(self, bucket, worker, rows) * (2 if worker == 1 and self.version > 2 else 1)
+
+    monkeypatch.setattr(ParameterServers, "_gradient", doubled)
+    report = verified("dp=2 server=1 staleness=1", optimizer=torch.optim.SGD)
+    assert report.first is not None
+    assert "after the servers' log" in report.first.what
 
 
 @pytest.mark.threads("its ranks share a list")

@@ -23,6 +23,7 @@ from meshwise.optim.build_optimizer import needs_of
 from meshwise.plan import Plan
 from meshwise.sync.parameter_servers import largest_staleness
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, VerificationInputs
+from meshwise.verify.server_replay import ServerReplay
 from meshwise.verify.step_comparison import ReferenceSide, ReplayedSide, StepComparison
 from meshwise.verify.verification_report import SAME_MODEL, Divergence, Report
 
@@ -154,20 +155,38 @@ def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, D
 
 
 def staleness_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
-    """Train with the plan's staleness; return a note on the servers' logs, and a divergence if it was exceeded."""
-    plan = subject.plan
+    """Train with the plan's staleness; return a note on the servers' logs, and the divergence if there is one.
+
+    No parameters may be older than the bound. In float64, the gradients of the logs are applied in one process too
+    (`ServerReplay`), in eval mode."""
+    subject, plan, steps = dataclasses.replace(subject, evaluating=True), subject.plan, len(subject.batches)
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(subject.listener()))
     for batch in subject.converted():
         trainer.step(batch)
-    logs = trainer.update_log()
-    trainer.close()
-    oldest, steps = max(largest_staleness(log) for log in logs), len(subject.batches)
-    figure = BoundedDifference(oldest, math.inf if plan.staleness_bound is None else plan.staleness_bound, steps)
-    return (
+    logs, found = trainer.update_log(), {name: value.clone() for name, value in trainer.full_parameters()}
+    oldest, judge = max(largest_staleness(log) for log in logs), BoundJudge(torch.float64)
+    bound = math.inf if plan.staleness_bound is None else plan.staleness_bound
+    age = Divergence("the age of the parameters that a worker read", steps, BoundedDifference(oldest, bound, steps))
+    note = (
         f"contract: the plan was compared with staleness=0. In a second run with staleness={plan.staleness}, "
         f"{sum(map(len, logs))} gradients were applied once each, and the parameters that a worker read were at "
         f"most {oldest} steps behind"
-    ), Divergence("the age of the parameters that a worker read", steps, figure) if figure.over else None
+    )
+    differences = [age]
+    if subject.dtype == torch.float64:
+
+        def replayed() -> list[Divergence]:
+            divergences = []
+            for name, value in ServerReplay(subject, trainer=trainer).parameters(logs).items():
+                figure = judge.measure(found[name], sides=[value], least=0.0, step=steps)
+                divergences.append(Divergence(f"the value of {name} after the servers' log", steps, figure))
+            return divergences
+
+        differences += on_first_rank(replayed, world=world)
+        apart = max(one.figure.difference for one in differences[1:])
+        note += f". Applied in one process, they give the same parameters, at most {apart:.1e} apart"
+    trainer.close()
+    return note, next((one for one in differences if one.figure.over), None)
 
 
 def gather_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
