@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import warnings
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 from meshwise.comm.api.world import World
@@ -281,16 +283,38 @@ def test_without_a_compiler_a_warning_says_what_happens(monkeypatch: pytest.Monk
 def test_attention_with_other_values_is_not_used(error: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention has no backward on CPUs: the formulas replace it, right and a little wrong."""
 
-    def attended(values: list[Tensor], numbers: list[Tensor], most: int, _bias: None, _options: Any) -> Any:
+    def attended(values: list[Tensor], numbers: fused_dropout.MaskNumbers, _bias: None, _options: Any) -> Tensor:
         query, key, value = values
         scores = (query @ key.mT * 32**-0.5).masked_fill(torch.ones(128, 128).triu(1).bool(), -math.inf)
-        if numbers:
-            first, factor, column = numbers
-            word = (first[..., None] ^ column) * WORD_FACTOR
-            kept = (word ^ (word >> 15)) * factor[..., None] <= most
-            scores = torch.where(kept, scores, scores - 10_000.0)
-        return scores.softmax(-1) @ value + error, scores.logsumexp(-1)
+        word = (numbers.first[..., None] ^ numbers.column) * WORD_FACTOR
+        kept = (word ^ (word >> 15)) * numbers.factor[..., None] <= numbers.most
+        out: Tensor = (torch.where(kept, scores.softmax(-1), 0.0) @ value + error) * numbers.scale.float()
+        return out
 
     monkeypatch.setattr(fused_dropout, "_compiled", lambda _function: attended)
     with pytest.raises(AssertionError) if error else contextlib.nullcontext():
         fused_dropout._try_attention(CPU)
+
+
+@pytest.mark.parametrize("mask", ["causal", "bias"])
+def test_attention_with_dropout_is_one_graph(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host starts compiled code twice in a step, and not for each of the two runs and the operations after them."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = functools.partial(torch.compile, backend=graphs, fullgraph=True)
+    monkeypatch.setattr(fused_dropout, "_compiled", compiled)
+    shape = (2, 2, 128, 128)
+    (numbers,) = fused_dropout.numbers_of_masks(IndexBlock(shape, (0, 0, 0, 0)), keys=[0], keep=0.5, device=CPU)
+    drawn = torch.randn(3, 2, 2, 128, 32, generator=torch.Generator().manual_seed(0))
+    query, key, value = (part.clone().requires_grad_() for part in drawn)
+    bias = None if mask == "causal" else torch.randn(128, 128, generator=torch.Generator().manual_seed(1))
+    given = {"query": query, "key": key, "value": value, "is_causal": bias is None, "attn_mask": bias}
+    scores = query @ key.mT * 32**-0.5
+    later = torch.ones(shape[2:], dtype=torch.bool).triu_(1)
+    weights = (scores.masked_fill(later, -math.inf) if bias is None else scores + bias).softmax(-1)
+    kept = fused_dropout._dropped(torch.ones_like(weights).view(-1, 128), *numbers).view(shape)
+    outs = fused_dropout.attention(given, numbers=numbers), (weights * kept) @ value
+    pairs = zip(*((out, *torch.autograd.grad(out.square().sum(), (query, key, value))) for out in outs), strict=True)
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert len([graph for graph in graphs.graphs if len(graph.graph.nodes) > 1]) == 1

@@ -118,25 +118,35 @@ def attention(given: Mapping[str, Any], *, numbers: MaskNumbers) -> Tensor:
         bias = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(bias.logical_not(), -math.inf)
     bias = None if bias is None else bias.expand(shape)
     options = {"scale": given.get("scale"), "enable_gqa": bool(given.get("enable_gqa")), "block_mask": causal}
-    rows = [each.view(shape[:3]) for each in numbers[:2]]
-    attend = _compiled(_attended)
-    out, kept = attend([query, key, value], [*rows, numbers.column.view(-1)], numbers.most, bias, options)
-    _, every = attend([query, key, value[..., :_LEAST_FEATURES]], [], 0, bias, options)
-    every = every.masked_fill(every == -math.inf, 0.0)  # a query without keys: exp(-inf - 0) is its 0
-    attended: Tensor = out * (torch.exp(kept - every) * numbers.scale).unsqueeze(-1)
-    return attended.to(query.dtype)
+    first, factor = (each.view(shape[:3]) for each in numbers[:2])
+    own = numbers._replace(first=first, factor=factor, column=numbers.column.view(-1))
+    attended: Tensor = _compiled(_attended)([query, key, value], own, bias, options)
+    return attended
 
 
 def _attended(
-    values: Sequence[Tensor], numbers: Sequence[Tensor], most: int, bias: Tensor | None, options: Mapping[str, Any]
+    values: Sequence[Tensor], numbers: MaskNumbers, bias: Tensor | None, options: Mapping[str, Any]
+) -> Tensor:
+    """Return the attention to all keys, with dropout; one graph, so that both runs and what follows start few kernels.
+
+    `numbers`: `first` and `factor` (samples, heads, queries), `column` (keys)."""
+    query, key, value = values
+    out, kept = _run([query, key, value], numbers, bias, options)
+    _, every = _run([query, key, value[..., :_LEAST_FEATURES]], None, bias, options)
+    every = every.masked_fill(every == -math.inf, 0.0)  # a query without keys: exp(-inf - 0) is its 0
+    return (out * (torch.exp(kept - every) * numbers.scale).unsqueeze(-1)).to(query.dtype)
+
+
+def _run(
+    values: Sequence[Tensor], numbers: MaskNumbers | None, bias: Tensor | None, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention to the kept keys (all, if `numbers` is empty), and the log of its sum of exponentials."""
+    """Return the attention to the keys that `numbers` keep (None: all), and the log of its sum of exponentials."""
 
     def score_of(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         score = score if bias is None else score + bias[b, h, i, j]
-        if not numbers:
+        if numbers is None:
             return score
-        first, factor, column = numbers
+        first, factor, column, most, _ = numbers
         word = (first[b, h, i] ^ column[j]) * WORD_FACTOR
         return torch.where((word ^ (word >> 15)) * factor[b, h, i] <= most, score, score - _DROPPED)
 
