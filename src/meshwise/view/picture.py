@@ -6,7 +6,6 @@ whole file, `write_png` writes a PNG with matplotlib. `html_document` and `html_
 `ticks` and `text_width` help to arrange shapes."""
 
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -14,8 +13,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from meshwise.base.package_table import package_table
+
 _FILES = resources.files("meshwise.view")
-COLORS: Mapping[str, tuple[str, str]] = tomllib.loads(_FILES.joinpath("colors.toml").read_text(encoding="utf-8"))
+COLORS: Mapping[str, tuple[str, str]] = package_table("view/colors.toml")
 """Colours (on a light, on a dark screen) by paint: a paint is the name of a colour. `UNSEEN` has none."""
 UNSEEN = "gap"
 """Paint of invisible bars, which show their name when pointed at."""
