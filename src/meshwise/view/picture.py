@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any, TypeAlias
 
 from meshwise.base.package_table import package_table
@@ -259,24 +260,10 @@ def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no
         sheet.plot(across, down, linewidth=0.8, linestyle="--" if shape.paint == "limit" else "-", **how)
 
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Content-Security-Policy of the page: the browser loads nothing from other places, even if a title contains HTML."""
-
-
 def html_document(body: str, *, title: str) -> str:
     """Return an HTML page with the HTML text `body`, which loads no other files."""
-    name, page = (
-        escape(title),
-        {end: _FILES.joinpath(f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js")},
-    )
-    head = (
-        f'<meta charset="utf-8"><title>{name}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><link rel="icon" href="data:,">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{style()}{page['css']}</style>"
-    )
-    main = f"<main>{body}</main><script>{page['js']}</script>"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{main}</body></html>\n'
+    page, css, script = (_FILES.joinpath(f"page.{end}").read_text(encoding="utf-8") for end in ("html", "css", "js"))
+    return Template(page).substitute(title=escape(title), style=style() + css, body=body, script=script)
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
