@@ -40,8 +40,6 @@ def style() -> str:
 
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, top, width and height of a rectangle."""
-LETTER = 0.6
-"""Approximate width of a letter, as a multiple of the font size."""
 _NARROW = 3.0
 
 
@@ -153,7 +151,7 @@ def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
 
 def text_width(text: str, *, size: float) -> float:
     """Return the approximate width of a text in pixels. `size`: the font size."""
-    return LETTER * size * len(text)
+    return 0.6 * size * len(text)
 
 
 def ticks(span: float, *, most: int) -> list[float]:
