@@ -62,12 +62,6 @@ _NAP_SECONDS = 100e-6  # where there is no futex to sleep on
 _syscall = ctypes.CDLL(None).syscall
 
 
-class _TimeSpan(ctypes.Structure):
-    """C's `struct timespec`."""
-
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 _PROOF_WORD = 1
 
 # Number of polls of a condition, then number of polls that each follow a yield: another rank may need this core.
@@ -178,7 +172,7 @@ class Board:
         if _FUTEX is None:
             time.sleep(min(_NAP_SECONDS, seconds))
         elif self.words[0] == seen:
-            most = _TimeSpan(int(seconds), int(seconds % 1 * 1e9))
+            most = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))  # C's `struct timespec`
             _syscall(_FUTEX, self._bell, _WAIT, ctypes.c_int(seen), ctypes.byref(most), None, 0)
 
 
