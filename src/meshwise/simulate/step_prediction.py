@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.comm.api.flight_recorder import Activity, StepPhase, bus_factor
@@ -395,7 +396,7 @@ class _Rank:
             found[action.stage][action.kind].append((took, times))
         costs: dict[int, ActionCost] = {}
         for stage, kinds in sorted(found.items()):
-            mean = defaultdict(float, {kind: _mean(each) for kind, each in kinds.items()})
+            mean = defaultdict(float, {kind: fmean(*zip(*each, strict=True)) for kind, each in kinds.items()})
             work = (mean[ActionKind.F], mean[ActionKind.I], mean[ActionKind.W], mean.get(ActionKind.B))
             link = mean[ActionKind.SEND_F] or mean[ActionKind.RECV_B]
             costs[stage] = ActionCost(*work, link, mean[ActionKind.GATHER], mean[ActionKind.REDUCE])
@@ -429,11 +430,6 @@ class _Rank:
                     found["between"] += size * leaving
                     found["inside"] += size * (1 - leaving)
         return found
-
-
-def _mean(times: list[tuple[float, int]]) -> float:
-    count = sum(many for _, many in times)
-    return sum(took * many for took, many in times) / count if count else 0.0
 
 
 def _acts(parts: Iterable[PlayedSegment], *, start: float) -> Iterator[_Act]:
