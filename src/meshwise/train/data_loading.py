@@ -236,21 +236,21 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
         return self._made, ()
 
 
+@dataclass(frozen=True)
 class DatasetPart(Dataset[Any]):
     """Part of a shuffled dataset: the samples with numbers `start` … `stop`-1 in `order`. It stores no indices."""
 
-    def __init__(self, dataset: Dataset[Any], *, order: SampleOrder, start: int, stop: int) -> None:
-        self._dataset = dataset
-        self._order = order
-        self._start = start
-        self._size = stop - start
+    dataset: Dataset[Any]
+    order: SampleOrder
+    start: int
+    stop: int
 
     def __len__(self) -> int:
-        return self._size
+        return self.stop - self.start
 
     def __getitem__(self, index: int) -> Any:
-        number = self._start + index
-        return self._dataset[self._order.indices(number, stop=number + 1)[0]]
+        number = self.start + index
+        return self.dataset[self.order.indices(number, stop=number + 1)[0]]
 
 
 def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:
