@@ -37,21 +37,11 @@ from meshwise.view.picture import (
     text_width,
     ticks,
 )
-from meshwise.view.text_pictures import SHADES, label
+from meshwise.view.text_pictures import LEGEND, label
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
 """Width of the picture, and its margins on the left (with the names of ranks) and on the right."""
-PAINTS: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input", "W": "weights"}
-MEANINGS: Mapping[str, str] = {
-    **{paint: SHADES[kind][0] for kind, paint in PAINTS.items()},
-    "update": "update",
-    "between": "around",
-    "wait": "waits",
-    "collective": "collectives",
-    "message": "messages",
-    "tier": "between tiers",
-}
-"""Meaning of each paint, in the order of the legend."""
+_PAINTS = {row["letter"]: row["paint"] for row in LEGEND.values() if {"letter", "paint"} <= row.keys()}
 _BESIDE: Mapping[TimelineRow, str] = {
     TimelineRow.COLLECTIVE: "collective",
     TimelineRow.LINK: "message",
@@ -78,7 +68,7 @@ def timeline_picture(
     for rank, name in enumerate(names):
         fixed.append(Bars("row", ((LEFT, _TITLE + rank * drawing.pitch, plot.width, drawing.bar),)))
         fixed.append(PictureText(name, LEFT - 8, _TITLE + rank * drawing.pitch + drawing.bar / 2, "ink", 11, "end"))
-    entries = [(paint, meaning) for paint, meaning in MEANINGS.items() if paint in used]
+    entries = [(row["paint"], meaning) for meaning, row in LEGEND.items() if row.get("paint") in used]
     below = _TITLE + height + _AXIS
     fixed += legend(entries, x=LEFT, y=below + _LEGEND / 2)
     plot = replace(plot, shapes=tuple(bars), axis=tuple(time_axis(plot)), texts=texts, brief=timeline.one_stage_each)
@@ -137,7 +127,7 @@ class _Drawing:
     def _paint(self, event: Event) -> str:
         if event.kind in COMPUTE:
             stages = self.timeline.stages[event.rank]
-            return PAINTS[event.kind] + ("-2" if stages.index(event.stage or 0) % 2 else "")
+            return _PAINTS[event.kind] + ("-2" if stages.index(event.stage or 0) % 2 else "")
         if event.is_background:
             return _BESIDE[event.row]
         if event.row is TimelineRow.WAIT:
