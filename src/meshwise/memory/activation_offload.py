@@ -108,9 +108,6 @@ class StorageMover(ABC):
         self.peak = max(self.peak, self.used)
 
 
-# ---- movers to disk ----------------------------------------------------------------------------------------------
-
-
 class DiskMover(StorageMover):
     """Mover of storages to a swap file and back."""
 
@@ -170,9 +167,6 @@ class DiskMover(StorageMover):
         self.file.close()
 
 
-# ---- movers to the CPU -------------------------------------------------------------------------------------------
-
-
 class HostMover(StorageMover):
     """Mover of a GPU's storages to pinned memory of the host and back."""
 
@@ -217,9 +211,6 @@ class HostMover(StorageMover):
     def close(self) -> None:
         """Free the buffers in host memory."""
         self._free.clear()
-
-
-# ---- movers in a rehearsal -----------------------------------------------------------------------------------------
 
 
 class RehearsedMover(StorageMover):
