@@ -159,8 +159,6 @@ def is_pretrained(folder: Path) -> bool:
 ADAPTER = "adapter_model.safetensors"
 _PART_BYTES = 5 * 10**9
 """Most bytes of a file; a larger tensor has its own file, because no tensor is divided."""
-_TOKENS = (4, 8)
-"""Shape (batch, tokens) of the random tokens that check an export."""
 _BOUND = 1e-5
 """The largest difference of logits that reordered sums can explain, relative to the largest logit."""
 
@@ -328,11 +326,11 @@ def _is_of(library: str, module: nn.Module) -> bool:
 
 
 def _random_test(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return random tokens and a model's logits for them. Raises ValueError if it needs more than tokens."""
+    """Return random tokens (4, 8) and a model's logits for them. Raises ValueError if it needs more than tokens."""
     why = "it has no embedding, so it takes no tokens"
     embedding = next((part for part in module.modules() if isinstance(part, nn.Embedding)), None)
     if embedding is not None:
-        tokens = torch.randint(embedding.num_embeddings, _TOKENS, generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(embedding.num_embeddings, (4, 8), generator=torch.Generator().manual_seed(0))
         try:
             return tokens, _logits(module, tokens)
         except Exception as error:  # noqa: BLE001 - a user's model may fail in any way
