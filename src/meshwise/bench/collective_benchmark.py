@@ -84,8 +84,6 @@ class SizeSweep:
         """Raise ValueError, naming the choices, if a world of `world_size` ranks cannot make these measurements."""
         if unknown := set(self.kinds) - CALLS.keys():
             raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(CALLS)}")
-        if strange := set(self.on) - set(VARIANTS):
-            raise ValueError(f"no kind of memory {', '.join(sorted(strange))}; there are {', '.join(VARIANTS)}")
         possible = group_sizes(world_size)
         if wrong := [n for n in self.groups if n not in possible]:
             listed = ", ".join(map(str, possible)) or "no"
