@@ -248,7 +248,7 @@ def profile_layers(
     rehearsal = rehearse(alone, plan=plan, ranks=ranks, device=kind, rows=key.rows)  # type: ignore[arg-type]
     memory = memory_of(rehearsal)
     tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
-    steps = [rehearsal.step(index) for index in range(plan.pp)]
+    steps = [rehearsal.steps[index] for index in range(plan.pp)]
     names = _names(pieces.cut)
     joined = {module.module for unit in partition(pieces.model) for module in unit[1:]}
     many, copies = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)
