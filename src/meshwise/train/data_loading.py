@@ -145,10 +145,6 @@ def text_files(name: str, *, key: str) -> Iterator[Path]:
     yield from sorted(found)
 
 
-_ROUNDS = 8
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-
 UInt64Array = NDArray[np.uint64]
 
 
@@ -164,7 +160,7 @@ class SampleOrder:
         numbers = np.arange(start, stop, dtype=np.uint64)
         size = np.uint64(self.size)
         epoch = numbers // size
-        key = _mix(_mix(np.full_like(epoch, self.seed & _MASK)) ^ epoch)
+        key = _mix(_mix(np.full_like(epoch, self.seed & (1 << 64) - 1)) ^ epoch)
         return [int(index) for index in _permute(numbers % size, self.size, key)]
 
 
@@ -175,7 +171,7 @@ def _permute(index: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
     outside = np.ones(index.shape, dtype=np.bool_)
     while outside.any():
         left, right = result // base, result % base
-        for number in range(_ROUNDS):
+        for number in range(8):
             left, right = right, (left + _mix(right ^ _mix(key + np.uint64(number)))) % base
         result = np.where(outside, left * base + right, result)
         outside = result >= np.uint64(size)
@@ -184,7 +180,7 @@ def _permute(index: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
 
 def _mix(x: UInt64Array) -> UInt64Array:
     """Return a hash of 64-bit integers: a bijection in which each input bit changes about half of the output bits."""
-    x = x + np.uint64(_GOLDEN)
+    x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -40,7 +40,6 @@ def style() -> str:
 
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, top, width and height of a rectangle."""
-_NARROW = 3.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Bars:
     @property
     def fine(self) -> bool:
         """True if the rectangles are too narrow for a line around each."""
-        return sum(width for _, _, width, _ in self.boxes) < _NARROW * len(self.boxes)
+        return sum(width for _, _, width, _ in self.boxes) < 3 * len(self.boxes)
 
 
 @dataclass(frozen=True)
@@ -169,10 +168,6 @@ def legend(entries: Sequence[tuple[str, str]], *, x: float, y: float) -> Iterato
         x += 19 + text_width(meaning, size=11) + 16
 
 
-_LEGIBLE = 720.0
-"""Least width in pixels at which a page shows a wide picture."""
-
-
 def svg_file(picture: Picture) -> str:
     """Return the text of an SVG file, which has its own CSS and background."""
     ground = f'<rect class="ground" width="{_number(picture.width)}" height="{_number(picture.height)}"/>'
@@ -180,12 +175,14 @@ def svg_file(picture: Picture) -> str:
 
 
 def svg(picture: Picture, *, before: str = "") -> str:
-    """Return an SVG element for an HTML page that has the CSS of `style`. `before`: elements to draw first, as text."""
+    """Return an SVG element for an HTML page that has the CSS of `style`. `before`: elements to draw first, as text.
+
+    A page shows a wide picture at least 720 pixels wide."""
     width, height = _number(picture.width), _number(picture.height)
     inside = before + "".join(map(_shape, picture.shapes)) + (_plot(picture.plot) if picture.plot else "")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width}" '
-        f'style="min-width:{_number(min(picture.width, _LEGIBLE))}px" role="img" '
+        f'style="min-width:{_number(min(picture.width, 720))}px" role="img" '
         f'aria-label="{escape(picture.title)}">{inside}</svg>'
     )
 
@@ -222,8 +219,6 @@ def _number(value: float) -> str:
 
 _DOTS = 100
 """Picture units in an inch of the PNG."""
-_SHARPNESS = 1.6
-"""Pixels of the PNG in a picture unit."""
 _POINTS = 72 / _DOTS
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}.get
 
@@ -238,7 +233,7 @@ def write_png(picture: Picture, *, path: Path) -> None:
     for order, shape in enumerate(picture.flat()):
         if shape.paint != UNSEEN:
             _paint(sheet, shape, {"color": COLORS[shape.paint][0], "zorder": order})
-    figure.savefig(path, dpi=_DOTS * _SHARPNESS, format="png")
+    figure.savefig(path, dpi=1.6 * _DOTS, format="png")  # 1.6 pixels in a picture unit
 
 
 def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no-untyped-def] # matplotlib's Axes, of an extra

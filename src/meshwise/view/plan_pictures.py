@@ -136,7 +136,6 @@ class _Drawing:
 
 
 _AREAS_TOP, _AREAS_HEIGHT = 24.0, 110.0
-_STEPS = 4
 
 
 def memory_pictures(
@@ -152,7 +151,7 @@ def memory_pictures(
     categories = [category for category in Category if category in held]
     lines: list[Shape] = []
     unit = 1024 ** int(math.log(top, 1024))
-    for size in (number * unit for number in ticks(top / unit, most=_STEPS)):
+    for size in (number * unit for number in ticks(top / unit, most=4)):
         y = _AREAS_TOP + _AREAS_HEIGHT * (1 - size / top)
         lines.append(PicturePath("grid", ((LEFT - 4, y), (WIDTH - RIGHT, y))))
         lines.append(PictureText(size_text(size), LEFT - 8, y, "faint", 10, "end"))
@@ -197,8 +196,6 @@ def _sizes(level: MemoryLevel) -> str:
 
 _TONES, _MOST_GRIDS = 6, 12
 _HIGH, _GAP, _LABEL, _LEAST = 24.0, 2.0, 18.0, 40.0
-_LETTERS = 340.0
-"""Smallest width of the picture, which has room for its title."""
 
 
 def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
@@ -208,7 +205,7 @@ def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
     grids, boxes = list(mesh.grids()), dict[int, Box]()
     some = f"; the first {_MOST_GRIDS} of {len(grids)} grids" if len(grids) > _MOST_GRIDS else ""
     texts = [PictureText(f"{mesh.size} rank{'s' * (mesh.size > 1)}{nodes}{some}", 0, 10, size=13)]
-    x, y, right, bottom = 0.0, _TITLE, _LETTERS, _TITLE
+    x, y, right, bottom = 0.0, _TITLE, 340.0, _TITLE  # at least as wide as its title
     for grid in grids[:_MOST_GRIDS]:
         left = 14 + max(text_width(line[0], size=10) for line in grid.rows)
         wide = left + cell * max(map(len, grid.rows)) - cell + 22
