@@ -41,7 +41,9 @@ from meshwise.view.text_pictures import LEGEND, label
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
 """Width of the picture, and its margins on the left (with the names of ranks) and on the right."""
-_PAINTS = {row["letter"]: row["paint"] for row in LEGEND.values() if {"letter", "paint"} <= row.keys()}
+_PAINTS: Mapping[str, str] = {
+    row["letter"]: row["paint"] for row in LEGEND.values() if {"letter", "paint"} <= row.keys()
+}
 _BESIDE: Mapping[TimelineRow, str] = {
     TimelineRow.COLLECTIVE: "collective",
     TimelineRow.LINK: "message",

@@ -22,7 +22,9 @@ from meshwise.plan import Plan
 
 LEGEND: Mapping[str, Mapping[str, str]] = package_table("view/legend.toml")
 """Letter, rich style and paint of what timelines draw, by meaning."""
-SHADES = {row["letter"]: (meaning, row["style"]) for meaning, row in LEGEND.items() if "letter" in row}
+SHADES: Mapping[str, tuple[str, str]] = {
+    row["letter"]: (meaning, row["style"]) for meaning, row in LEGEND.items() if "letter" in row
+}
 """Legend of drawings to scale: the meaning of each letter, and its rich style."""
 
 
