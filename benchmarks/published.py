@@ -357,7 +357,7 @@ def a_layer(row: Row, cluster: Cluster) -> float:
 
 def worked(rehearsal: Rehearsal, cluster: Cluster) -> Iterator[float]:
     """The seconds of each forward and each backward, with what it waits for."""
-    parts = (part for part in rehearsal.step(0) if part.kind in COMPUTE)
+    parts = (part for part in rehearsal.steps[0] if part.kind in COMPUTE)
     return (max(moment.stop for moment in entry_times([part], cost_model=CostModel(cluster))) for part in parts)
 
 

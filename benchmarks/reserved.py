@@ -176,7 +176,7 @@ def reserved(rehearsal: Rehearsal, *, index: int, held: Held, room: float = math
             allocator.room, allocator.peak = math.inf, allocator.reserved
         if step > 0:  # what was waited for to find room is let go of again
             allocator.late += allocator.take(held.late[len(allocator.late) :])
-        segments = rehearsal.step(index) if step else _first_step(rehearsal, index)
+        segments = rehearsal.steps[index] if step else _first_step(rehearsal, index)
         _compute(_ends(segments, stages=len(rehearsal.tapes)), held, allocator)
         if step == 0:
             allocator.take(held.states)
@@ -196,7 +196,7 @@ def _first_step(rehearsal: Rehearsal, index: int) -> Iterator[TapeSegment]:
         if isinstance(action := segment.activity, Action):
             number = 0 if piped and action.microbatch is not None else action.microbatch
             begun[action._replace(stage=stages[action.stage], microbatch=number)] = segment
-    for segment in rehearsal.step(index):
+    for segment in rehearsal.steps[index]:
         if not isinstance(action := segment.activity, Action) or action not in begun:
             yield segment
         elif piped or action.kind is not ActionKind.F or action._replace(kind=ActionKind.B) in begun:

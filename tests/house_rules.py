@@ -97,7 +97,7 @@ HOUSE: tuple[Mapping[str, str], ...] = (
     },
     {"plan": "the user's choices, as one value", "layout": "the layout of a tensor on a mesh"},
     {
-        "base": "meshes, trees of tensors, timelines, text tables, files replaced whole",
+        "base": "meshes, trees of tensors, timelines, text tables, tables beside the source, files replaced whole",
         "reference": "plain models that know no rank",
     },
 )

@@ -157,7 +157,7 @@ def test_a_rehearsal_makes_the_calls_of_a_step(plan: str) -> None:
             RehearsalSubject(subject, next_token_loss, batches()[0], options=training()["options"]),
             plan=plan,
             ranks=size,
-        ).step(0)
+        ).steps[0]
         for call in part.calls()
     )
     made = run(size, counted, args=(plan,))[0][0]

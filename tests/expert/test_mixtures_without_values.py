@@ -46,14 +46,14 @@ def test_llama_4_is_rehearsed_with_the_rows_of_its_choices(choices: int) -> None
     assert sum(received for _, (received, _) in outcomes) == sum(share for _, (_, share) in outcomes)
     given = RehearsalSubject(model, loss, batches()[0], options=Options(forward=forward, example=batches()[0]))
     made = rehearse(given, plan="dp=2 ep=2", ranks=2)
-    number, size = exchanged(call.record for part in made.step(0) for call in part.calls())
+    number, size = exchanged(call.record for part in made.steps[0] for call in part.calls())
     assert number == found[0][0]
     assert size == sum(sent for _, sent in found) / 2
 
 
 @pytest.mark.parametrize("plan", ["tp=2 ep=2", "dp=2 ep=2 dispatch=all-gather", "dp=2 ep=2 replicate=1 chunk=4"])
 def test_llama_4_is_rehearsed_under_every_dispatch(plan: str) -> None:
-    assert rehearse(subject("Llama4"), plan=plan, ranks=2).step(0)
+    assert rehearse(subject("Llama4"), plan=plan, ranks=2).steps[0]
 
 
 def test_llama_4_given_as_a_function_is_compared_under_pp() -> None:

@@ -117,7 +117,7 @@ def agrees(model: nn.Module, plan: str, at: tuple[str, ...], *, length: int = TO
 def is_rehearsed(model: nn.Module, plan: str, at: tuple[str, ...]) -> None:
     batch, ranks = torch.zeros(8, TOKENS, dtype=torch.long), Plan.parse(plan).mesh().size
     rehearsed = rehearse(RehearsalSubject(model, squares, batch, options=options_of(batch, at)), plan=plan, ranks=ranks)
-    assert all(rehearsed.step(stage) for stage in range(len(at) + 1))
+    assert all(rehearsed.steps[stage] for stage in range(len(at) + 1))
 
 
 BARE, DROPPED, OPENED, TIED = "no head", "dropout", "dropout, and a module that opens", "the same, tied"

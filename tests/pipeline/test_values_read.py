@@ -111,7 +111,7 @@ def test_a_model_that_reads_values_is_rehearsed(model: str, given: str) -> None:
     build = MODELS[model]
     assert rehearse(
         RehearsalSubject(build if given == "function" else build(), _loss, BATCH), plan="pp=2 microbatches=2", ranks=2
-    ).step(0)
+    ).steps[0]
 
 
 class _Summed(nn.Module):

@@ -71,7 +71,7 @@ def _held(blocks: int, plan: str) -> int:
     subject = RehearsalSubject(lambda: Blocks(blocks), _loss, x, options=Options(example=x))
     rehearsal = rehearse(subject, plan=plan, ranks=Plan.parse(plan).mesh().size, device="cuda")
     left: Counter[Category] = Counter()
-    for part in rehearsal.step(0):
+    for part in rehearsal.steps[0]:
         if str(part.activity) == "0F0":
             left.update({entry.category: 0 for entry in part.entries if isinstance(entry, MemoryChange)})
             for entry in part.entries:

@@ -47,7 +47,7 @@ def _attention(
     rehearsal = rehearse(subject, plan=f"dp=1{precision}", ranks=1, device=device)
     found = [
         entry
-        for part in rehearsal.step(0)
+        for part in rehearsal.steps[0]
         for entry in part.entries
         if isinstance(entry, TapeOperation) and "attention" in entry.name
     ]

@@ -205,7 +205,7 @@ def loss(y: Tensor, batch: Any) -> tuple[Tensor, int]:
 
 def operations(rehearsal: Rehearsal) -> list[str]:
     return [
-        entry.name for segment in rehearsal.step(0) for entry in segment.entries if isinstance(entry, TapeOperation)
+        entry.name for segment in rehearsal.steps[0] for entry in segment.entries if isinstance(entry, TapeOperation)
     ]
 
 
@@ -268,4 +268,4 @@ def test_models_of_transformers_are_rehearsed_as_they_are(family: str, batch: st
         rows["attention_mask"] = torch.ones_like(tokens)
         rows["attention_mask"][0, 3:] = 1 if batch == "whole" else 0
     rehearsal = rehearse(RehearsalSubject(model, _own_loss, rows), plan=plan, ranks=2)
-    assert rehearsal.step(0)
+    assert rehearsal.steps[0]

@@ -20,7 +20,7 @@ def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
 
 
 def operations(model: nn.Module, batch: Tensor) -> dict[str, TapeOperation]:
-    step = rehearse(RehearsalSubject(model, loss, batch), plan="dp=1", ranks=1).step(0)
+    step = rehearse(RehearsalSubject(model, loss, batch), plan="dp=1", ranks=1).steps[0]
     found = [entry for segment in step for entry in segment.entries if isinstance(entry, TapeOperation)]
     return {one.name: one for one in found if one.product is not None}
 

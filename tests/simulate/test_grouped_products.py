@@ -30,7 +30,7 @@ def loss(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_of_three_products_has_the_flops_of_all_rows(dtype: torch.dtype) -> None:
     subject = RehearsalSubject(lambda: Mixture().to(dtype), loss, torch.empty(ROWS, WIDTH, dtype=dtype))
-    step = rehearse(subject, plan="dp=1", ranks=1).step(0)
+    step = rehearse(subject, plan="dp=1", ranks=1).steps[0]
     entries = [entry for segment in step for entry in segment.entries if isinstance(entry, TapeOperation)]
     found = [one for one in entries if one.name == "_grouped_mm"]
     assert {one.flops for one in found} == {2 * ROWS * WIDTH * INNER}

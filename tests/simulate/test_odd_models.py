@@ -189,7 +189,7 @@ def test_fused_updates_are_rehearsed(plan: str, optimizer: Any, arguments: Any) 
 def test_fused_updates_take_their_time(device: Device) -> None:
     subject = RehearsalSubject(Net, entropy, torch.zeros(4, 3, dtype=torch.long), optimizer=SGD)
     entries = [
-        entry for part in rehearse(subject, plan="dp=1", ranks=1, device=device).step(0) for entry in part.entries
+        entry for part in rehearse(subject, plan="dp=1", ranks=1, device=device).steps[0] for entry in part.entries
     ]
     updates = [entry for entry in entries if isinstance(entry, TapeOperation) and entry.name == "_fused_sgd_"]
     numel = sum(parameter.numel() for parameter in Net().parameters())

@@ -64,7 +64,7 @@ def _second_step(rehearsal: Rehearsal, index: int) -> list[TapeSegment]:
     rounds = rehearsal.tapes[index].agreements
     number, length = itertools.accumulate(part.steps for part in rounds), sum(part.times for part in rounds) // 2
     due = [part for part, step in zip(rounds, number, strict=True) if step > length and (step - 2) % length == 0]
-    return [*rehearsal.step(index), *due]
+    return [*rehearsal.steps[index], *due]
 
 
 def _calls(rehearsal: Rehearsal, index: int) -> list[tuple[str, tuple[str, ...], int]]:
@@ -116,7 +116,7 @@ def test_a_rehearsed_step_makes_the_calls_of_a_real_one(plan: str) -> None:
 def test_a_split_backward_of_a_model_with_dropout_is_rehearsed() -> None:
     subject = gpt_subject(replace(CONFIG, dropout=0.1), stages=2)
     rehearsal = rehearse(subject, plan="pp=2 microbatches=4 schedule=zb-h1", ranks=2)
-    assert {"1I3", "1W3"} <= {str(segment.activity) for segment in rehearsal.step(1)}
+    assert {"1I3", "1W3"} <= {str(segment.activity) for segment in rehearsal.steps[1]}
 
 
 def test_micro_batches_that_were_not_run_are_like_one_that_was() -> None:
@@ -128,7 +128,7 @@ def test_micro_batches_that_were_not_run_are_like_one_that_was() -> None:
 
 
 def _flops(rehearsal: Rehearsal, index: int) -> int:
-    entries = [entry for segment in rehearsal.step(index) for entry in segment.entries]
+    entries = [entry for segment in rehearsal.steps[index] for entry in segment.entries]
     return sum(entry.flops for entry in entries if isinstance(entry, TapeOperation))
 
 
@@ -177,7 +177,7 @@ def test_a_backward_in_two_parts_does_nothing_twice(words: str, schedule: str) -
         for stages, order in ((2, "naive"), (4 if "virtual" in schedule else 2, schedule))
     )
     assert sum(_flops(parts, index) for index in range(2)) == sum(_flops(whole, index) for index in range(2))
-    labels = [str(segment.activity) for index in range(2) for segment in parts.step(index)]
+    labels = [str(segment.activity) for index in range(2) for segment in parts.steps[index]]
     split = [label for label in labels if "W" in label and not label.startswith("0")]  # the first stage has no I
     blocks = CONFIG.layers // (4 if "virtual" in schedule else 2)
     again = _moved(parts) - _moved(whole)
@@ -297,7 +297,8 @@ def test_attention_is_the_fused_kernel_of_the_target_device() -> None:
         ("cuda", "_scaled_dot_product_efficient_attention"),
     ):
         rehearsal = rehearse(gpt_subject(), plan="dp=1", ranks=1, device=device)  # type: ignore[arg-type]
-        names = {entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, TapeOperation)}
+        entries = (entry for part in rehearsal.steps[0] for entry in part.entries)
+        names = {entry.name for entry in entries if isinstance(entry, TapeOperation)}
         assert name in names
         assert "_fused_adamw_" in names
 
@@ -305,7 +306,7 @@ def test_attention_is_the_fused_kernel_of_the_target_device() -> None:
 def _names(config: GPTConfig, plan: str) -> Counter[str]:
     rehearsal = rehearse(gpt_subject(config), plan=plan, ranks=1, device="cuda")
     return Counter(
-        entry.name for part in rehearsal.step(0) for entry in part.entries if isinstance(entry, TapeOperation)
+        entry.name for part in rehearsal.steps[0] for entry in part.entries if isinstance(entry, TapeOperation)
     )
 
 
@@ -355,7 +356,7 @@ class _Placeless(nn.Module):
 @pytest.mark.parametrize("plan", ["dp=2 zero=3", "dp=2 recompute=selective", "pp=2 microbatches=2"])
 def test_a_model_and_a_loss_that_name_no_device_are_rehearsed(plan: str) -> None:
     subject = RehearsalSubject(_Placeless, lambda y, x: ((y - torch.zeros(4)).sum(), len(x)), torch.ones(8, 4))
-    assert rehearse(subject, plan=plan, ranks=2).step(0)
+    assert rehearse(subject, plan=plan, ranks=2).steps[0]
 
 
 class _Looks(_Placeless):
@@ -419,7 +420,7 @@ def test_a_model_that_changes_its_batch_in_place_is_rehearsed_in_stages() -> Non
     build = lambda: Changes(*(nn.Linear(4, 4) for _ in range(4)))  # noqa: E731
     squares = lambda y, x: (y.square().sum(), len(x))  # noqa: E731
     rehearsal = rehearse(RehearsalSubject(build, squares, torch.ones(8, 4)), plan="pp=2 microbatches=2", ranks=2)
-    assert rehearsal.step(0)
+    assert rehearsal.steps[0]
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
@@ -434,6 +435,6 @@ def test_a_rank_of_a_v_schedule_that_stands_for_others_does_their_work(
     monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda *_, **__: (0, 1, 2, 3))
     every = rehearse(subject, plan=plan, ranks=4)
     for index in range(4):
-        assert [str(part.activity) for part in few.step(index)] == [str(part.activity) for part in every.step(index)]
+        assert [str(part.activity) for part in few.steps[index]] == [str(part.activity) for part in every.steps[index]]
         assert _flops(few, index) == _flops(every, index)
         assert _calls(few, index) == _calls(every, index)

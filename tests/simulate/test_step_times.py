@@ -47,7 +47,7 @@ def _flops(segments: Iterable[TapeSegment]) -> int:
 
 def test_a_step_takes_its_flops_over_the_peak() -> None:
     prediction = predict(rehearse(gpt_subject(), plan="dp=1", ranks=1), cluster=STEADY)
-    assert prediction.seconds == pytest.approx(_flops(prediction.rehearsal.step(0)) / 1e9)
+    assert prediction.seconds == pytest.approx(_flops(prediction.rehearsal.steps[0]) / 1e9)
     assert prediction.model_flops / (prediction.seconds * 1e9) == pytest.approx(prediction.utilisation)
 
 
@@ -79,7 +79,7 @@ def test_frozen_weights_have_no_gradient_that_counts(plan: str) -> None:
     # no gradient of the input reaches before the first block
     assert prediction.model_flops == 3 * frozen + 2 * frozen + 3 * 3 * learns - learns // 2
     assert prediction.utilisation <= 1 + 1e-9
-    assert (_flops(prediction.rehearsal.step(0)) > prediction.model_flops) == ("recompute=full" in plan)
+    assert (_flops(prediction.rehearsal.steps[0]) > prediction.model_flops) == ("recompute=full" in plan)
 
 
 class Force(nn.Module):
@@ -112,7 +112,7 @@ def test_the_bubble_of_even_stages_is_that_of_the_schedule(microbatches: int) ->
         options=Options(cut=CutOptions(at=("1",))),
     )
     prediction = predict(rehearse(subject, plan=f"pp=2 microbatches={microbatches}", ranks=2), cluster=STEADY)
-    first, second = (_flops(prediction.rehearsal.step(index)) for index in range(2))
+    first, second = (_flops(prediction.rehearsal.steps[index]) for index in range(2))
     # The first stage has no gradient of its input to compute: F=1, B=1 there, F=1, B=2 on the second.
     assert first / second == pytest.approx(2 / 3)
     # Its last backward takes a whole unit less of the first one's time: it sends before it computes for its weights.
@@ -147,7 +147,7 @@ def test_a_forward_hides_the_gather_of_parameters_that_it_waits_for(bandwidth: f
     plans = ("dp=2 zero=1 microbatches=2", "dp=2 zero=1 microbatches=2 overlap_gather=1")
     early, late = (predict(rehearse(gpt_subject(), plan=plan, ranks=2), cluster=cluster) for plan in plans)
     assert late.traffic == early.traffic
-    [forward] = (_flops([part]) / 1e9 for part in late.rehearsal.step(0) if str(part.activity) == "0F0")
+    [forward] = (_flops([part]) / 1e9 for part in late.rehearsal.steps[0] if str(part.activity) == "0F0")
     saved = early.seconds - late.seconds
     if bandwidth == 1e30:
         assert saved == pytest.approx(0, abs=1e-12)
@@ -237,7 +237,7 @@ def test_of_an_all_to_all_every_rank_sends_between_nodes_what_goes_to_other_node
 def test_bytes_of_an_all_to_all_on_each_link(nodes: int, between: int) -> None:
     """Of its tokens a rank of four sends a quarter to each rank, forward and backward, there and back."""
     made = rehearse(mixture_subject(), plan="dp=4 ep=4", ranks=4)
-    calls = [call for part in made.step(0) for call in part.calls() if call.record.kind == "all_to_all"]
+    calls = [call for part in made.steps[0] for call in part.calls() if call.record.kind == "all_to_all"]
     sent = {
         text: predict(made, cluster=parse_cluster(text)).traffic for text in ("1x4 h100", f"{nodes}x{4 // nodes} h100")
     }

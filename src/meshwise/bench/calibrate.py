@@ -234,7 +234,7 @@ def _between(world: World, effort: CalibrationEffort) -> tuple[float, float]:
     for depth in (2, 34):
         layers = functools.partial(lambda depth: nn.Sequential(*(nn.Linear(8, 8) for _ in range(depth))), depth)
         subject = RehearsalSubject(layers, lambda output, batch: (output.square().sum(), len(batch)), torch.zeros(1, 8))
-        parts = rehearse(subject, plan=plan, ranks=1, device=device).step(0)
+        parts = rehearse(subject, plan=plan, ranks=1, device=device).steps[0]
         counts.append(sum(isinstance(entry, TapeOperation) for part in parts for entry in part.entries))
         alone = functools.partial(measured, subject=subject, plan=plan, steps=4 * effort.rounds)
         world.barrier()

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,8 +84,6 @@ class SizeSweep:
         """Raise ValueError, naming the choices, if a world of `world_size` ranks cannot make these measurements."""
         if unknown := set(self.kinds) - CALLS.keys():
             raise ValueError(f"no collective {', '.join(sorted(unknown))}; there are {', '.join(CALLS)}")
-        if strange := set(self.on) - set(VARIANTS):
-            raise ValueError(f"no kind of memory {', '.join(sorted(strange))}; there are {', '.join(VARIANTS)}")
         possible = group_sizes(world_size)
         if wrong := [n for n in self.groups if n not in possible]:
             listed = ", ".join(map(str, possible)) or "no"
@@ -229,34 +228,28 @@ def _call(world: World, call: Call, buffers: tuple[Tensor, Tensor], calls: int) 
             work.wait()
 
 
-def rows(measurements: Sequence[Measurement]) -> list[dict[str, str | int | float]]:
+def rows(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Return one flat dict for each measurement, sorted by collective: seconds, and bandwidths in bytes per second.
     `share_of_copy` is bus bandwidth / copy bandwidth, for a plain copy of as many bytes by as many ranks."""
     names = ("ranks", "bytes", "on", "median_seconds", "min_seconds", "algorithm_bandwidth", "bus_bandwidth")
-    found: list[dict[str, str | int | float]] = []
-    for one, copy in _beside_copies(measurements):
-        own = {name: getattr(one, name) for name in names}
+    copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
+    found = []
+    for one in sorted(measurements, key=lambda one: (list(CALLS).index(one.kind), one.ranks, one.bytes, one.on)):
+        own, copy = {name: getattr(one, name) for name in names}, copies[one.ranks, one.bytes]
         found.append({"collective": one.kind, **own, "copy_bandwidth": copy, "share_of_copy": one.bus_bandwidth / copy})
     return found
-
-
-def _beside_copies(measurements: Sequence[Measurement]) -> list[tuple[Measurement, float]]:
-    """Return the measurements sorted by collective, each with the bandwidth of a copy of as many bytes."""
-    copies = {(one.ranks, one.bytes): one.bus_bandwidth for one in measurements if one.kind == COPY}
-    ordered = sorted(measurements, key=lambda one: (list(CALLS).index(one.kind), one.ranks, one.bytes, one.on))
-    return [(one, copies[one.ranks, one.bytes]) for one in ordered]
 
 
 def as_table(measurements: Sequence[Measurement]) -> list[tuple[str, ...]]:
     """Return a table for the terminal, titles first: times, and bandwidths in GB/s (10^9 bytes per second)."""
     times, speeds = ("median", "min"), ("algorithm GB/s", "bus GB/s", "copy GB/s", "bus/copy")
     table: list[tuple[str, ...]] = [("collective", "ranks", "size", "on", *times, *speeds)]
-    for one, copy in _beside_copies(measurements):
-        if one.kind != COPY:
-            seconds = map(time_text, (one.median_seconds, one.min_seconds))
-            rates = (f"{rate / 1e9:.3f}" for rate in (one.algorithm_bandwidth, one.bus_bandwidth, copy))
-            what = (one.kind, str(one.ranks), size_text(one.bytes), one.on)
-            table.append((*what, *seconds, *rates, f"{one.bus_bandwidth / copy:.0%}"))
+    for row in rows(measurements):
+        if row["collective"] != COPY:
+            what = (row["collective"], str(row["ranks"]), size_text(row["bytes"]), row["on"])
+            seconds = (time_text(row[name]) for name in ("median_seconds", "min_seconds"))
+            rates = (f"{row[f'{name}_bandwidth'] / 1e9:.3f}" for name in ("algorithm", "bus", "copy"))
+            table.append((*what, *seconds, *rates, f"{row['share_of_copy']:.0%}"))
     return table
 
 

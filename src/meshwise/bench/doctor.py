@@ -26,6 +26,7 @@ from typing import Literal
 
 import torch
 
+from meshwise.base.package_table import package_table
 from meshwise.bench.machine import Machine, machine_facts
 from meshwise.comm.api.flight_recorder import ranks_text
 from meshwise.comm.api.launcher_info import launch_error
@@ -41,13 +42,7 @@ _OPEN_FILES = 4096
 _STREAMS = 8
 """Streams of a rank that may work at once: compute, two directions of copies, NCCL's of groups and of messages."""
 
-_COMPARED: Mapping[str, str] = {
-    "meshwise": "install the same version everywhere",
-    "torch": "install the same version everywhere",
-    "python": "use the same Python everywhere: pickles and seeds may differ",
-    "nccl": "install the same torch build everywhere, and unset NCCL overrides in LD_LIBRARY_PATH",
-    "device": "give every rank a GPU, or hide the GPUs everywhere with CUDA_VISIBLE_DEVICES=",
-}
+_REMEDIES = package_table("bench/remedies.toml")
 
 _SMALL_MESSAGES = 20
 _LARGE_BYTES = 4 << 20
@@ -156,7 +151,7 @@ def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: f
             f"{ranks_text(repeated)} answered the roll call more than once",
             remedy="give torchrun another --node-rank on each machine, and end the processes of earlier jobs",
         )
-    for fact, remedy in _COMPARED.items():
+    for fact, remedy in _REMEDIES["facts"].items():
         values = _ranks_by([entry.facts[fact] for entry in entries], ranks)
         if len(values) > 1:
             yield problem(f"the ranks differ in {fact}: {_in_words(values)}", remedy=remedy)
@@ -354,18 +349,9 @@ def _deadline(seconds: float, doing: str, world: World | None = None) -> Iterato
         timer.cancel()
 
 
-_REMEDIES = (
-    ("interface", "name an interface that exists, and that the other machines can reach, in GLOO_SOCKET_IFNAME"),
-    ("resolve", "add this machine's host name to /etc/hosts, or name its interface in GLOO_SOCKET_IFNAME"),
-    ("NCCL", "run again with NCCL_DEBUG=WARN, and compare drivers and NCCL versions"),
-    ("Permission", "allow this user to open sockets and start processes here"),
-    ("timed out", "look at the output of the other ranks, and open all ports between their machines"),
-)
-
-
 def _failure(what: str, error: Exception) -> MachineFinding:
     """Return the first line of an error as a problem, with the first remedy of `_REMEDIES` whose word it contains."""
     text = (str(error) or type(error).__name__).strip()
-    remedies = [remedy for word, remedy in _REMEDIES if word.lower() in text.lower()]
+    remedies = [remedy for word, remedy in _REMEDIES["errors"].items() if word.lower() in text.lower()]
     remedy = remedies[0] if remedies else "read the output above, from the rank that ended first"
     return problem(f"{what} failed: {text.splitlines()[0]}", remedy=remedy)

@@ -18,7 +18,6 @@ from meshwise.comm.api.streams import gpu_count, gpu_properties
 from meshwise.comm.launch.launch import cores
 from meshwise.comm.network.choose_world import backends
 
-_TOOL_SECONDS = 10
 _GIB = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the mount itself, not a file in it
 
@@ -96,7 +95,7 @@ def _nvidia_smi(*words: str) -> str:
     """Return the output of nvidia-smi, or "" when it is missing, fails or takes too long."""
     command = ["nvidia-smi", *words]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (subprocess.SubprocessError, OSError):
         return ""
 

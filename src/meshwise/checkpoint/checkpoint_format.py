@@ -155,7 +155,6 @@ FORMAT = "meshwise checkpoint 1"
 BLOCK = 1 << 20
 """Bytes of a block, the part of a file that has one checksum; the last block of a file may be shorter."""
 _CHECKSUM = ', "checksum": "'
-_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ def parse_index(folder: Path, *, body: Mapping[str, Any]) -> CheckpointIndex:
 
 def plain_name(name: str) -> str:
     """Return `name` if it is a file name without a path. Raises ValueError if it could lead out of the folder."""
-    if not isinstance(name, str) or not _PLAIN.fullmatch(name):
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
         raise ValueError(f"{name!r} is not the plain name of a file in the folder")
     return name
 

@@ -24,9 +24,6 @@ from meshwise.train.console_output import console_of_width, counted, text_table
 from meshwise.train.flags_and_toml import parse_flags
 from meshwise.train.job_settings import JobError, as_job_error, check_least
 
-_WIDTH = 110
-"""Columns of the table if stdout is not a terminal."""
-
 
 @dataclass(frozen=True)
 class BenchFlags:
@@ -89,7 +86,7 @@ def _collectives(words: Sequence[str]) -> None:
     if prints_for_job():
         if {one.kind for one in measurements} == {benchmark.COPY} != set(flags.collectives):
             raise JobError("no collective was measured: these ranks have no shared memory; use --on ordinary")
-        console = console_of_width(_WIDTH)
+        console = console_of_width(110)
         console.show(text_table(benchmark.as_table(measurements)))
         console.show(
             "Time of the slowest rank. Bus bandwidth as nccl-tests defines it. Copy: at the same time, "

@@ -34,13 +34,11 @@ from meshwise.train.pretrained_model import hub_folder
 GENERATION = "generation_config.json"
 _MOST_TEXT = 400
 _MOST_NAMES = 3
-_PIPE_WIDTH = 200
-"""Columns of a table if stdout is not a terminal."""
 
 
 def main(words: Sequence[str]) -> int:
     """Run a subcommand and return the exit status. Raises JobError for a folder without a checkpoint."""
-    console = OutputConsole(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    console = OutputConsole(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else 200)
     flags = _parser().parse_args(words)
     if "checkpoint" in flags:
         _require(flags.checkpoint)

@@ -18,8 +18,6 @@ from meshwise.train.flags_and_toml import from_toml, parse_flags
 from meshwise.train.job_settings import Job, JobError, check_least
 
 Recipe = Literal["slurm", "kubernetes", "ray", "sagemaker", "azureml"]
-_PLACE = re.compile(r"\{\{(\w+)\}\}")
-_PLAIN = re.compile(r"[\w./:@+-]+")
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,6 @@ def recipe(flags: LaunchFlags, *, job: Job) -> str:
         "stop": str(PurePosixPath(flags.folder, job.train.output, "stop")),
         "file": str(flags.write or source.name.removesuffix(".txt")),
     }
-    if odd := [f"{name} = {value!r}" for name, value in values.items() if not _PLAIN.fullmatch(value)]:
+    if odd := [f"{name} = {value!r}" for name, value in values.items() if not re.fullmatch(r"[\w./:@+-]+", value)]:
         raise JobError(f"{', '.join(odd)}: write paths and images without blanks and quotes, as /shared/run-1")
-    return _PLACE.sub(lambda place: values[place[1]], source.read_text("utf-8"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: values[place[1]], source.read_text("utf-8"))

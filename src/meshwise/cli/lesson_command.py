@@ -25,7 +25,6 @@ from meshwise.train.flags_and_toml import parse_flags
 from meshwise.train.job_settings import JobError
 from meshwise.view.picture import html_document
 
-_RANKS = 4
 _CELL = re.compile(r"^# %%(.*)\n", re.MULTILINE)
 _CONTENT = "main>p,main>ul,main>h2{margin:16px 0}main pre{padding:10px;overflow:auto;border:1px solid var(--edge)}"
 
@@ -80,7 +79,7 @@ def main(words: Sequence[str]) -> int:
     elif flags.html and (flags.number == "all" or flags.processes):
         raise JobError("--html needs one lesson number, as in 07, and no --processes")
     elif flags.processes:
-        run(_RANKS, _rank, args=(wanted,))
+        run(4, _rank, args=(wanted,))
     elif flags.number == "all":
         print_all(wanted)
     else:

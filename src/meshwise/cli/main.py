@@ -40,8 +40,6 @@ from meshwise.plan import PlanError
 from meshwise.train.console_output import STDOUT, leave_traceback, notes, replace_missing_characters, stdout_failed
 from meshwise.train.job_settings import JobError
 
-_RANK_0_SECONDS = 5
-
 COMMANDS: Mapping[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "train": ("train a job on local ranks, or under torchrun", train_command.main),
     "verify": ("compare a few steps of the split and the whole model", verify_command.main),
@@ -132,7 +130,7 @@ def _report(message: str, *, status: int, once: bool = False) -> int:
     other ranks. They print the message too if torchrun has not ended them within 5 s."""
     rank = os.environ.get("RANK")
     if once and rank not in (None, "0"):
-        time.sleep(_RANK_0_SECONDS)
+        time.sleep(5)
     with contextlib.suppress(OSError):  # if stderr is closed, only the status remains
         print(message if rank is None else f"[rank {rank}] {message}", file=sys.stderr, flush=True)
     return status

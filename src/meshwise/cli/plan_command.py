@@ -30,10 +30,6 @@ from meshwise.train.prepare_job import prepare
 from meshwise.view.drawing_data import predicted_account
 
 _MOST_DRAWN = 4
-
-_WIDTH = 160
-"""Columns of the tables where stdout is not a terminal."""
-
 _WRAPPED = ("plan", "nearest", "lost because")
 
 
@@ -155,7 +151,7 @@ def _heading(job: PlanJob, cluster: Cluster, space: PlanSpace, *, limit: float, 
 
 
 def _print_result(result: SearchResult, *, heading: Iterable[str], top: int, seconds: float) -> None:
-    console = console_of_width(_WIDTH)
+    console = console_of_width(160)
     for line in heading:
         console.show(line)
     summary = f"{counted(len(result.candidates), of='plan')}, {result.rehearsals} of them rehearsed, in {seconds:.0f} s"

@@ -29,9 +29,6 @@ from meshwise.view.drawing_data import PlanAccount, write_chrome_trace
 from meshwise.view.picture import Picture, svg_file, write_png
 from meshwise.view.plan_pictures import page, picture_sheet
 
-_WIDTH = 120
-"""Columns of a drawing where stdout is not a terminal."""
-
 
 def check_outputs(paths: Iterable[Path | None]) -> None:
     """Raise JobError for a path that cannot be written; None is skipped. Commands call it before their work starts."""
@@ -78,7 +75,7 @@ class DrawingFiles:
 
 def drawing_console() -> OutputConsole:
     """Return a console on stdout for drawings; where stdout is no terminal, its lines have at most 120 columns."""
-    return console_of_width(_WIDTH)
+    return console_of_width(120)
 
 
 def check_drawings(files: DrawingFiles) -> None:

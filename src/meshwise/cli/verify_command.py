@@ -19,8 +19,6 @@ from meshwise.train.job_settings import JobError, StudiedJob, check_least
 from meshwise.train.prepare_job import check_plan, prepare
 from meshwise.verify import Report, verify
 
-_MOST_ROWS = 40
-
 
 @dataclass(frozen=True)
 class VerifyJob(StudiedJob):
@@ -68,7 +66,7 @@ def print_report(report: Report, *, console: OutputConsole) -> None:
     console.print("\n".join(lines), soft_wrap=True, highlight=False, markup=False, end="\n\n")
     console.show(text_table(report.step_rows(), failed="!"))
     console.print()
-    worst = sorted(report.parameters, key=lambda line: -line.excess)[:_MOST_ROWS]
+    worst = sorted(report.parameters, key=lambda line: -line.excess)[:40]
     shown = [line for line in report.parameters if line in worst]
     console.show(text_table(report.parameter_rows(shown), wrapped=("parameter",), failed="!"))
     if rest := len(report.parameters) - len(shown):

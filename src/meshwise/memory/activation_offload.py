@@ -29,9 +29,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from meshwise.comm.api.streams import StreamEvent, Streams
 from meshwise.memory.swap_file import BufferPool, PinnedSlabs, SwapConfig, SwapFile, SwapTransfer, aligned, whole_blocks
 
-_LARGEST_RATIO = 8
-"""A storage stays on the device if it is more than this many times larger than its saved view."""
-
 
 @dataclass(frozen=True)
 class ActivationTransfers:
@@ -111,9 +108,6 @@ class StorageMover(ABC):
         self.peak = max(self.peak, self.used)
 
 
-# ---- movers to disk ----------------------------------------------------------------------------------------------
-
-
 class DiskMover(StorageMover):
     """Mover of storages to a swap file and back."""
 
@@ -173,9 +167,6 @@ class DiskMover(StorageMover):
         self.file.close()
 
 
-# ---- movers to the CPU -------------------------------------------------------------------------------------------
-
-
 class HostMover(StorageMover):
     """Mover of a GPU's storages to pinned memory of the host and back."""
 
@@ -220,9 +211,6 @@ class HostMover(StorageMover):
     def close(self) -> None:
         """Free the buffers in host memory."""
         self._free.clear()
-
-
-# ---- movers in a rehearsal -----------------------------------------------------------------------------------------
 
 
 class RehearsedMover(StorageMover):
@@ -314,7 +302,7 @@ class _SavedTensors:
         if tensor.device.type != self._mover.device.type:
             return False
         storage = tensor.untyped_storage()
-        if not self._transfers.least <= storage.nbytes() <= _LARGEST_RATIO * tensor.nbytes:
+        if not self._transfers.least <= storage.nbytes() <= 8 * tensor.nbytes:  # a small view of a storage stays
             return False
         if storage._cdata not in self._own:  # a gather may have put parameters into a new storage
             self._own |= {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from meshwise.base.package_table import package_table
 from meshwise.comm.api.streams import StreamEvent, streams_of
 from meshwise.model.forward import ForwardReplay
 from meshwise.model.torch_private import LightDispatchMode, written_arguments
@@ -118,21 +119,10 @@ class DeviceTimer:
         return float(sum(began.elapsed_time(ended) for began, ended in self._spans)) / 1000
 
 
-_NAMES = """
-    mm addmm linear convolution
-    _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-"""
-KEPT = frozenset(f"aten::{name}" for name in _NAMES.split())
+_TABLE = package_table("memory/kept_operations.toml")
+KEPT = frozenset(f"aten::{name}" for name in _TABLE["operations"])
 """Schema names of the operations whose outputs are kept."""
-
-_CALLS = """
-    linear bilinear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution
-    mm addmm matmul __matmul__ __rmatmul__ einsum tensordot inner multi_dot chain_matmul
-    scaled_dot_product_attention multi_head_attention_forward
-    lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-"""
-_MULTIPLIES = frozenset(_CALLS.split())
+_MULTIPLIES = frozenset(_TABLE["calls"])
 """Names of the functions and methods that run an operation in `KEPT`, in some cases at least."""
 
 

@@ -45,12 +45,6 @@ BLOCK = 4096
 PIECE = 8 * 2**20
 """Most bytes that one thread moves in one call."""
 
-THREADS = 4
-"""Number of threads of a file, which read and write."""
-
-REGION = 64 * 2**20
-"""Smallest mapping of the file, in bytes."""
-
 SLAB = 64 * 2**20
 """Least bytes of pinned memory that `PinnedSlabs` allocates at once."""
 
@@ -129,7 +123,7 @@ class SwapFile:
         self._offsets: dict[int, int] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
         self.direct = self._go_direct()
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="swap")
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="swap")
         self._end = weakref.finalize(self, _end, self._pool, self._file)
         self.moved: deque[TierActivity] = deque(maxlen=REMEMBERED)
 
@@ -140,7 +134,7 @@ class SwapFile:
         size = max(BLOCK, whole_blocks(numel * dtype.itemsize))
         self._reserve(size)
         if size > self._room.numel():
-            self._map(max(size, self.size, REGION))
+            self._map(max(size, self.size, 64 * 2**20))
         tensor, self._room = self._room[: numel * dtype.itemsize].view(dtype), self._room[size:]
         self.size += size
         return tensor

@@ -30,9 +30,6 @@ from meshwise.memory.swap_file import (
 )
 from meshwise.plan.plan_keys import Offload
 
-GATHERED_AHEAD = 3
-"""Number of staging buffers for gathers of parameters on disk: for the unit in use, and for the next two gathers."""
-
 
 class BorrowedTensor:
     """Copy of an offloaded tensor on the device, for a short use."""
@@ -104,8 +101,10 @@ class Tiers:
 
     @cached_property
     def _gathered(self) -> BufferPool:
-        """Staging buffers of parameters (or gradients) that `bring` reads from disk."""
-        return self._new_pool(GATHERED_AHEAD * whole_blocks(self._largest))
+        """Staging buffers of parameters (or gradients) that `bring` reads from disk.
+
+        There are three: for the unit in use, and for the next two gathers."""
+        return self._new_pool(3 * whole_blocks(self._largest))
 
     def _new_pool(self, most: int, *, is_disk_slow: bool = False) -> BufferPool:
         pool = BufferPool(most, streams=self._streams, on_new_buffer=self.on_new_buffer, is_disk_slow=is_disk_slow)

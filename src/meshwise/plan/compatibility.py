@@ -1,14 +1,13 @@
 """Combinations of keys that `Plan.check` refuses (`compatibility.toml`), each with the nearest plan that works."""
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from operator import eq, ge, gt, ne
 from typing import Any
 
+from meshwise.base.package_table import package_table
 from meshwise.plan.plan_keys import keys_of
 
 
@@ -53,9 +52,7 @@ def _conditions(when: str) -> Sequence[tuple[str, str, Callable[[Any, Any], bool
     return tuple(found)
 
 
-_TABLES: Mapping[str, list[list[str]]] = tomllib.loads(
-    resources.files("meshwise.plan").joinpath("compatibility.toml").read_text(encoding="utf-8")
-)
+_TABLES: Mapping[str, list[list[str]]] = package_table("plan/compatibility.toml")
 COMPATIBILITY = tuple(Refusal(*row) for row in _TABLES["refused"])
 """All combinations that are refused. A new feature removes its rows; a feature with a limit adds a row."""
 ALONE = tuple(Refusal(*row) for row in _TABLES["alone"])

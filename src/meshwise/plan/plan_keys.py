@@ -13,12 +13,12 @@ import difflib
 import functools
 import math
 import re
-import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from types import MappingProxyType
 from typing import Any
+
+from meshwise.base.package_table import package_table
 
 
 class PlanError(ValueError):
@@ -134,9 +134,7 @@ def plan_notation(value: int | str) -> str:
     return f'"{value}"' if isinstance(value, str) and _APART.search(value) else str(value)
 
 
-_TABLES: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-    resources.files("meshwise.plan").joinpath("keys.toml").read_text(encoding="utf-8")
-)
+_TABLES: Mapping[str, Mapping[str, Any]] = package_table("plan/keys.toml")
 
 
 def plan_key(name: str, **more: Any) -> Any:

@@ -161,15 +161,17 @@ class ModelPieces:
 
 
 def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
-    """Return a copy with at most three of each run of equal blocks, and a function from old to new module names."""
+    """Return a copy with at most three of each run of equal blocks, and a function from old to new module names.
+
+    They are the first, the last, and one in place of all blocks between them."""
     thin = copy.deepcopy(model)
     places: dict[str, list[int]] = {}
     for name, container in model.named_modules():
         if isinstance(container, nn.ModuleList | nn.Sequential):
             runs = [len(list(run)) for _, run in itertools.groupby(map(shapes_in, container))]
-            before = itertools.accumulate((min(run, _KEPT) for run in runs), initial=0)
+            before = itertools.accumulate((min(run, 3) for run in runs), initial=0)
             places[name] = [
-                start + (min(number, 1) if number < run - 1 else min(run, _KEPT) - 1)
+                start + (min(number, 1) if number < run - 1 else min(run, 3) - 1)
                 for start, run in zip(before, runs, strict=False)
                 for number in range(run)
             ]
@@ -190,10 +192,6 @@ def thinned(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
         return ".".join(words)
 
     return thin, renamed
-
-
-_KEPT = 3
-"""Equal blocks to keep: the first, the last, and one in place of all blocks between them."""
 
 
 def _cut(subject: RehearsalSubject, model: nn.Module) -> ModelCut | None:
@@ -250,7 +248,7 @@ def profile_layers(
     rehearsal = rehearse(alone, plan=plan, ranks=ranks, device=kind, rows=key.rows)  # type: ignore[arg-type]
     memory = memory_of(rehearsal)
     tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
-    steps = [rehearsal.step(index) for index in range(plan.pp)]
+    steps = [rehearsal.steps[index] for index in range(plan.pp)]
     names = _names(pieces.cut)
     joined = {module.module for unit in partition(pieces.model) for module in unit[1:]}
     many, copies = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)

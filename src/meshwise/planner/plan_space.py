@@ -1,5 +1,6 @@
 """List the plans that a search tries; values that are never better than another value are left out.
 
+`search_keys.toml` has the keys that a search chooses, and values to try.
 docs/planner.md has the values of each key, and why other values are left out ("Candidates"). Plans that the
 compatibility table refuses are left out too, and schedules that do not exist for these numbers."""
 
@@ -7,63 +8,25 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
+from meshwise.base.package_table import package_table
 from meshwise.pipeline.schedules.named_schedules import SCHEDULES, planned_schedule
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.mesh_axes import divisors
 from meshwise.plan.plan_keys import is_path, keys_of, read_words
 
-SEARCHED = (
-    "dp", "tp", "pp", "cp", "context", "cp_heads", "zero", "microbatches", "tp_mode", "tp_depth", "sequence_parallel",
-    "schedule", "virtual_stages", "partition", "recompute", "offload", "ep", "etp", "shards",
-)  # fmt: skip
+_TABLE = package_table("planner/search_keys.toml")
+ROWS: Sequence[int] = _TABLE["rows"]
+"""Numbers of rows of a micro-batch to try. For pp=1 all rows of a rank are tried too."""
+SEARCHED: Sequence[str] = _TABLE["searched"]
 """Keys of a plan that a search chooses; other keys keep the job's values."""
-
-NEUTRAL_KEYS: Mapping[str, Any] = MappingProxyType(
-    {
-        "zero": 0, "shards": 0, "hpz": 1, "prefetch": 1, "overlap_gather": 0, "bucket": 0, "gather": "exact",
-        "wire": "auto", "feedback": 1, "microbatches": 1, "virtual_stages": 1, "partition": "params",
-    }
-)  # fmt: skip
+NEUTRAL_KEYS: Mapping[str, Any] = _TABLE["neutral"]
 """Keys of a plan that do not change the costs of a piece, with values for which no plan is refused."""
-
-UNDIVIDED: Mapping[str, Any] = MappingProxyType(
-    {
-        **NEUTRAL_KEYS, "tp": 1, "tp_mode": "1d", "tp_depth": 1, "sequence_parallel": 0, "cp": 1, "context": "auto",
-        "cp_heads": 1, "ep": 1, "etp": 1, "dispatch": "auto", "chunk": 0, "dispatch_parts": 1, "replicate": 0,
-        "schedule": "1f1b", "recompute": "none", "offload": "none",
-    }
-)  # fmt: skip
+UNDIVIDED: Mapping[str, Any] = {**NEUTRAL_KEYS, **_TABLE["undivided"]}
 """Values of keys for a profile in which the model is cut into stages, and no layer or state is split."""
-
-NEVER_BETTER = ("naive", "gpipe", "looped")
-"""Schedules that are tried only if the user fixes them."""
-
-PIPELINED = ("schedule", "virtual_stages")
-"""Keys that only a pipeline uses; if the user fixes them, plans without a pipeline stay in the search."""
-
-SPLIT_TOKENS = ("context", "cp_heads")
-"""Keys that only cp uses; if the user fixes them, plans without cp are left out."""
-
-ROWS = (1, 2, 4, 8)
-"""Numbers of rows of a micro-batch to try. For pp=1 all rows of a rank are tried too, which suits short rows."""
-
-VIRTUAL_STAGES = (2, 3, 4)
-"""Numbers of stages per rank to try, if the schedule allows several."""
-
-LEANER: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {"zero": (0, 1, 2, 3), "partition": ("time", "memory"), "recompute": ("none", "selective", "full")}
-)
-"""Values of keys, from most memory to least. A later value takes at least as much time, except zero=3."""
-
-TIERS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {"offload": ("none", "optimizer:cpu", "optimizer:cpu,params:cpu", "optimizer:disk,gradients:disk,params:disk")}
-)
-"""Values of `offload` to try if no plan fits the devices, from most memory on the device to least."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +65,13 @@ class PlanSpace:
             cp = next((cp for cp in divisors(each) if self._splits(each // cp, cp)), None)
             if rest or cp is None or pp > self.pieces or not self._allows({"pp": pp}):
                 continue
-            split = {key: self.fixed.get(key, getattr(Plan, key)) for key in SPLIT_TOKENS}
+            split = {key: self.fixed.get(key, getattr(Plan, key)) for key in _TABLE["split_tokens"]}
             for schedule in self._schedules(pp):
                 yield from self._with({"dp": each // cp, "pp": pp, "cp": cp, **split, **tensor, **schedule})
 
     def leaner(self, plan: Plan, *, tiers: bool) -> Iterator[Plan]:
         """Yield plans with less memory: one key has its next value (with `tiers` also `offload`), or cp replaces dp."""
-        for key, values in {**LEANER, **(TIERS if tiers else {})}.items():
+        for key, values in {**_TABLE["leaner"], **(_TABLE["tiers"] if tiers else {})}.items():
             now = getattr(plan, key)
             uncut = plan.pp == 1 or self.stages
             useless = (key == "zero" and plan.dp == plan.cp == 1) or (key == "partition" and uncut)
@@ -171,11 +134,11 @@ class PlanSpace:
             yield {"schedule": Plan.schedule, "virtual_stages": 1}
             return
         for name, recipe in SCHEDULES.items():
-            if name != wanted and (wanted or name in NEVER_BETTER):
+            if name != wanted and (wanted or name in _TABLE["never_better"]):
                 continue
             least, most = recipe.virtual
             chosen = self.fixed.get("virtual_stages")
-            for count in (least,) if most == least else VIRTUAL_STAGES if chosen is None else (chosen,):
+            for count in (least,) if most == least else _TABLE["virtual_stages"] if chosen is None else (chosen,):
                 if self._allows({"virtual_stages": count}) and self._cuts(pp * count):
                     yield {"schedule": name, "virtual_stages": count}
 
@@ -199,8 +162,8 @@ def splits_backward(plan: Plan) -> bool:
 def parse_fixed(text: str) -> dict[str, Any]:
     """Return the keys and values of a text such as `tp=2 zero=1`. Raises PlanError if no plan can have them."""
     words = read_words(text)
-    needed: dict[str, Any] = {"pp": 2} if words.keys() & set(PIPELINED) else {}
-    needed |= {"cp": max(2, int(words.get("cp_heads", 2)))} if words.keys() & set(SPLIT_TOKENS) else {}
+    needed: dict[str, Any] = {"pp": 2} if words.keys() & set(_TABLE["pipelined"]) else {}
+    needed |= {"cp": max(2, int(words.get("cp_heads", 2)))} if words.keys() & set(_TABLE["split_tokens"]) else {}
     needed |= {"dp": "auto", "tp": words.get("etp", 1)} if words.keys() & {"ep", "etp"} else {}
     needed |= {"dp": "auto", "zero": 1} if "shards" in words else {}
     plan = Plan.from_toml(needed | words)

@@ -175,8 +175,8 @@ def load(name: str | Path) -> Cluster:
     known = sorted(entry.name.removesuffix(".toml") for entry in shipped.iterdir() if entry.name.endswith(".toml"))
     try:
         is_known = str(name).lower() in known and not path.is_file()
-        text = (shipped / f"{str(name).lower()}.toml" if is_known else path).read_text("utf-8")
-    except UnicodeDecodeError as error:
+        table = tomllib.loads((shipped / f"{str(name).lower()}.toml" if is_known else path).read_text("utf-8"))
+    except ValueError as error:  # of UTF-8 or TOML; tomllib raises ValueError for a number with too many digits
         raise ClusterError(f"{name} is not TOML: {error}") from error
     except OSError as error:
         if path.exists():
@@ -184,10 +184,6 @@ def load(name: str | Path) -> Cluster:
         near = difflib.get_close_matches(str(name).lower(), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known clusters: {', '.join(known)}"
         raise ClusterError(f"no cluster {str(name)!r}, and no file of that name; {hint}") from error
-    try:
-        table = tomllib.loads(text)
-    except ValueError as error:  # tomllib raises ValueError for a number with too many digits
-        raise ClusterError(f"{name} is not TOML: {error}") from error
     cluster = _read(Cluster, table, at=str(name))
     device = cluster.device
     if device.kind not in ("cuda", "cpu"):

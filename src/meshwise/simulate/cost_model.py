@@ -19,7 +19,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 from meshwise.comm.api.flight_recorder import StepPhase, bus_factor
@@ -33,9 +32,6 @@ FUSED = ("_fused_adam", "_fused_sgd_", "_softmax", "native_layer_norm", "native_
 
 SEND_RECV = "send_recv"
 """Name of point-to-point messages in `Link.collectives`."""
-
-RINGS = frozenset({"all_gather", "reduce_scatter"})
-"""Collectives that always run as a ring of all ranks."""
 
 
 @dataclass
@@ -79,9 +75,9 @@ class CostModel:
             return self._latency(ranks) * math.ceil(math.log2(count))
         moved = size * bus_factor(kind, ranks=count)
         waited = self._latency(ranks) * (1 if kind == SEND_RECV else math.ceil(math.log2(count)))
-        if kind in RINGS and (nodes := self._nodes(ranks)) > 1:
-            between, inside = self.cluster.between, self.cluster.inside
-            waited = max(waited, (nodes - 1) * between.hop + (count - nodes) * inside.hop)  # all hops of the ring
+        if kind in ("all_gather", "reduce_scatter") and (nodes := self._nodes(ranks)) > 1:
+            between, inside = self.cluster.between, self.cluster.inside  # these run as a ring of all ranks
+            waited = max(waited, (nodes - 1) * between.hop + (count - nodes) * inside.hop)
         return waited + moved / self._rate(kind, size, ranks)
 
     def leaving(self, kind: str, *, ranks: tuple[int, ...]) -> float:
@@ -170,10 +166,6 @@ def entry_times(segments: Iterable[TapeSegment], *, cost_model: CostModel, step:
                 yield EntryTime(segment, entry, now, now)
 
 
-_AT_UPDATE: Mapping[str, int] = MappingProxyType({"params": 1, "gradients": 1, "masters": 2, "optimizer": 2})
-"""Number of reads and writes at the update, by kind of state."""
-
-
 def step_traffic(
     tiers: Offload, *, sizes: Mapping[str, int], updated: Mapping[str, int], microbatches: int, on_gpu: bool
 ) -> tuple[TierTraffic, TierTraffic]:
@@ -182,12 +174,14 @@ def step_traffic(
     | sizes     bytes of a rank off the device by kind of state; for activations, the bytes of one micro-batch
     | updated   bytes of `params` and `gradients` in the rank's update
     | on_gpu    True if the rank computes on a GPU, so its transfers cross the link to the host"""
+    # Number of reads and writes by kind of state.
     times = {"activations": 2 * microbatches, "params": 2 * microbatches, "gradients": 2 * microbatches - 1}
+    at_update = {"params": 1, "gradients": 1, "masters": 2, "optimizer": 2}
     along = sum(many * sizes.get(what, 0) for what, many in times.items())
     crossing = sum(size for what, size in updated.items() if (getattr(tiers, what) == "device") is tiers.updates_on_cpu)
     disk, disk_after = (
         sum(many * sizes.get(what, 0) for what, many in moves.items() if getattr(tiers, what) == "disk")
-        for moves in (times, _AT_UPDATE)
+        for moves in (times, at_update)
     )
     return TierTraffic(along * on_gpu, disk), TierTraffic(crossing * on_gpu, disk_after)
 

@@ -232,7 +232,7 @@ def memory_of(rehearsal: Rehearsal) -> tuple[RankMemory, ...]:
         moments: list[ActionMemory] = []
         before: _Sizes = (Counter(), Counter())
         earlier = (tape.build, *tape.first)
-        for segment in (*earlier, *rehearsal.step(index), *tape.agreements):
+        for segment in (*earlier, *rehearsal.steps[index], *tape.agreements):
             if id(segment.entries) not in known:
                 known[id(segment.entries)] = _changes(segment, apart=rehearsal.device != "cpu")
             after, most = known[id(segment.entries)]

@@ -348,14 +348,11 @@ class Rehearsal:
         """Number of ranks with the same index along pp."""
         return self.plan.mesh().size // len(self.tapes)
 
-    def step(self, index: int) -> tuple[TapeSegment, ...]:
-        """Return the segments of a whole step, after the first one, of the rank with this index along pp.
+    @cached_property
+    def steps(self) -> list[tuple[TapeSegment, ...]]:
+        """Segments of a whole step, after the first one, of each rank along pp.
 
         Recorded micro-batches are copied for the micro-batches that did not run."""
-        return self._steps[index]
-
-    @cached_property
-    def _steps(self) -> list[tuple[TapeSegment, ...]]:
         return [self._step(tape, index) for index, tape in enumerate(self.tapes)]
 
     def _step(self, tape: Tape, index: int) -> tuple[TapeSegment, ...]:

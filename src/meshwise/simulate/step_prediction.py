@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.comm.api.flight_recorder import Activity, StepPhase, bus_factor
@@ -180,16 +181,13 @@ class Prediction:
     @property
     def utilisation(self) -> float:
         """Model flops utilisation (MFU): model flops per second, divided by the peak of all ranks."""
-        return self.model_flops / (self.mean_seconds * self.rehearsal.plan.mesh().size * self._peak)
-
-    @property
-    def _peak(self) -> float:
         counted: Counter[str] = Counter()
-        for segment in self.rehearsal.step(0):
+        for segment in self.rehearsal.steps[0]:
             for entry in segment.entries:
                 if isinstance(entry, TapeOperation):
                     counted[entry.dtype] += entry.flops
-        return self.cluster.device.peak_of(counted.most_common(1)[0][0])
+        peak = self.cluster.device.peak_of(counted.most_common(1)[0][0])
+        return self.model_flops / (self.mean_seconds * self.rehearsal.plan.mesh().size * peak)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -255,7 +253,7 @@ class Prediction:
     def _scheduled(self, index: int, clocked: Timeline) -> Iterator[_Act]:
         """Yield a rank's activities in order: `begin`, the actions at the times of the clock, the later phases."""
         events = {str(event): event for event in clocked.events if event.rank == index}
-        parts, rank = self.rehearsal.step(index), self._ranks[index]
+        parts, rank = self.rehearsal.steps[index], self._ranks[index]
         before = [rank.alone(part) for part in parts if part.activity is StepPhase.BEGIN]
         yield _Act(StepPhase.BEGIN, 0.0, self._before_actions, *(before or [PlayedSegment(StepPhase.BEGIN)]))
         now = self._before_actions
@@ -311,7 +309,7 @@ def each_flops(rehearsal: Rehearsal, *, kinds: Collection[ActionKind]) -> list[i
     """Return the flops of a step in these kinds of action, without recomputation, for each rank along pp."""
     found: dict[int, int] = {}
     for index in {tape.index for tape in rehearsal.tapes}:
-        parts = [part for part in rehearsal.step(index) if part.kind in kinds]
+        parts = [part for part in rehearsal.steps[index] if part.kind in kinds]
         found[index] = sum(
             times * entry.flops
             for part, times in _distinct(parts)
@@ -331,7 +329,7 @@ def _ranks(rehearsal: Rehearsal, cluster: Cluster) -> list["_Rank"]:
         key = tape.index, index * each % cluster.ranks_per_node
         if key not in made:
             shifted = dataclasses.replace(cost_model, shift=(index - tape.index) * each)
-            made[key] = _Rank(rehearsal.step(index), shifted, tape.agreements)
+            made[key] = _Rank(rehearsal.steps[index], shifted, tape.agreements)
         found.append(made[key])
     return found
 
@@ -395,7 +393,7 @@ class _Rank:
             found[action.stage][action.kind].append((took, times))
         costs: dict[int, ActionCost] = {}
         for stage, kinds in sorted(found.items()):
-            mean = defaultdict(float, {kind: _mean(each) for kind, each in kinds.items()})
+            mean = defaultdict(float, {kind: fmean(*zip(*each, strict=True)) for kind, each in kinds.items()})
             work = (mean[ActionKind.F], mean[ActionKind.I], mean[ActionKind.W], mean.get(ActionKind.B))
             link = mean[ActionKind.SEND_F] or mean[ActionKind.RECV_B]
             costs[stage] = ActionCost(*work, link, mean[ActionKind.GATHER], mean[ActionKind.REDUCE])
@@ -429,11 +427,6 @@ class _Rank:
                     found["between"] += size * leaving
                     found["inside"] += size * (1 - leaving)
         return found
-
-
-def _mean(times: list[tuple[float, int]]) -> float:
-    count = sum(many for _, many in times)
-    return sum(took * many for took, many in times) / count if count else 0.0
 
 
 def _acts(parts: Iterable[PlayedSegment], *, start: float) -> Iterator[_Act]:

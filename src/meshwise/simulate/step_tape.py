@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from meshwise.base.package_table import package_table
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.flight_recorder import Activity, CallRecord
 from meshwise.model.torch_private import written_arguments
@@ -148,29 +149,13 @@ class Tape:
 
 
 aten = torch.ops.aten
-
-LOOK_UPS = (
-    "aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::slice_backward", "aten::take",
-    "aten::nll_loss_forward", "aten::nll_loss2d_forward",
-)  # fmt: skip
-"""Operations that read as many bytes of their input as they return, not all of it."""
-
-ZERO_FILLED = ("aten::nll_loss_backward", "aten::nll_loss2d_backward")
-"""Operations that fill a tensor with zeros and a few values; their reads count as 0 bytes."""
-
-NO_WORK = (
-    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
-    "aten::detach", "aten::detach_", "aten::set_", "aten::_unsafe_view", "aten::_local_scalar_dense",
-    "aten::lift_fresh", "profiler::_record_function_enter_new", "profiler::_record_function_exit",
-)  # fmt: skip
-"""Operations that have no flops and no bytes, although their schema does not show it."""
+_OPERATIONS = package_table("simulate/operations.toml")
 
 
 @cache
 def moves_nothing(func: OpOverload) -> bool:
-    """Return whether an operation has no flops and no bytes: a view, uninitialized memory, or an entry of `NO_WORK`."""
-    name = func._schema.name
-    if name in NO_WORK:
+    """Return whether an operation has no flops and no bytes: a view, uninitialized memory, or in `no_work`."""
+    if func._schema.name in _OPERATIONS["no_work"]:
         return True
     returns = func._schema.returns
     return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
@@ -194,7 +179,8 @@ def count_operation(func: OpOverload, *, args: Sequence[Any], kwargs: Mapping[st
     flops = _flops(func, args, kwargs, output)
     written = sum(map(_nbytes, list(written_arguments(func, args=args, kwargs=kwargs)) or outputs))
     name = func._schema.name
-    read = written if name in LOOK_UPS else 0 if name in ZERO_FILLED else sum(map(_nbytes, inputs))
+    looks_up, fills = name in _OPERATIONS["look_ups"], name in _OPERATIONS["zero_filled"]
+    read = written if looks_up else 0 if fills else sum(map(_nbytes, inputs))
     dtype = next((str(t.dtype).removeprefix("torch.") for t in (*outputs, *inputs)), "")
     product = _product(func, args, inputs, outputs) if flops else None
     part, where = 1.0, _causal(func)

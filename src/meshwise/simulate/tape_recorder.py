@@ -84,7 +84,9 @@ class Recorder:
     def record_operation(self, operation: TapeOperation | None, *, output: Any) -> None:
         """Record an operation that has run, and the memory of its output. `operation`: None if it has no cost."""
         if operation is not None:
-            self.note(dataclasses.replace(operation, recomputed=True) if operation.flops and _repeats() else operation)
+            # Gradients are enabled during a backward only if it repeats a forward.
+            repeats = torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
+            self.note(dataclasses.replace(operation, recomputed=True) if operation.flops and repeats else operation)
         for tensor in tensors(output):
             for one in storages_of(tensor):
                 self.record_allocation(one)
@@ -165,11 +167,6 @@ class Recorder:
             self.note(MemoryChange(Category.COMMUNICATION, size))
             if len(self._free_slabs) > KEPT:
                 self.note(MemoryChange(Category.COMMUNICATION, -self._free_slabs.popleft()))
-
-
-def _repeats() -> bool:
-    """Return whether a backward is repeating a forward: only then are gradients enabled during a backward."""
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
 
 
 def _category(doing: Activity) -> Category:

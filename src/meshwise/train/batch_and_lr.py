@@ -136,12 +136,8 @@ def scheduler(job: ScheduleJob) -> Callable[[optim.Optimizer], Any] | None:
     return lambda optimizer: found(optimizer, **job.arguments)
 
 
-_LEAST_SAVING = 0.05
-"""Fraction of a step's time that new shares of the rows must save."""
-
-
 def balanced_rows(rows: Sequence[int], *, seconds: Sequence[float]) -> list[int]:
-    """Return the rows of each part of a batch with which the slowest part ends first; `rows` if that saves too little.
+    """Return the rows of each part of a batch with which the slowest part ends first; `rows` if that saves under 5 %.
 
     `seconds`: busy time of a step with `rows`, by part, taken as proportional to them. Each row goes to the part that
     would end first with it, and every part has one at least."""
@@ -152,4 +148,4 @@ def balanced_rows(rows: Sequence[int], *, seconds: Sequence[float]) -> list[int]
     for _ in range(sum(rows) - len(rows)):
         found[min(range(len(rows)), key=lambda part: (found[part] + 1) * each[part])] += 1
     longest = max(count * time for count, time in zip(found, each, strict=True))
-    return found if longest < (1 - _LEAST_SAVING) * max(seconds) else list(rows)
+    return found if longest < 0.95 * max(seconds) else list(rows)

@@ -112,9 +112,6 @@ _STYLES: Mapping[type[RunEvent], str] = {
     run_events.Saved: "dim",
 }
 
-_RECENT_STEPS = 20
-"""Steps over which the printed rate is a mean."""
-
 
 class ProgressLines:
     """An event sink that prints one or more lines for each event.
@@ -126,7 +123,7 @@ class ProgressLines:
         self._console = console
         self._every = every
         self._unit = "token"
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=20)
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=16),

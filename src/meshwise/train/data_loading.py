@@ -145,10 +145,6 @@ def text_files(name: str, *, key: str) -> Iterator[Path]:
     yield from sorted(found)
 
 
-_ROUNDS = 8
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
-
 UInt64Array = NDArray[np.uint64]
 
 
@@ -164,7 +160,7 @@ class SampleOrder:
         numbers = np.arange(start, stop, dtype=np.uint64)
         size = np.uint64(self.size)
         epoch = numbers // size
-        key = _mix(_mix(np.full_like(epoch, self.seed & _MASK)) ^ epoch)
+        key = _mix(_mix(np.full_like(epoch, self.seed & (1 << 64) - 1)) ^ epoch)
         return [int(index) for index in _permute(numbers % size, self.size, key)]
 
 
@@ -175,7 +171,7 @@ def _permute(index: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
     outside = np.ones(index.shape, dtype=np.bool_)
     while outside.any():
         left, right = result // base, result % base
-        for number in range(_ROUNDS):
+        for number in range(8):
             left, right = right, (left + _mix(right ^ _mix(key + np.uint64(number)))) % base
         result = np.where(outside, left * base + right, result)
         outside = result >= np.uint64(size)
@@ -184,7 +180,7 @@ def _permute(index: UInt64Array, size: int, key: UInt64Array) -> UInt64Array:
 
 def _mix(x: UInt64Array) -> UInt64Array:
     """Return a hash of 64-bit integers: a bijection in which each input bit changes about half of the output bits."""
-    x = x + np.uint64(_GOLDEN)
+    x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -236,21 +232,21 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
         return self._made, ()
 
 
+@dataclass(frozen=True)
 class DatasetPart(Dataset[Any]):
     """Part of a shuffled dataset: the samples with numbers `start` … `stop`-1 in `order`. It stores no indices."""
 
-    def __init__(self, dataset: Dataset[Any], *, order: SampleOrder, start: int, stop: int) -> None:
-        self._dataset = dataset
-        self._order = order
-        self._start = start
-        self._size = stop - start
+    dataset: Dataset[Any]
+    order: SampleOrder
+    start: int
+    stop: int
 
     def __len__(self) -> int:
-        return self._size
+        return self.stop - self.start
 
     def __getitem__(self, index: int) -> Any:
-        number = self._start + index
-        return self._dataset[self._order.indices(number, stop=number + 1)[0]]
+        number = self.start + index
+        return self.dataset[self.order.indices(number, stop=number + 1)[0]]
 
 
 def load_data(job: DataJob, *, made: Dataset[Any] | None = None) -> RunData:

@@ -36,7 +36,6 @@ Words: TypeAlias = NDArray[np.uint32]
 Records: TypeAlias = Iterable[tuple[str, Mapping[str, Any]]]
 """Records, each with its place for error messages, as `train.jsonl, line 3`."""
 _LOSS = np.uint32(1 << 31)
-_BATCH = 256
 _FIELDS = ("text", "prompt", "completion", "messages", "tools")
 _TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|chat_template|special_tokens|added_tokens).*|merges\.txt|.*\.model")
 
@@ -156,7 +155,7 @@ class _Encoder:
     def words(self, records: Records) -> Iterator[Words]:
         """Yield the words of each record. Raises JobError for one without the fields that docs/fine_tuning.md lists."""
         records = iter(records)
-        while batch := [self._read(record, place) for place, record in itertools.islice(records, _BATCH)]:
+        while batch := [self._read(record, place) for place, record in itertools.islice(records, 256)]:
             tokenized = self._tokenized([one for one in batch if isinstance(one, tuple)])
             yield from (next(tokenized) if isinstance(one, tuple) else one for one in batch)
 

@@ -217,7 +217,7 @@ class _Run:
         """Train, and return who asked the run to stop early; "" at its end."""
         job, trainer, progress = self._job.train, self._trainer, self._progress
         pace, before = RankPace(trainer.world), progress.step
-        first = max(before + 1, min(before + 1 + _WARM_UP_STEPS, job.steps - job.timeline + 1))
+        first = max(before + 1, min(before + 3, job.steps - job.timeline + 1))  # the first two steps are slower
         measured = range(first, min(first + job.timeline, job.steps + 1))
         timelines = StepTimelines(trainer, steps=measured, path=self._folder / TIMELINE, emit=self._emit)
         began = last = time.monotonic()
@@ -455,10 +455,6 @@ def generate(trainer: Trainer, *, sample: SampleJob, context: int, seed: int) ->
     return bytes(token % 256 for token in tokens[len(prompt) :]).replace(b"\0", b"").decode(errors="replace")
 
 
-_WARM_UP_STEPS = 2
-"""Steps at the start of a run that are not measured because they are slower."""
-
-
 class StepTimelines:
     """Measurement of the given steps; it writes the step of median time to `path` and emits `Measured`."""
 
@@ -513,8 +509,6 @@ def write_parameters(trainer: Trainer, *, path: Path | None, metadata: Mapping[s
 
 WINDOW = 20
 """Steps between two comparisons."""
-_FACTOR = 2.0
-_LEAST_SECONDS = 0.05
 
 
 class RankPace:
@@ -555,7 +549,7 @@ def slow_ranks(steps: list[int], *, times: list[list[float]]) -> Iterator[Slow]:
         found = []
         for number, step in enumerate(steps):
             others = statistics.median(row[number] for other, row in enumerate(times) if other != rank)
-            if own[number] > max(_FACTOR * others, others + _LEAST_SECONDS):
+            if own[number] > max(2 * others, others + 0.05):
                 found.append((step, own[number], others))
         if found:
             named, seconds, others_took = zip(*found, strict=True)

@@ -30,9 +30,6 @@ from meshwise.train.flags_and_toml import flags_of, parse_flags
 from meshwise.train.job_settings import HUB, Job, JobError, OptimizerJob, as_job_error
 from meshwise.train.pretrained_model import pretrained_model
 
-BYTE_VALUES = 256
-"""Number of values of a byte: the smallest vocabulary of a text model."""
-
 
 def mean_squared_error(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
     """Return the sum of the squared differences of `output` and the target `batch[1]`, and the number of elements.
@@ -100,7 +97,7 @@ def check_text(job: Job) -> None:
     if job.model.name not in ("gpt", "mixture"):
         return
     shape, name = _configuration(job), job.model.name
-    for key, least, what in (("vocabulary", BYTE_VALUES, ""), ("context", job.data.context, "data.context = ")):
+    for key, least, what in (("vocabulary", 256, ""), ("context", job.data.context, "data.context = ")):
         if (value := getattr(shape, key)) < least:
             raise JobError(f"model.arguments of {name}: {key}={value} is less than {what}{least}; leave it out")
 

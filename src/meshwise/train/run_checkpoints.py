@@ -3,7 +3,8 @@
 docs/checkpoints.md shows the folder. Ranks that torchrun starts again find the folder by the run ID in its file
 `launch`, and resume from its checkpoints. Without a checkpoint, they begin as the first start did.
 
-docs/faults.md says what a resumed run continues (`restore_run`), and which keys of its job may differ (`job_changes`).
+docs/faults.md says what a resumed run continues (`restore_run`). `resume_keys.toml` lists the keys of its job that may
+differ (`job_changes`).
 
 `RunCheckpoints` saves in the background while training continues. Rank 0 emits `Saved` when a checkpoint is complete.
 All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the run's end."""
@@ -14,13 +15,14 @@ import itertools
 import math
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwise.base.package_table import package_table
 from meshwise.checkpoint.checkpoint_folder import checkpoints, newest_valid
 from meshwise.checkpoint.checkpoint_format import INDEX, SaveError, read_index
 from meshwise.checkpoint.hugging_face import is_pretrained
@@ -130,21 +132,6 @@ def _new_folder(wanted: Path) -> Path:
     raise AssertionError("the numbers never end")
 
 
-FREE_KEYS = (
-    *("plan", "ranks", "restarts", "comm", "emulate", "swap", "sample"),
-    *("model.tensor_rules", "model.cut", "model.cut_at", "data.files", "data.workers", "data.cache"),
-    *("train.steps", "train.nonfinite", "train.log_every", "train.validate_every", "train.validate_batches"),
-    *("train.loggers", "train.timeline", "train.profile", "train.save_every", "train.keep_last", "train.noise"),
-    *("train.keep_best", "train.shares", "train.output", "train.resume", "train.accept"),
-    *("train.sync.join", "train.sync.patience", "train.sync.least"),
-)
-"""Keys that may differ from the job of the checkpoint; any other key must be in `train.accept`."""
-_SILENT_KEYS = (
-    *("ranks", "restarts", "comm", "emulate", "swap"),
-    *("data.cache", "train.output", "train.resume", "train.accept"),
-)
-
-
 @dataclass
 class RunProgress:
     """The progress of a run: steps, samples read and updates applied so far, and the loss of the last step.
@@ -241,12 +228,13 @@ def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str
     `saved` is from `run_extra`; `content` is `RunData.content`. Raises JobError with every forbidden difference."""
     before = _values(tomllib.loads(to_toml(Job()))) | _values(tomllib.loads(saved["job"]))
     now = _values(tomllib.loads(to_toml(job)))
+    keys = package_table("train/resume_keys.toml")
     lines = {
         key: f"{key}: {_text(before.get(key))} -> {_text(now.get(key))}"
         for key in sorted({*before, *now})
         if before.get(key) != now.get(key)
     }
-    refused = {key: line for key, line in lines.items() if not _within(key, (*FREE_KEYS, *job.train.accept))}
+    refused = {key: line for key, line in lines.items() if not _within(key, (*keys["free"], *job.train.accept))}
     if saved["content"] != content:
         lines["data"] = f"content of the data: {saved['content']} -> {content}"
         if not _within("data", job.train.accept) and not _within("data.files", job.train.accept):
@@ -259,7 +247,7 @@ def job_changes(saved: Mapping[str, Any], *, job: Job, content: str) -> list[str
         )
     if "train.steps" in lines and job.schedule.shape != "constant" and job.schedule.name is None:
         lines["train.steps"] += ", and the learning rate follows the new length"
-    return [line for key, line in lines.items() if not _within(key, _SILENT_KEYS)]
+    return [line for key, line in lines.items() if not _within(key, keys["silent"])]
 
 
 def _values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -269,7 +257,7 @@ def _values(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _within(key: str, keys: tuple[str, ...]) -> bool:
+def _within(key: str, keys: Sequence[str]) -> bool:
     return any(key == other or key.startswith(f"{other}.") for other in keys)
 
 

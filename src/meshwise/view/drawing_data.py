@@ -24,9 +24,6 @@ from meshwise.simulate.predicted_memory import Table, fullest, size_text
 from meshwise.simulate.step_prediction import MemoryHistory, Prediction
 from meshwise.simulate.step_tape import Category
 
-_MOST_HISTORIES = 6
-"""With more ranks along pp than this, only the memory of the first, the fullest and the last is shown."""
-
 
 @dataclass(frozen=True)
 class PlanAccount:
@@ -57,12 +54,12 @@ class PlanAccount:
 
     @cached_property
     def histories(self) -> tuple[MemoryHistory, ...]:
-        """Memory over time of the ranks that are shown; () if it is unknown."""
+        """Memory over time of all ranks along pp; of more than 6, of the first, fullest and last; () if unknown."""
         if self.prediction is None:
             return ()
         along = len(self.prediction.memory)
         fewer = sorted({0, fullest(self.prediction.memory).index, along - 1})
-        return tuple(map(self.prediction.history, fewer if along > _MOST_HISTORIES else range(along)))
+        return tuple(map(self.prediction.history, fewer if along > 6 else range(along)))
 
     @property
     def names(self) -> tuple[str, ...]:

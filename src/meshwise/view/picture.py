@@ -6,16 +6,18 @@ whole file, `write_png` writes a PNG with matplotlib. `html_document` and `html_
 `ticks` and `text_width` help to arrange shapes."""
 
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any, TypeAlias
 
+from meshwise.base.package_table import package_table
+
 _FILES = resources.files("meshwise.view")
-COLORS: Mapping[str, tuple[str, str]] = tomllib.loads(_FILES.joinpath("colors.toml").read_text(encoding="utf-8"))
+COLORS: Mapping[str, tuple[str, str]] = package_table("view/colors.toml")
 """Colours (on a light, on a dark screen) by paint: a paint is the name of a colour. `UNSEEN` has none."""
 UNSEEN = "gap"
 """Paint of invisible bars, which show their name when pointed at."""
@@ -38,9 +40,6 @@ def style() -> str:
 
 Box: TypeAlias = tuple[float, float, float, float]
 """Left, top, width and height of a rectangle."""
-LETTER = 0.6
-"""Approximate width of a letter, as a multiple of the font size."""
-_NARROW = 3.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Bars:
     @property
     def fine(self) -> bool:
         """True if the rectangles are too narrow for a line around each."""
-        return sum(width for _, _, width, _ in self.boxes) < _NARROW * len(self.boxes)
+        return sum(width for _, _, width, _ in self.boxes) < 3 * len(self.boxes)
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def stacked(pictures: Sequence[Picture], *, gap: float = 14) -> Picture:
 
 def text_width(text: str, *, size: float) -> float:
     """Return the approximate width of a text in pixels. `size`: the font size."""
-    return LETTER * size * len(text)
+    return 0.6 * size * len(text)
 
 
 def ticks(span: float, *, most: int) -> list[float]:
@@ -169,10 +168,6 @@ def legend(entries: Sequence[tuple[str, str]], *, x: float, y: float) -> Iterato
         x += 19 + text_width(meaning, size=11) + 16
 
 
-_LEGIBLE = 720.0
-"""Least width in pixels at which a page shows a wide picture."""
-
-
 def svg_file(picture: Picture) -> str:
     """Return the text of an SVG file, which has its own CSS and background."""
     ground = f'<rect class="ground" width="{_number(picture.width)}" height="{_number(picture.height)}"/>'
@@ -180,12 +175,14 @@ def svg_file(picture: Picture) -> str:
 
 
 def svg(picture: Picture, *, before: str = "") -> str:
-    """Return an SVG element for an HTML page that has the CSS of `style`. `before`: elements to draw first, as text."""
+    """Return an SVG element for an HTML page that has the CSS of `style`. `before`: elements to draw first, as text.
+
+    A page shows a wide picture at least 720 pixels wide."""
     width, height = _number(picture.width), _number(picture.height)
     inside = before + "".join(map(_shape, picture.shapes)) + (_plot(picture.plot) if picture.plot else "")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {width} {height}" width="{width}" '
-        f'style="min-width:{_number(min(picture.width, _LEGIBLE))}px" role="img" '
+        f'style="min-width:{_number(min(picture.width, 720))}px" role="img" '
         f'aria-label="{escape(picture.title)}">{inside}</svg>'
     )
 
@@ -222,8 +219,6 @@ def _number(value: float) -> str:
 
 _DOTS = 100
 """Picture units in an inch of the PNG."""
-_SHARPNESS = 1.6
-"""Pixels of the PNG in a picture unit."""
 _POINTS = 72 / _DOTS
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}.get
 
@@ -238,7 +233,7 @@ def write_png(picture: Picture, *, path: Path) -> None:
     for order, shape in enumerate(picture.flat()):
         if shape.paint != UNSEEN:
             _paint(sheet, shape, {"color": COLORS[shape.paint][0], "zorder": order})
-    figure.savefig(path, dpi=_DOTS * _SHARPNESS, format="png")
+    figure.savefig(path, dpi=1.6 * _DOTS, format="png")  # 1.6 pixels in a picture unit
 
 
 def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no-untyped-def] # matplotlib's Axes, of an extra
@@ -258,24 +253,10 @@ def _paint(sheet, shape: Shape, how: dict[str, Any]) -> None:  # type: ignore[no
         sheet.plot(across, down, linewidth=0.8, linestyle="--" if shape.paint == "limit" else "-", **how)
 
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""Content-Security-Policy of the page: the browser loads nothing from other places, even if a title contains HTML."""
-
-
 def html_document(body: str, *, title: str) -> str:
     """Return an HTML page with the HTML text `body`, which loads no other files."""
-    name, page = (
-        escape(title),
-        {end: _FILES.joinpath(f"page.{end}").read_text(encoding="utf-8") for end in ("css", "js")},
-    )
-    head = (
-        f'<meta charset="utf-8"><title>{name}</title>'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><link rel="icon" href="data:,">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{style()}{page['css']}</style>"
-    )
-    main = f"<main>{body}</main><script>{page['js']}</script>"
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>{main}</body></html>\n'
+    page, css, script = (_FILES.joinpath(f"page.{end}").read_text(encoding="utf-8") for end in ("html", "css", "js"))
+    return Template(page).substitute(title=escape(title), style=style() + css, body=body, script=script)
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:

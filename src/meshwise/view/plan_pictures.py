@@ -37,21 +37,13 @@ from meshwise.view.picture import (
     text_width,
     ticks,
 )
-from meshwise.view.text_pictures import SHADES, label
+from meshwise.view.text_pictures import LEGEND, label
 
 WIDTH, LEFT, RIGHT = 1180.0, 104.0, 16.0
 """Width of the picture, and its margins on the left (with the names of ranks) and on the right."""
-PAINTS: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input", "W": "weights"}
-MEANINGS: Mapping[str, str] = {
-    **{paint: SHADES[kind][0] for kind, paint in PAINTS.items()},
-    "update": "update",
-    "between": "around",
-    "wait": "waits",
-    "collective": "collectives",
-    "message": "messages",
-    "tier": "between tiers",
+_PAINTS: Mapping[str, str] = {
+    row["letter"]: row["paint"] for row in LEGEND.values() if {"letter", "paint"} <= row.keys()
 }
-"""Meaning of each paint, in the order of the legend."""
 _BESIDE: Mapping[TimelineRow, str] = {
     TimelineRow.COLLECTIVE: "collective",
     TimelineRow.LINK: "message",
@@ -78,7 +70,7 @@ def timeline_picture(
     for rank, name in enumerate(names):
         fixed.append(Bars("row", ((LEFT, _TITLE + rank * drawing.pitch, plot.width, drawing.bar),)))
         fixed.append(PictureText(name, LEFT - 8, _TITLE + rank * drawing.pitch + drawing.bar / 2, "ink", 11, "end"))
-    entries = [(paint, meaning) for paint, meaning in MEANINGS.items() if paint in used]
+    entries = [(row["paint"], meaning) for meaning, row in LEGEND.items() if row.get("paint") in used]
     below = _TITLE + height + _AXIS
     fixed += legend(entries, x=LEFT, y=below + _LEGEND / 2)
     plot = replace(plot, shapes=tuple(bars), axis=tuple(time_axis(plot)), texts=texts, brief=timeline.one_stage_each)
@@ -137,7 +129,7 @@ class _Drawing:
     def _paint(self, event: Event) -> str:
         if event.kind in COMPUTE:
             stages = self.timeline.stages[event.rank]
-            return PAINTS[event.kind] + ("-2" if stages.index(event.stage or 0) % 2 else "")
+            return _PAINTS[event.kind] + ("-2" if stages.index(event.stage or 0) % 2 else "")
         if event.is_background:
             return _BESIDE[event.row]
         if event.row is TimelineRow.WAIT:
@@ -146,7 +138,6 @@ class _Drawing:
 
 
 _AREAS_TOP, _AREAS_HEIGHT = 24.0, 110.0
-_STEPS = 4
 
 
 def memory_pictures(
@@ -162,7 +153,7 @@ def memory_pictures(
     categories = [category for category in Category if category in held]
     lines: list[Shape] = []
     unit = 1024 ** int(math.log(top, 1024))
-    for size in (number * unit for number in ticks(top / unit, most=_STEPS)):
+    for size in (number * unit for number in ticks(top / unit, most=4)):
         y = _AREAS_TOP + _AREAS_HEIGHT * (1 - size / top)
         lines.append(PicturePath("grid", ((LEFT - 4, y), (WIDTH - RIGHT, y))))
         lines.append(PictureText(size_text(size), LEFT - 8, y, "faint", 10, "end"))
@@ -207,8 +198,6 @@ def _sizes(level: MemoryLevel) -> str:
 
 _TONES, _MOST_GRIDS = 6, 12
 _HIGH, _GAP, _LABEL, _LEAST = 24.0, 2.0, 18.0, 40.0
-_LETTERS = 340.0
-"""Smallest width of the picture, which has room for its title."""
 
 
 def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
@@ -218,7 +207,7 @@ def mesh_picture(mesh: Mesh, *, ranks_per_node: int = 0) -> Picture:
     grids, boxes = list(mesh.grids()), dict[int, Box]()
     some = f"; the first {_MOST_GRIDS} of {len(grids)} grids" if len(grids) > _MOST_GRIDS else ""
     texts = [PictureText(f"{mesh.size} rank{'s' * (mesh.size > 1)}{nodes}{some}", 0, 10, size=13)]
-    x, y, right, bottom = 0.0, _TITLE, _LETTERS, _TITLE
+    x, y, right, bottom = 0.0, _TITLE, 340.0, _TITLE  # at least as wide as its title
     for grid in grids[:_MOST_GRIDS]:
         left = 14 + max(text_width(line[0], size=10) for line in grid.rows)
         wide = left + cell * max(map(len, grid.rows)) - cell + 22

@@ -15,21 +15,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from rich.text import Text
 
 from meshwise.base.mesh import Mesh, even_split
+from meshwise.base.package_table import package_table
 from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.base.text_format import align_columns
 from meshwise.plan import Plan
 
+LEGEND: Mapping[str, Mapping[str, str]] = package_table("view/legend.toml")
+"""Letter, rich style and paint of what timelines draw, by meaning."""
 SHADES: Mapping[str, tuple[str, str]] = {
-    "F": ("forward", "black on bright_blue"),
-    "B": ("backward", "black on green"),
-    "I": ("backward, input", "black on cyan"),
-    "W": ("backward, weights", "black on yellow"),
-    "▒": ("waits", "red"),
-    "u": ("update", ""),
-    "░": ("around", ""),
-    ".": ("bubble", "dim"),
+    row["letter"]: (meaning, row["style"]) for meaning, row in LEGEND.items() if "letter" in row
 }
-"""Legend of drawings to scale: the meaning of each character, as in the other pictures, and its rich style."""
+"""Legend of drawings to scale: the meaning of each letter, and its rich style."""
 
 
 def draw_in_columns(timeline: Timeline, *, width: int) -> Text:

@@ -402,7 +402,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 _MOST_FRAMES = 12
-_INDENT = "      "
 _OURS = f"{Path(__file__).parents[2]}/"
 _PYTHON = f"{sysconfig.get_paths()['stdlib']}/"
 
@@ -439,7 +438,7 @@ def stack_of(thread: int | None) -> str:
         lines.append(f"{entry.filename}:{entry.lineno} {entry.name}")
         if entry.line:
             lines.append(f"    {entry.line}")
-    return "\n".join(_INDENT + line for line in lines)
+    return "\n".join(f"      {line}" for line in lines)
 
 
 def raised_at(error: BaseException) -> str:

@@ -40,8 +40,6 @@ from meshwise.comm.api.flight_recorder import (
 from meshwise.comm.api.split_and_reduce import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.streams import streams_of
 
-_LOOK_SECONDS = 2e-4
-"""Seconds between two looks for a message in `World.recv_any`."""
 _BITS: Mapping[str, float] = {"k": 1e3, "M": 1e6, "G": 1e9}
 _SECONDS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LINK = re.compile(r"(\d+(?:\.\d+)?)([kMG])bit +(\d+(?:\.\d+)?)(us|ms|s)((?: +[a-z]\w*)*)")
@@ -495,7 +493,7 @@ class World(abc.ABC):
 
     def _recv_any(self, record: CallRecord, group: Group, x: Tensor, sources: Sequence[int]) -> int:
         while (source := self._sender(record, group, sources)) is None:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(2e-4)
         self.recv(x, axis=record.axes[0], source=source).wait()
         return source
 

@@ -55,7 +55,6 @@ _VARIABLE = "MESHWISE_STALL_SECONDS"
 _CALLS_SENT = 64
 _RANKS_PER_BEAT = 500
 _STORE_SECONDS = 20
-_FLUSH_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -489,7 +488,7 @@ class Watchdog:
             self._sink(report)
         flushing = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
         flushing.start()
-        flushing.join(_FLUSH_SECONDS)
+        flushing.join(2.0)
         os._exit(1)
 
 

@@ -309,9 +309,7 @@ class GroupQueue:
 
     def is_over(self, call: QueuedCall) -> bool:
         """Return whether the results of `call` are complete and no rank uses this rank's tensors any more."""
-        if not call.acted:
-            return False
-        return not call.users or all(self._count_done(index) > call.number for index in call.users)
+        return call.acted and all(self._count_done(index) > call.number for index in call.users)
 
     def close(self) -> None:
         """Finish all calls that are not complete."""

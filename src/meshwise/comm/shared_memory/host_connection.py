@@ -58,21 +58,10 @@ _MOST_VIEWS = 4096
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 1 << 30
-_NAP_SECONDS = 100e-6  # where there is no futex to sleep on
 _syscall = ctypes.CDLL(None).syscall
 
 
-class _TimeSpan(ctypes.Structure):
-    """C's `struct timespec`."""
-
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 _PROOF_WORD = 1
-
-# Number of polls of a condition, then number of polls that each follow a yield: another rank may need this core.
-_LOOKS = 10
-_YIELDS = 30
 
 # How long to sleep before this rank looks for ended ranks. It must be short: a launcher ends all ranks soon after one
 # has ended, and each should report the loss first. The second number is for `Progress.LATER`.
@@ -176,9 +165,9 @@ class Board:
     def sleep(self, seen: int, *, seconds: float) -> None:
         """Sleep until the bell differs from `seen`, at most for `seconds`. The sleep may also end earlier."""
         if _FUTEX is None:
-            time.sleep(min(_NAP_SECONDS, seconds))
+            time.sleep(min(100e-6, seconds))
         elif self.words[0] == seen:
-            most = _TimeSpan(int(seconds), int(seconds % 1 * 1e9))
+            most = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))  # C's `struct timespec`
             _syscall(_FUTEX, self._bell, _WAIT, ctypes.c_int(seen), ctypes.byref(most), None, 0)
 
 
@@ -254,11 +243,11 @@ class HostConnection:
         | meanwhile   called before each sleep; does this rank's part of other calls, as far as it can
 
         Raises RankLostError when a rank of `among` has ended and the condition is still false."""
-        for _ in range(_LOOKS):
+        for _ in range(10):
             if condition():
                 return
-        for _ in range(_YIELDS):
-            os.sched_yield()
+        for _ in range(30):
+            os.sched_yield()  # another rank may need this core
             if condition():
                 return
         board, wakes = self.peers[rank].board, 0

@@ -30,7 +30,6 @@ _LABEL = "meshwise-"
 _FD_BITS = 20
 KEPT = 2
 """Number of unused slabs that are kept for reuse."""
-_MOST = 256
 _CLOSED_ON_EXEC = 1
 _NAMES = 2**63 - 1  # the largest signed 8-byte integer, in which `JointTensors.name` is sent
 # Advice for madvise. REMOVE frees the pages in all processes. POPULATE makes the page faults happen now.
@@ -118,7 +117,7 @@ class TensorSlabs:
         """Return an uninitialized 1-D tensor in shared memory; its slab is reused when its last view is freed.
         Ordinary memory is used in a fork of the rank's process, and if shared memory is refused. It is also used while
         256 slabs are in use, because each needs a file descriptor."""
-        if len(self._lent) < _MOST and os.getpid() == self._process:
+        if len(self._lent) < 256 and os.getpid() == self._process:
             with contextlib.suppress(OSError):
                 return self.lend(numel, dtype=dtype)
         return torch.empty(numel, dtype=dtype)
