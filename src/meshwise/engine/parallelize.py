@@ -77,7 +77,6 @@ from meshwise.tensor.detect.assign_tp_roles import Rules, planned_roles
 from meshwise.tensor.tensor_parallel import tensor_parallel
 from meshwise.tensor.tp_schemes import mesh_with_kv_replicas, scheme_on
 
-
 _BUCKET_OF_ONE_RANK = 25 << 20
 """Bytes up to which units are joined where one rank has them alone: that costs no overlap, and saves hooks."""
 

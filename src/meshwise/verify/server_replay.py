@@ -62,7 +62,7 @@ class ServerReplay:
         return self._joined([made[-1] for made in versions])
 
     def _joined(self, values: Sequence[Named]) -> Named:
-        """Return parameters whose elements are those of the servers that own them."""
+        """Return whole parameters; each element is the one of the server that owns it."""
         joined = {name: value.clone() for name, value in values[0].items()}
         for (name, whole), (own, of_server) in itertools.product(joined.items(), enumerate(values)):
             first, last = self._owned[name][own]
