@@ -231,9 +231,8 @@ class OpenStep:
                 )
             if id(parameter) in leaves:
                 raise ValueError(
-                    f"the loss depends on {name!r} outside of step.mean, so the gradients of all ranks would be added "
-                    "up. Pass every term through it: step.mean(loss_sum, count) for a sum over this rank's rows, "
-                    "step.mean(term, 1) for a term that is the same on every rank"
+                    f"the loss depends on {name!r} outside of step.mean, so gradients of all ranks would be added up. "
+                    "Pass every term as step.mean(loss_sum, count) or, if ranks have equal ones, step.mean(term, 1)"
                 )
 
     def _require_gradients(self, what: str) -> None:
