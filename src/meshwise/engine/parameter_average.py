@@ -49,9 +49,7 @@ class ParameterAverage:
         Evaluate, predict or call `state_dict` and `save_pretrained` of the trainer inside; steps, saves and loads raise
         RuntimeError. Raises RuntimeError inside of another such block."""
         if self.swapped:
-            raise RuntimeError(
-                "the model has its averaged parameters already; leave the block of average.applied() first"
-            )
+            raise RuntimeError("the model has its averages already; leave the block of average.applied() first")
         self._swap()
         try:
             yield
