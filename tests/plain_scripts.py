@@ -302,11 +302,12 @@ class Coder(nn.Module):
         return self.decode(self.encoder(x))
 
     def decode(self, z: Tensor) -> Tensor:
-        return self.decoder(z)
+        decoded: Tensor = self.decoder(z)
+        return decoded
 
 
 def plain_sampling() -> Any:
     model = build_whole(Coder, seed=0)
     optimizer = sgd(model)
     losses = [step_of(optimizer, mse_loss(model(rows(number)), rows(number))) for number in range(STEPS)]
-    return losses, model.decode(rows(99, 2)).detach()
+    return losses, model.decode(rows(99, 2)).detach()  # type: ignore[operator]
