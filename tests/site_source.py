@@ -22,6 +22,7 @@ LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)")
 GUIDES: Mapping[str, Sequence[tuple[str, str]]] = {
     "Guides": (
         ("Come from DDP, FSDP, DeepSpeed, Megatron", "coming_from.md"),
+        ("Move a training script", "moving.md"),
         ("Fine-tune a model of Hugging Face", "fine_tuning.md"),
         ("Bring your data", "data.md"),
         ("Fit a bigger model", "memory.md"),

@@ -385,6 +385,18 @@ def test_a_loss_of_one_rank_alone_is_refused_with_the_line_to_write() -> None:
             step.backward(step.forward(step.rows(batch)).mean())
             step.update()
 
+    with pytest.raises(ValueError, match=r"'weight' outside of step\.mean.*step\.mean\(loss_sum, count\)"):
+        run(2, main)
+
+
+def test_losses_that_differ_are_refused_with_the_line_to_write() -> None:
+    def main(world: World) -> None:
+        trainer = linear(world)
+        with trainer.open_step() as step:
+            output = step.forward(step.rows(torch.ones(4, WIDTH)))
+            step.backward(step.mean(output.sum(), len(output)) * (1 + world.rank))
+            step.update()
+
     with pytest.raises(RanksDisagree, match=r"different losses \(rank 0: .*loss = step\.mean\(loss_sum, count\)"):
         run(2, main)
 

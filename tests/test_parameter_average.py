@@ -1,4 +1,4 @@
-"""Test the average of the parameters: its numbers are those of torch's AveragedModel, saved and loaded anywhere."""
+"""Test the average of the parameters: its numbers are those of a loop in plain torch, saved and loaded anywhere."""
 
 import functools
 from pathlib import Path
@@ -39,10 +39,13 @@ def made(world: World, plan: str, **settings: Any) -> Trainer:
 
 
 @functools.cache
-def plain() -> dict[str, Any]:
-    """Return the averaged parameters and their loss, and the parameters, after the steps in plain torch."""
+def plain(initial: bool = True) -> dict[str, Any]:
+    """Return the averaged parameters and their loss, and the parameters, after the steps in plain torch.
+
+    initial: the average begins with the initial parameters, as in timm; torch's begins after the first update."""
     model = build_whole(build, seed=0)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    average.n_averaged.fill_(int(initial))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for number in range(STEPS):
         inputs, _ = batch(number)
@@ -72,7 +75,7 @@ PLANS = Grid({"split": SPLITS, "zero": (0, 1, 3), "other": OTHERS}, strength=1)
 
 
 @pytest.mark.grid(PLANS)
-def test_the_average_is_torchs_and_continues_under_another_plan(
+def test_the_average_is_that_of_one_process_and_continues_under_another_plan(
     split: str, zero: int, other: str, tmp_path: Path
 ) -> None:
     plan = f"{split} zero={zero}"
@@ -97,6 +100,54 @@ def test_the_average_is_torchs_and_continues_under_another_plan(
 
     for found in [*run(Plan.parse(plan).mesh().size, first), *run(Plan.parse(other).mesh().size, resumed)]:
         agree(found, plain(), bound=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=3"])
+def test_an_average_made_after_the_first_step_is_torchs(plan: str) -> None:
+    def main(world: World) -> Any:
+        trainer = made(world, plan)
+        trainer.step(batch(0))
+        average = trainer.average(DECAY)
+        for number in range(1, STEPS):
+            trainer.step(batch(number))
+        return figures(trainer, average)
+
+    for found in run(2, main):
+        agree(found, plain(initial=False), bound=1e-9)
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=1", "dp=2 zero=3"])
+def test_a_target_network_is_an_average_that_is_used_from_the_first_step_on(plan: str) -> None:
+    """As in BYOL: the target of each step is the output of the averaged model."""
+    mlp = functools.partial(build_whole, lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    inputs = [torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(STEPS)]
+
+    def main(world: World) -> list[float]:
+        trainer = parallelize(mlp(seed=0), plan, world=world, optimizer=torch.optim.SGD, lr=0.5)
+        average, losses = trainer.average(DECAY), []
+        for x in inputs:
+            with trainer.open_step() as step:
+                rows = step.rows(x)
+                with average.applied():
+                    target = trainer.predict(rows + 0.1)
+                loss = (step.forward(rows) - target).square()
+                step.backward(step.mean(loss.sum(), loss.numel()))
+                losses.append(step.update().loss)
+        return losses
+
+    online, target = mlp(seed=0), mlp(seed=0)
+    optimizer, losses = torch.optim.SGD(online.parameters(), lr=0.5), []
+    for x in inputs:
+        loss = (online(x) - target(x + 0.1).detach()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+                slow.lerp_(fast, 1 - DECAY)
+    for found in run(Plan.parse(plan).mesh().size, main):
+        agree(found, losses, bound=1e-9)
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=1", "dp=2 zero=3"])
@@ -169,7 +220,7 @@ def test_the_block_of_an_average_refuses_to_train_and_save(tmp_path: Path) -> No
     def main(world: World) -> None:
         trainer = made(world, "dp=2")
         average = trainer.average(DECAY)
-        with pytest.raises(RuntimeError, match="before the first update"), average.applied():
+        with average.applied(), pytest.raises(RuntimeError, match="averages already"), average.applied():
             pass
         trainer.step(batch(0))
         with average.applied():

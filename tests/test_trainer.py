@@ -142,3 +142,63 @@ def gpt() -> nn.Module:
 
 def parallelized_alone(world: World, tokens: Tensor) -> tuple[Tensor, None]:
     return parallelize(gpt, "dp=1", world=world, loss=squares, lr=1e-2).predict(tokens), None
+
+
+class WithScalars(nn.Module):
+    """Returns its rows, their mean, and a scalar that does not depend on them, as CLIP returns its temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(WIDTH, 2), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        rows = self.layer(x)
+        return rows, rows.mean(), self.scale.exp(), len(rows)
+
+
+@pytest.mark.parametrize("plan, size", [("dp=1", 5), ("dp=2", 5), ("dp=2 zero=3", 5), ("dp=3", 2)])
+def test_a_scalar_of_a_split_prediction_is_nan_if_it_depends_on_the_rows(plan: str, size: int) -> None:
+    inputs = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def main(world: World) -> Any:
+        trainer = parallelize(WithScalars, plan, world=world, lr=1e-2)
+        return trainer.predict(inputs, split=True), trainer.predict(inputs)
+
+    for (rows, mean, scale, _), (expected, expected_mean, expected_scale, _) in run(ranks(plan), main):
+        agree({"rows": rows, "scale": scale}, {"rows": expected, "scale": expected_scale}, bound=1e-6)
+        assert scale.shape == mean.shape == ()
+        assert mean == expected_mean if plan == "dp=1" else mean.isnan()
+
+
+def ranks(plan: str) -> int:
+    return Plan.parse(plan).mesh().size
+
+
+# ---- calls of a script's old loop ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=1", "dp=2 zero=3 offload=optimizer:cpu", "pp=2"])
+def test_a_step_of_the_optimizer_that_the_script_calls_is_refused(plan: str) -> None:
+    """It would do nothing: gradients that the script's own backward makes are not the trainer's."""
+
+    def main(world: World) -> None:
+        trainer = parallelize(Two, plan, world=world, loss=squares, lr=1e-2, options=Options(example=good()))
+        scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, step_size=1)
+        for number in range(2):
+            before = state(trainer)
+            with pytest.raises(RuntimeError, match=r"remove the call, because trainer\.step\(batch\)"):
+                trainer.optimizer.step()
+            agree(state(trainer), before, bound=0.0)
+            trainer.optimizer.zero_grad()
+            trainer.step(good(number))
+            scheduler.step()
+
+    run(ranks(plan), main)
+
+
+def test_tensors_that_do_not_count_samples_first_are_named_with_what_to_do() -> None:
+    def main(world: World) -> None:
+        made(world, "dp=1").step((torch.ones(4, WIDTH), torch.ones(4 * WIDTH)))
+
+    with pytest.raises(ValueError, match=r"so transpose others; shapes: \[\(4, \d+\), \(\d+,\)\]"):
+        run(1, main)

@@ -159,3 +159,25 @@ def of_marked_rows(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
 @over_plans
 def test_ranks_whose_loss_has_no_gradient_take_part_all_the_same(plan: str) -> None:
     check(plan, Tied, loss=of_marked_rows)
+
+
+@over_plans
+def test_a_loss_with_the_gradient_of_the_output_for_the_input(plan: str) -> None:
+    """As in physics-informed networks: the backward differentiates a gradient, and needs all weights a second time."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)
+        )
+
+    def forward(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            inputs = batch.detach().requires_grad_()
+            output = model(inputs)
+            [slope] = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        return output, slope
+
+    def loss(output: tuple[Tensor, Tensor], batch: Tensor) -> tuple[Tensor, int]:
+        return sum(each.square().sum() for each in output), len(batch)  # type: ignore[return-value]
+
+    check(plan, build, loss=loss, forward=forward)

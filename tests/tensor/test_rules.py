@@ -392,3 +392,22 @@ def test_a_parameter_without_a_part_is_an_error_that_shows_how_to_give_it_one() 
         assign_roles(model, plan=Plan())
     assert 'as in {"blocks.*.gate": "whole"}' in str(raised.value)
     assert "blocks.1.gate" not in str(raised.value)
+
+
+class Coder(nn.Module):
+    """A variational autoencoder: its two matrices that read the same input look like those of an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.mean, self.spread = nn.Linear(16, 12), nn.Linear(12, 4), nn.Linear(12, 4)
+        self.fc3, self.fc4 = nn.Linear(4, 12), nn.Linear(12, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x).relu()
+        decoded: Tensor = self.fc4(self.fc3(self.mean(hidden) + self.spread(hidden)).relu())
+        return decoded
+
+
+def test_the_model_itself_is_named_where_it_counts_no_heads() -> None:
+    with pytest.raises(ValueError, match="but the model counts no heads that fit"):
+        assign_roles(Coder(), plan=Plan.parse("tp=2"))

@@ -100,7 +100,7 @@ def row_count(tree: Any) -> int:
     if not shapes:
         raise ValueError(f"the batch, a {type(tree).__name__}, holds no tensor; a batch is a tree of tensors")
     if any(len(shape) == 0 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-        raise ValueError(f"dim 0 of every tensor of a batch counts its samples, but the shapes are {shapes}")
+        raise ValueError(f"dim 0 of every tensor of a batch counts its samples, so transpose others; shapes: {shapes}")
     return shapes[0][0]
 
 

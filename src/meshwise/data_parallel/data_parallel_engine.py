@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket, StorageConfig
@@ -289,12 +290,12 @@ def discard_gradient(_row: ParameterRow, _gradient: Tensor) -> None:
     """Do nothing: a `GradientCallback` that discards the gradient."""
 
 
-def leaf_ids(loss: Tensor) -> set[int] | None:
-    """Return the ids of the leaf tensors whose gradient `loss.backward()` accumulates.
+def leaf_ids(loss: Tensor, *, until: Callable[[Node], bool] = lambda _: False) -> set[int] | None:
+    """Return the ids of the leaf tensors whose gradient `loss.backward()` accumulates, without those behind `until`.
 
     Returns None if the graph contains a reentrant checkpoint. Such a checkpoint runs further backwards inside this one,
     so the graph does not show its parameters, and a parameter may receive several gradients."""
-    nodes = list(graph_nodes([loss.grad_fn]))
+    nodes = list(graph_nodes([loss.grad_fn], until=until))
     if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
         return None
     return {id(variable) for node in nodes if isinstance(variable := getattr(node, "variable", None), Tensor)}

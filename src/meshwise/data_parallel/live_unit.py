@@ -510,7 +510,7 @@ class ParameterGatherer:
                     given, version = was_there.get(id(tensor), (None, 0))
                     changed = given is None or given() is not tensor or version != tensor._version
                     if tensor.requires_grad and changed:
-                        tensor.register_hook(lambda _gradient: self._need(unit))
+                        tensor.register_hook(lambda _gradient: self._need(unit, stays=not self._backward))
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         # always_call: activation checkpointing stops a repeated forward early by an exception.
@@ -520,7 +520,9 @@ class ParameterGatherer:
         if not torch.is_grad_enabled() and not self._recorded:
             self.free_all()
 
-    def _need(self, unit: LiveUnit) -> None:
+    def _need(self, unit: LiveUnit, *, stays: bool = False) -> None:
+        # The graph of a gradient that a script or loss asks for (autograd.grad) needs the unit too, without a hook.
+        unit.stays_gathered |= stays
         again = bool(self._seen) and self._seen[-1] is unit
         if not again:
             self._seen.append(unit)

@@ -299,6 +299,7 @@ class WholeModelRunner:
                 yield
         finally:
             engine.gatherer.free_all()
+            engine.collect()  # those of units that the backward used in part
             engine.settle()
 
     def _running(self, micro_batch: MicroBatch, *, again: bool = False) -> contextlib.AbstractContextManager[None]:

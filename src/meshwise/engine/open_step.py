@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.comm.api import autograd_collectives as gradient
+from meshwise.comm.api.autograd_collectives import source_of_output
 from meshwise.comm.api.flight_recorder import CallRecord
+from meshwise.data_parallel.data_parallel_engine import leaf_ids
 from meshwise.data_parallel.whole_parameter_functions import whole_tensors
 from meshwise.engine.microbatch_runner import MicroBatch, WholeModelRunner, gather_rows, placed
 from meshwise.engine.step import StepAttempt, TrainingSteps
@@ -121,12 +123,14 @@ class OpenStep:
     def backward(self, loss: Tensor, *, last: bool = False) -> None:
         """Add the gradient of `loss`, a scalar that is the same on every rank: computed from `mean` and `sum`.
 
-        last: no backward follows in this step. Then gradients are reduced during the backward, which is faster."""
+        last: no backward follows in this step. Then gradients are reduced during the backward, which is faster.
+        Raises ValueError for a loss that depends on a parameter in another way."""
         if self._reduced:
             raise RuntimeError(
                 "the gradients of this step are reduced already; call step.backward before step.gradients, norm and "
                 "clip, and not after step.backward(loss, last=True)"
             )
+        self._refuse_gradients(loss)
         value = float(loss.detach())
         self._value, self._digest = self._value + value, zlib.crc32(repr(value).encode(), self._digest)
         samples = {one.samples for one in self._pending}
@@ -179,6 +183,7 @@ class OpenStep:
 
         `Options` (clip_norm, nonfinite) apply as in `Trainer.step`. Raises NonFiniteError and RanksDisagree as there,
         and RanksDisagree when the ranks' losses differ."""
+        self._refuse_gradients()
         attempt = self._finish()
         squared, axes = self._engine.squared_norm().reshape(1), self._world.mesh.names
         inputs = StepInputs(self._digest, 0, tuple(self._called), loss=self._value)
@@ -212,6 +217,23 @@ class OpenStep:
         elif not self._reduced:
             self._engine.reduce_replicas()
         self._reduced = True
+
+    def _refuse_gradients(self, loss: Tensor | None = None) -> None:
+        """Raise for gradients that the step would leave out (in `.grad`) or add up (terms of `loss` outside `mean`)."""
+        axes, leaves = self._plan.loss_axes, set[int]()
+        if loss is not None and self._world.group(axes).size > 1:
+            leaves = leaf_ids(loss, until=lambda node: source_of_output(node) == ("replicated", tuple(axes))) or leaves
+        for name, parameter in self._engine.module.named_parameters():
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"{name!r} has a .grad that step.backward did not make, and the step would leave it out; call "
+                    "step.backward(loss) instead of loss.backward(), and change gradients by step.gradients()"
+                )
+            if id(parameter) in leaves:
+                raise ValueError(
+                    f"the loss depends on {name!r} outside of step.mean, so gradients of all ranks would be added up. "
+                    "Pass every term as step.mean(loss_sum, count) or, if ranks have equal ones, step.mean(term, 1)"
+                )
 
     def _require_gradients(self, what: str) -> None:
         if what == "step.gradients" and any(bucket.local for bucket in self._engine.buckets):

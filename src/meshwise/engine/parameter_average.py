@@ -1,9 +1,9 @@
 """Keep an exponential moving average of the parameters, as shards under every plan (`ParameterAverage`).
 
-After the first update the average is a copy of the parameters. Each later update moves it: average = decay · average +
-(1 - decay) · parameters, in the dtype of the masters. These are the numbers of torch's `AveragedModel` with
-`get_ema_multi_avg_fn(decay)`. The average is part of the optimizer's state: a tensor `average` for each slice. So it is
-saved, loaded under another plan, and counted as memory of the optimizer. Buffers are not averaged."""
+The average begins with the parameters before the next update, as in timm; torch's `AveragedModel` begins after it. Each
+update moves it: average = decay · average + (1 - decay) · parameters, in the dtype of the masters. The average is part
+of the optimizer's state: a tensor `average` for each slice. So it is saved, loaded under another plan, and counted as
+memory of the optimizer. Buffers are not averaged."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -37,8 +37,6 @@ class ParameterAverage:
         self._optimizer = optimizer
         self._wait, self._publish = wait, publish
         self._before: dict[nn.Parameter, Tensor] = {}
-        self._begun = False
-        self.detect_state()
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._keep()),
             optimizer.register_step_post_hook(lambda *_: self._move()),
@@ -49,10 +47,9 @@ class ParameterAverage:
         """Replace the model's parameters by their averages inside the block. Every rank calls it.
 
         Evaluate, predict or call `state_dict` and `save_pretrained` of the trainer inside; steps, saves and loads raise
-        RuntimeError. Raises RuntimeError before the first update."""
-        self.detect_state()
-        if self.swapped or not self._begun:
-            raise RuntimeError("there is no average before the first update; train a step, or load a checkpoint of one")
+        RuntimeError. Raises RuntimeError inside of another such block."""
+        if self.swapped:
+            raise RuntimeError("the model has its averages already; leave the block of average.applied() first")
         self._swap()
         try:
             yield
@@ -64,28 +61,21 @@ class ParameterAverage:
         for hook in self._hooks:
             hook.remove()
 
-    def detect_state(self) -> None:
-        """Find out whether the optimizer's state has an average, as after a load; every rank calls it."""
-        own = any(AVERAGE in self._optimizer.state.get(slice_, {}) for slice_ in self._slices())
-        self._begun = any(self._engine.world.exchange(own))
-
     def _slices(self) -> Iterator[nn.Parameter]:
         return (parameter for bucket in self._engine.buckets for _, parameter in bucket.slices)
 
     def _keep(self) -> None:
-        """Keep the values of slices that no update has changed: so far these values are the average."""
-        first = (one for one in self._slices() if one.grad is not None and not self._optimizer.state.get(one))
-        self._before = {one: one.detach().clone() for one in first} if self._begun else {}
+        """Keep the values of slices that have no average yet: so far these values are the average."""
+        states = ((one, self._optimizer.state.get(one, {})) for one in self._slices() if one.grad is not None)
+        self._before = {one: one.detach().clone() for one, state in states if AVERAGE not in state}
 
     def _move(self) -> None:
         for parameter in self._slices():
-            state, value = self._optimizer.state[parameter], parameter.detach()
-            if not state and parameter.grad is None:
-                continue  # not updated yet: its average begins with its first update
-            if AVERAGE not in state:
-                state[AVERAGE] = self._before.get(parameter, value).clone()
-            state[AVERAGE].lerp_(value, 1 - self.decay)
-        self._begun = True
+            state = self._optimizer.state[parameter]
+            if parameter in self._before:
+                state[AVERAGE] = self._before.pop(parameter)
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(parameter.detach(), 1 - self.decay)
 
     def _swap(self) -> None:
         """Exchange the parameters and their average, and send the parameters to the ranks that use them."""

@@ -267,8 +267,9 @@ class Trainer:
         """Keep an exponential moving average of the parameters from now on, and return it. A trainer keeps one.
 
         `with average.applied():` evaluates, predicts or exports with the averaged parameters. `save` and `load` include
-        the average: call this before the steps that follow a `load`. Raises PlanError if the optimizer's state is
-        offloaded, ValueError for a decay outside of (0, 1)."""
+        the average: call this before the steps that follow a `load`. Without a loaded one,
+        it begins with the present parameters. Raises PlanError if the optimizer's state is offloaded, ValueError for a
+        decay outside of (0, 1)."""
         if self.plan.tiers.state_tiers != {"device"}:
             raise PlanError(f"offload={self.plan.offload} excludes an average, kept on the device; use offload=none")
         if self._average is not None:
@@ -330,17 +331,19 @@ class Trainer:
 
         Without `split`, each rank computes all rows of its own `batch`. With `split`, `batch` is a global batch: each
         rank computes a part, and gets the output of all rows, in order and each once. The output holds full tensors,
-        which one rank alone may read. With pp, raises PlanError for an output tensor that the last stage lacks."""
-        with torch.no_grad(), eval_mode(self.model):
+        which one rank alone may read. A scalar that differs between the parts, as their mean loss, is NaN. With pp,
+        raises PlanError for an output tensor that the last stage lacks."""
+        with torch.no_grad(), eval_mode(self.model), self._mean_of_replicas() if split else contextlib.nullcontext():
             if not split:
                 return self._runner.predict(batch)
-        with torch.no_grad(), eval_mode(self.model), self._mean_of_replicas():
             axes = self.plan.row_axes
             sharder = BatchSharder(self.world, axes, runs_empty=True, servers=self.plan.server)
             [part] = sharder.split(batch, local=False, total=None, count=1)
 
             def gathered(x: Tensor) -> Tensor:
-                return gather_rows(x, world=self.world, axes=axes, counts=part.counts)[0] if x.dim() else x
+                rows, _ = gather_rows(torch.atleast_1d(x), world=self.world, axes=axes, counts=part.counts)
+                first = next(iter(rows), x)
+                return rows if x.dim() else first if rows.eq(first).all() else first * math.nan
 
             return map_tensors(gathered, self._runner.predict(part.rows))
 
@@ -485,8 +488,6 @@ class Trainer:
             self.agreements.load_state(kept)
         if self._servers is not None:
             self._servers.load_state(kept.get("servers"))
-        if self._average is not None:
-            self._average.detect_state()
         return dict(kept["user"])
 
     def close(self) -> None:

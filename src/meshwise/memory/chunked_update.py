@@ -160,6 +160,7 @@ class ChunkedUpdate:
         self.broken = False
         """True if parameters may belong to different steps: `check` raises, until a checkpoint is loaded."""
         tiers.staging_size = max(tiers.staging_size, *map(_bytes, self._rounds))
+        optimizer.register_step_pre_hook(lambda *_: self._refuse_other_steps())
 
     def step(self, done: Callable[[UpdateChunk], None]) -> None:
         """Update every chunk by its gradient, in the same order on every rank; then call `done` for the chunk.
@@ -177,6 +178,13 @@ class ChunkedUpdate:
             raise TierError(
                 "an update ended half way, so parameters and optimizer state are part old and part new; load a "
                 "checkpoint to continue"
+            )
+
+    def _refuse_other_steps(self) -> None:
+        if not self.broken:
+            raise RuntimeError(
+                "the script called trainer.optimizer.step(), which has no gradients to apply; remove the call, because "
+                "trainer.step(batch), or step.backward(loss) and step.update() in an open step, update the parameters"
             )
 
     def cut(self, parts: Mapping[nn.Parameter, Sequence[nn.Parameter]]) -> None:

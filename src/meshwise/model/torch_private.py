@@ -29,14 +29,14 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def graph_nodes(roots: Iterable[Node | None]) -> Iterator[Node]:
-    """Yield each node of autograd's graph from `roots` on, once."""
+def graph_nodes(roots: Iterable[Node | None], *, until: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
+    """Yield each node of autograd's graph from `roots` on, once, but none that only an `until` node leads to."""
     waiting, seen = [root for root in roots if root is not None], set[Node]()
     while waiting:
         if (node := waiting.pop()) not in seen:
             seen.add(node)
             yield node
-            waiting += [following for following, _ in node.next_functions if following is not None]
+            waiting += [one for one, _ in node.next_functions if one is not None and not until(node)]
 
 
 def needed_gradients(ctx: Any) -> tuple[bool, ...]:

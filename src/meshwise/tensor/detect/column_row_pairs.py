@@ -224,7 +224,7 @@ class ColumnRowPairs:
                 before += 1
             elif branch.looks_like_attention:
                 home = branch.colwise[0].parent_name
-                why = f"it looks like an attention, but {home} counts no heads that fit"
+                why = f"it looks like an attention, but {home or 'the model'} counts no heads that fit"
                 why += "; state the number of heads by 'attention heads=…'"
                 if len(branch.colwise) > 3 and counts_heads(self.modules[home]):
                     why = "it looks like an attention with more matrices than q, k and v"
