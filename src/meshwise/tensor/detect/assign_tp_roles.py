@@ -254,9 +254,15 @@ def _rules_to_copy(module: nn.Module, found: _Found) -> dict[str, str]:
     many = Counter(map(of_all_blocks, units))
 
     def general(name: str) -> str:
-        pattern = of_all_blocks(name)
-        kinds = {type(one) for other, one in module.named_modules() if matches(other, pattern=pattern)}
-        return pattern if len(kinds) < 2 or many[pattern] > _SHOWN else name
+        pattern, words = of_all_blocks(name), name.split(".")
+        last = max((place for place, word in enumerate(words) if word.isdigit()), default=0)
+        numbered = ".".join(
+            [*pattern.split(".")[:last], *words[last:]]
+        )  # layers.*.0, beside layers.*.1 of another class
+        for each in (pattern, numbered):
+            if len({type(one) for other, one in module.named_modules() if matches(other, pattern=each)}) < 2:
+                return each
+        return pattern if many[pattern] > _SHOWN else name
 
     return {general(unit): "whole" for unit in units}
 
@@ -264,7 +270,8 @@ def _rules_to_copy(module: nn.Module, found: _Found) -> dict[str, str]:
 def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
     """Return the outermost module to keep whole for a parameter without a role, or the parameter itself.
 
-    A module outside of the blocks must hold no parameter with a role. No module may hold blocks or experts."""
+    A module outside of the blocks must hold no parameter with a role. No module may hold blocks or experts. For a
+    parameter of an attention that is a block itself, return the attention, because the heads of all ranks use it."""
     blocks, left = found.structure.blocks, set(found.left)
     divided = [*blocks, *(key for key, part in found.parts.items() if part.role == "experts")]
     for holder in reversed(enclosing(name)[:-1]):
@@ -273,7 +280,8 @@ def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
         fits = lacking or _lies_in(holder, holders=blocks) or isinstance(kept, nn.MultiheadAttention)
         if fits and not any(f"{key}.".startswith(within) for key in divided):
             return holder
-    return name
+    around = [key for key in enclosing(name) if key in found.parts and found.parts[key].role == "attention"]
+    return around[0] if around else name
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:
