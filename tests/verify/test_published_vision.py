@@ -39,10 +39,21 @@ class VitAttention(nn.Module):
         return x  # noqa: RET504
 
 
+class GatedAttention(VitAttention):
+    """timm: without a gate, the attribute is None."""
+
+    gate: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        gate = self.gate(x).sigmoid() if self.gate is not None else None
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        x = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C)
+        return self.proj(x if gate is None else x * gate)  # type: ignore[no-any-return]
+
+
 class XcitAttention(VitAttention):
     """XCiT: both branches replace x."""
-
-    fused = False
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, C = x.shape
@@ -111,7 +122,7 @@ class Vit(nn.Module):
 
 
 @pytest.mark.parametrize("plan", ["tp=2", "tp=4", "tp=2 sequence_parallel=1"])
-@pytest.mark.parametrize("kind", [VitAttention, XcitAttention])
+@pytest.mark.parametrize("kind", [VitAttention, GatedAttention, XcitAttention])
 def test_an_attention_that_divides_the_width_of_its_input_by_its_heads_is_split(kind: Any, plan: str) -> None:
     assert verify(lambda: Vit(kind), squares, vectors(4, 6, 16), plan, lr=1e-2).ok
 
@@ -132,7 +143,7 @@ def test_a_forward_that_fails_on_a_part_is_named_in_the_rule() -> None:
     with pytest.raises(RuntimeError) as failed:
         verify(lambda: Vit(ClassAttention), squares, vectors(4, 6, 16), "tp=2", lr=1e-2)
     note = next(note for note in failed.value.__notes__ if "under tp" in note)
-    assert '{"layers.*.*": "whole"}' in note
+    assert '{"layers.*.0": "whole"}' in note
     options = Options(tensor_rules={"layers.*.0": "whole"})
     assert verify(lambda: Vit(ClassAttention), squares, vectors(4, 6, 16), "tp=2", lr=1e-2, options=options).ok
 

@@ -74,8 +74,7 @@ from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
-from meshwise.tensor.detect.assign_tp_roles import Rules, planned_roles
-from meshwise.tensor.detect.attention_names import of_all_blocks
+from meshwise.tensor.detect.assign_tp_roles import Rules, pattern_of, planned_roles
 from meshwise.tensor.tensor_parallel import tensor_parallel
 from meshwise.tensor.tp_schemes import mesh_with_kv_replicas, scheme_on
 
@@ -402,10 +401,14 @@ _OF_A_PART = (
 
 
 def _failed_in(model: nn.Module, error: Exception) -> str:
-    """Return the name, as a pattern for all blocks, of the innermost module with children whose forward raised."""
-    names = {id(module): name for name, module in model.named_modules() if any(True for _ in module.children())}
+    """Return a pattern of the innermost module with parameters in its children, among those whose forwards failed."""
+    names = {id(part): name for name, part in model.named_modules() if any(map(_has_parameters, part.children()))}
     ran = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return of_all_blocks(next(filter(None, reversed(ran)), "blocks.*.attention"))
+    return next((pattern_of(name, module=model) for name in reversed(ran) if name), "blocks.*.attention")
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def _computed(forward: Forward, *, plan: Plan, precision: Precision, casts: ModelCasts) -> Forward:

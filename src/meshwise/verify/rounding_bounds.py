@@ -345,9 +345,7 @@ class VerificationInputs:
                 first = single.evaluate(batch)
         except (RuntimeError, ValueError) as error:
             if self.dtype is not None:
-                error.add_note(
-                    f"the model and its batches were converted to {self.dtype}; verify(dtype=None) keeps theirs"
-                )
+                error.add_note(f"model and batches are in {self.dtype}; verify(dtype=None) keeps their dtypes")
             raise
         apart = abs(first - single.evaluate(batch)) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
         unknown, drew = tuple(sorted(single.draws.unknown)), single.draws.drew

@@ -194,9 +194,7 @@ class StepComparison:
             sides = [side[name] for side in theirs]
             if kind == _VALUE:
                 value, *sides = (self._reference.comparable(name, value=one) for one in (value, *sides))
-            spread = (
-                theirs[0].get(name.replace("running_mean", "running_var")) if name.endswith("running_mean") else None
-            )
+            spread = theirs[0].get(f"{name.removesuffix('running_mean')}running_var")  # only beside a running mean
             floor = least if spread is None else max(least, largest_magnitude(spread) ** 0.5)  # a norm divides by it
             figures[name] = self._judge.measure(value, sides=sides, least=floor, step=step)
             if figures[name].over:

@@ -247,24 +247,25 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
 
 
 def _rules_to_copy(module: nn.Module, found: _Found) -> dict[str, str]:
-    """Return rules that keep modules whole, for the parameters without a role.
-
-    A pattern covers all blocks if the modules there have one class, or if many of them lack a role."""
+    """Return rules that keep modules whole, for the parameters without a role."""
     units = dict.fromkeys(_to_keep_whole(module, name, found) for name in found.left)
     many = Counter(map(of_all_blocks, units))
+    return {
+        of_all_blocks(unit) if many[of_all_blocks(unit)] > _SHOWN else pattern_of(unit, module=module): "whole"
+        for unit in units
+    }
 
-    def general(name: str) -> str:
-        pattern, words = of_all_blocks(name), name.split(".")
-        last = max((place for place, word in enumerate(words) if word.isdigit()), default=0)
-        numbered = ".".join(
-            [*pattern.split(".")[:last], *words[last:]]
-        )  # layers.*.0, beside layers.*.1 of another class
-        for each in (pattern, numbered):
-            if len({type(one) for other, one in module.named_modules() if matches(other, pattern=each)}) < 2:
-                return each
-        return pattern if many[pattern] > _SHOWN else name
 
-    return {general(unit): "whole" for unit in units}
+def pattern_of(name: str, *, module: nn.Module) -> str:
+    """Return a pattern for a module and its counterparts in other blocks, `layers.*.attention`, if all have one class.
+
+    Otherwise its last number stays, as in `layers.*.0`, which is an attention where `layers.*.1` is an MLP."""
+    pattern, words = of_all_blocks(name), name.split(".")
+    last = max((place for place, word in enumerate(words) if word.isdigit()), default=0)
+    for each in (pattern, ".".join([*pattern.split(".")[:last], *words[last:]])):
+        if len({type(one) for other, one in module.named_modules() if matches(other, pattern=each)}) < 2:
+            return each
+    return name
 
 
 def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:

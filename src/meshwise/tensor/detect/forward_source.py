@@ -40,6 +40,7 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
     also = {use.removeprefix("=") for name, use in uses if name == given and use.startswith("=")}
     first, second = ({use for name, use in uses if name in names} for names in ({given}, also))
     reading = {use for use in (first if others else first | second) if use != _SHAPE and not use.startswith("=")}
+    reading = {use for use in reading if getattr(module, use, 0) is not None}  # None: an absent gate, or the like
     calls = [node for node in nodes if isinstance(node, ast.Call) and _child_called(node.func) in children]
     inputs = [getattr(call.args[0], "id", "") for call in calls if call.args]  # a child may read another tensor too
     return {*inputs} <= {given, *also} and reading == {*children} and second <= {*children, *others, _SHAPE}
