@@ -503,8 +503,9 @@ class ParameterGatherer:
             if unit in self._open:
                 self._open.remove(unit)
             returned = list(all_tensors(output))
-            for base in (tensor if tensor._base is None else tensor._base for tensor in returned):
-                if owner := self._owners.get(id(base)):  # a view of a parameter, which later modules may read
+            for tensor in (each for each in returned if type(each) in (Tensor, nn.Parameter)):
+                base = tensor if tensor._base is None else tensor._base
+                if owner := self._owners.get(id(base)):  # later modules may read this view of a parameter
                     owner.stays_gathered = True
             if torch.is_grad_enabled():
                 self._recorded = True
