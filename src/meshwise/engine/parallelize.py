@@ -402,13 +402,10 @@ _OF_A_PART = (
 
 def _failed_in(model: nn.Module, error: Exception) -> str:
     """Return a pattern of the innermost module with parameters in its children, among those whose forwards failed."""
-    names = {id(part): name for name, part in model.named_modules() if any(map(_has_parameters, part.children()))}
+    modules = model.named_modules()
+    names = {id(part): name for name, part in modules if any(True for one in part.children() for _ in one.parameters())}
     ran = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((pattern_of(name, module=model) for name in reversed(ran) if name), "blocks.*.attention")
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 def _computed(forward: Forward, *, plan: Plan, precision: Precision, casts: ModelCasts) -> Forward:

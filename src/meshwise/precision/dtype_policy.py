@@ -296,8 +296,9 @@ def widen_for_loss(output: Any) -> Any:
 
 
 def _keeps_dtype(module: nn.Module) -> bool:
-    """Return whether a norm's parameters stay as they are: with running statistics, or in a class derived from torch's
-    whose forward converts its input by `.float()`, as in CLIP, Whisper and diffusion models."""
+    """Return whether a norm's parameters keep their dtype: if it has running statistics, or converts its input itself.
+
+    The forward of a LayerNorm or GroupNorm of CLIP, Whisper and diffusion models calls `.float()`."""
     names = set(getattr(getattr(type(module).forward, "__code__", None), "co_names", ()))
     converts = isinstance(module, nn.LayerNorm | nn.GroupNorm) and names & {"float", "float32"}
     return bool(converts) or (isinstance(module, RunningNorm) and module.track_running_stats)

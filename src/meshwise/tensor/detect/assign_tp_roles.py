@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -249,11 +248,7 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
 def _rules_to_copy(module: nn.Module, found: _Found) -> dict[str, str]:
     """Return rules that keep modules whole, for the parameters without a role."""
     units = dict.fromkeys(_to_keep_whole(module, name, found) for name in found.left)
-    many = Counter(map(of_all_blocks, units))
-    return {
-        of_all_blocks(unit) if many[of_all_blocks(unit)] > _SHOWN else pattern_of(unit, module=module): "whole"
-        for unit in units
-    }
+    return {pattern_of(unit, module=module): "whole" for unit in units}
 
 
 def pattern_of(name: str, *, module: nn.Module) -> str:
