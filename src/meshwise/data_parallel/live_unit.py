@@ -31,7 +31,7 @@ The order of units in the last pass predicts the next unit. A wrong prediction c
 All ranks predict the same unit, because all of them ran the same passes.
 
 If a module of a unit contains a module of another unit, the outer unit stays gathered until the pass ends. An example
-is the unit of a parameter that the root module owns."""
+is the unit of a parameter that the root module owns. So does a unit whose module returns a view of a parameter."""
 
 import contextlib
 import weakref
@@ -502,9 +502,14 @@ class ParameterGatherer:
             was_there = passed.pop() if passed else {}
             if unit in self._open:
                 self._open.remove(unit)
+            returned = list(all_tensors(output))
+            for tensor in (each for each in returned if type(each) in (Tensor, nn.Parameter)):
+                base = tensor if tensor._base is None else tensor._base
+                if owner := self._owners.get(id(base)):  # later modules may read this view of a parameter
+                    owner.stays_gathered = True
             if torch.is_grad_enabled():
                 self._recorded = True
-                for tensor in all_tensors(output):
+                for tensor in returned:
                     # An input that the module returns unchanged gets no hook: its gradient is complete only after the
                     # backward of this module. `_version` tells if an input was changed.
                     given, version = was_there.get(id(tensor), (None, 0))

@@ -6,6 +6,7 @@
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +74,7 @@ from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
-from meshwise.tensor.detect.assign_tp_roles import Rules, planned_roles
+from meshwise.tensor.detect.assign_tp_roles import Rules, pattern_of, planned_roles
 from meshwise.tensor.tensor_parallel import tensor_parallel
 from meshwise.tensor.tp_schemes import mesh_with_kv_replicas, scheme_on
 
@@ -398,8 +399,16 @@ class ParallelSetting:
 _OF_A_PART = (
     "under tp a rank has a part of the heads, and of the features between two matrices. In the forward, use -1, "
     "x.size(…) or an attribute such as self.num_heads in place of a constant; or keep the module whole by a rule, "
-    '{"blocks.*.attention": "whole"}. If the error comes with tp=1 too, its cause is the model or the batch.'
+    '{{"{}": "whole"}}. If the error comes with tp=1 too, its cause is the model or the batch.'
 )
+
+
+def _failed_in(model: nn.Module, error: Exception) -> str:
+    """Return a pattern of the innermost module with parameters in its children, among those whose forwards failed."""
+    modules = model.named_modules()
+    names = {id(part): name for name, part in modules if any(True for one in part.children() for _ in one.parameters())}
+    ran = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((pattern_of(name, module=model) for name in reversed(ran) if name), "blocks.*.attention")
 
 
 def _computed(forward: Forward, *, plan: Plan, precision: Precision, casts: ModelCasts) -> Forward:
@@ -413,7 +422,7 @@ def _computed(forward: Forward, *, plan: Plan, precision: Precision, casts: Mode
                 output = forward(model, batch)
         except (RuntimeError, ValueError) as error:
             if plan.tp > 1 and type(error) in (RuntimeError, ValueError):
-                error.add_note(_OF_A_PART)
+                error.add_note(_OF_A_PART.format(_failed_in(model, error)))
             raise
         return output if precision.compute_dtype is None else widen_for_loss(output)
 

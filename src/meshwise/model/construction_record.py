@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
+from meshwise.model.parameter_table import refuse_sparse
 from meshwise.model.torch_private import LightDispatchMode, without_dispatch_modes, written_arguments
 
 CPU = torch.device("cpu")
@@ -330,6 +331,8 @@ class _Recorder(LightDispatchMode):
         traits = _traits_of(func)
         kwargs = _values(self._record, kwargs) | ({"generator": torch.Generator()} if traits.random else {})
         result = traits.run(*_values(self._record, args), **kwargs)
+        for tensor in tensors(result):
+            refuse_sparse(tensor, what=f"result of {func} in the model's constructor")
         return map_tensors(lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=META), result)
 
 

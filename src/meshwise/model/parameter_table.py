@@ -260,8 +260,19 @@ def check_trains(module: nn.Module) -> None:
         raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to train")
 
 
+def refuse_sparse(tensor: Tensor, *, what: str) -> None:
+    """Raise ValueError for a sparse tensor, because ranks exchange dense ones."""
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"the {what} is sparse, and ranks exchange dense tensors. Give the module itself, not a function, after "
+            "module.register_buffer(name, buffer.to_dense(), persistent=False)"
+        )
+
+
 def check_readable(module: nn.Module) -> None:
-    """Raise ValueError for parameters without a shape (lazy modules)."""
+    """Raise ValueError for parameters without a shape (lazy modules), and for sparse buffers."""
+    for name, buffer in module.named_buffers():
+        refuse_sparse(buffer, what=f"buffer {name}")
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet; call the model once on an example before handing it over")

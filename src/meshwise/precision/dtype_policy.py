@@ -164,11 +164,11 @@ def likely_count(batch: Any) -> int:
 
 
 def convert(module: nn.Module, *, precision: Precision) -> None:
-    """Convert floating parameters to `precision.parameters` in place, except in norms with running statistics."""
+    """Convert floating parameters to `precision.parameters` in place, except in norms that keep theirs."""
     dtype = precision.parameters
     if dtype is None:
         return
-    kept = {id(parameter) for part in module.modules() if _has_statistics(part) for parameter in part.parameters()}
+    kept = {id(parameter) for part in module.modules() if _keeps_dtype(part) for parameter in part.parameters()}
     for parameter in module.parameters():
         if parameter.is_floating_point() and id(parameter) not in kept:
             parameter.data = parameter.data.to(dtype)
@@ -194,11 +194,11 @@ class ModelCasts:
     def hook(self, module: nn.Module) -> contextlib.ExitStack:
         """Convert the inputs of modules to the dtype of their parameters, until the returned stack is closed.
 
-        Modules without floating parameters of their own, and norms with running statistics, get no hook. If
+        Modules without floating parameters of their own, and norms that keep their dtype, get no hook. If
         `precision.parameters` is None, no module gets a hook."""
         undo = contextlib.ExitStack()
         for part in () if self._precision.parameters is None else module.modules():
-            if any(True for _ in _floating(part)) and not _has_statistics(part):
+            if any(True for _ in _floating(part)) and not _keeps_dtype(part):
                 self._hooks.append(_InputCasts())
                 undo.callback(part.register_forward_pre_hook(self._hooks[-1], with_kwargs=True).remove)
         return undo
@@ -295,8 +295,13 @@ def widen_for_loss(output: Any) -> Any:
     return map_tensors(lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor, output)
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    return isinstance(module, RunningNorm) and module.track_running_stats
+def _keeps_dtype(module: nn.Module) -> bool:
+    """Return whether a norm's parameters keep their dtype: if it has running statistics, or converts its input itself.
+
+    The forward of a LayerNorm or GroupNorm of CLIP, Whisper and diffusion models calls `.float()`."""
+    names = set(getattr(getattr(type(module).forward, "__code__", None), "co_names", ()))
+    converts = isinstance(module, nn.LayerNorm | nn.GroupNorm) and names & {"float", "float32"}
+    return bool(converts) or (isinstance(module, RunningNorm) and module.track_running_stats)
 
 
 def _floating(module: nn.Module) -> Iterator[Tensor]:

@@ -142,7 +142,8 @@ class _Split:
         module = self._modules[name]
         _require_plain_embedding(module, name)
         rows, features = _matrix(module, name).shape
-        table = SplitTable(self._outside, shape=(rows, features), padding_idx=getattr(module, "padding_idx", None))
+        padding = getattr(module, "padding_idx", None)
+        table = SplitTable(self._outside, name=name, shape=(rows, features), padding_idx=padding)
         inside = not computes_as(module, kind=nn.Embedding)
         set_sharded_class(module, front=ShardedEmbedding, sharding=table, inside=inside)
         table.follow(self._root)

@@ -315,13 +315,15 @@ class VerificationInputs:
 
     def converted(self) -> Iterator[Any]:
         """Yield the batches, with floating tensors in the dtype of the comparison."""
+        yield from map(self._convert, self.batches)
+
+    def _convert(self, batch: Any) -> Any:
         dtype = self.dtype
-        for batch in self.batches:
-            yield map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
+        return map_tensors(lambda x: x.to(dtype) if dtype and x.is_floating_point() else x, batch)
 
     def arguments(self, outputs: OutputMeanSquares) -> dict[str, Any]:
         """Return keywords of `parallelize` and `ReferenceRun`: loss, optimizer, options. `outputs` runs the model."""
-        example = next(self.converted()) if self.options.example is None else self.options.example
+        example = self._convert(self.batches[0] if self.options.example is None else self.options.example)
         options = dataclasses.replace(self.options, forward=outputs.forward, example=example)
         return {**self.training, "loss": self.loss, "options": options}
 
@@ -338,8 +340,13 @@ class VerificationInputs:
         if pooled and self.plan.microbatches > 1:
             return dataclasses.replace(in_eval_mode.try_out(device), pooled=pooled[0])
         batch = next(self.converted())
-        with _Narrowest(single.model) as seen:
-            first = single.evaluate(batch)
+        try:
+            with _Narrowest(single.model) as seen:
+                first = single.evaluate(batch)
+        except (RuntimeError, ValueError) as error:
+            if self.dtype is not None:
+                error.add_note(f"model and batches are in {self.dtype}; verify(dtype=None) keeps their dtypes")
+            raise
         apart = abs(first - single.evaluate(batch)) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
         unknown, drew = tuple(sorted(single.draws.unknown)), single.draws.drew
         if not (apart or unknown or (self.plan.random == "local" and drew)):

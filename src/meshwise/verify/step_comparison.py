@@ -194,7 +194,9 @@ class StepComparison:
             sides = [side[name] for side in theirs]
             if kind == _VALUE:
                 value, *sides = (self._reference.comparable(name, value=one) for one in (value, *sides))
-            figures[name] = self._judge.measure(value, sides=sides, least=least, step=step)
+            spread = theirs[0].get(f"{name.removesuffix('running_mean')}running_var")  # only beside a running mean
+            floor = least if spread is None else max(least, largest_magnitude(spread) ** 0.5)  # a norm divides by it
+            figures[name] = self._judge.measure(value, sides=sides, least=floor, step=step)
             if figures[name].over:
                 self._factors[f"{kind} {name}"] = _factor(value, sides[0])
         return figures

@@ -169,10 +169,11 @@ class SplitTable(BoundToRank):
     """Sharded lookup of one embedding on this rank; call it with token numbers and this rank's part of the table.
 
     `shape`: (vocabulary, features) of the full table. `padding_idx`: as in nn.Embedding. `head`: product of hidden
-    states and the table. `running`: True while the model runs; then `ShardedEmbedding.weight` is a `TableWeight`."""
+    states and the table. `running`: True while the model runs; then `ShardedEmbedding.weight` is a `TableWeight`.
+    `name`: name of the embedding, for messages."""
 
-    def __init__(self, context: SplitContext, *, shape: tuple[int, int], padding_idx: int | None) -> None:
-        self.context = context
+    def __init__(self, context: SplitContext, *, name: str, shape: tuple[int, int], padding_idx: int | None) -> None:
+        self.context, self.name = context, name
         self.head = Projection(context, part=Part("head"), shape=shape)
         self.shape = shape
         self.running = False
@@ -223,8 +224,7 @@ class ShardedEmbedding(nn.Embedding):
         parameter: Tensor = self._parameters["weight"]  # type: ignore[assignment]
         if not (self.sharding.running or in_backward()):
             return parameter
-        head = self.sharding.head
-        return TableWeight(parameter, size=self.sharding.shape, head=lambda x, part: head.logits(x, weight=part))
+        return TableWeight(parameter, table=self.sharding)
 
     @gradient.uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)

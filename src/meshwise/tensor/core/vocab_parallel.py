@@ -368,26 +368,19 @@ _PRODUCTS = frozenset({Tensor.matmul, torch.matmul, Tensor.__matmul__, Tensor.mm
 class TableWeight(GlobalShapeTensor):
     """Embedding table of the full shape that holds this rank's part as `local`.
 
-    | size_of_table   (rows, features) of the full table
-    | head            function that returns split logits from the hidden states and the rank's part
-    | transposed      True if the tensor is the transposed table, (features, rows)"""
+    | table        `SplitTable` of the embedding: name, shape (rows, features) of the full table, head
+    | transposed   True if the tensor is the transposed table, (features, rows)"""
 
-    size_of_table: tuple[int, ...]
-    head: Callable[[Tensor, Tensor], Tensor]
+    table: Any
     transposed: bool
     too_late = "{} got a table that is split over the ranks; call the embedding, or multiply with its weight"
 
     @staticmethod
-    def __new__(
-        cls, local: Tensor, *, size: tuple[int, ...], head: Callable[[Tensor, Tensor], Tensor], transposed: bool = False
-    ) -> "TableWeight":
-        """Return a table of `size` (rows, features) with the part `local`, which is never transposed."""
-        self = cls.over(local, shape=size[::-1] if transposed else size)
-        self.size_of_table, self.head, self.transposed = size, head, transposed
+    def __new__(cls, local: Tensor, *, table: Any, transposed: bool = False) -> "TableWeight":
+        """Return a table with this rank's part `local`, which is never transposed."""
+        self = cls.over(local, shape=table.shape[::-1] if transposed else table.shape)
+        self.table, self.transposed = table, transposed
         return self
-
-    def _like(self, local: Tensor, *, transposed: bool) -> "TableWeight":
-        return TableWeight(local, size=self.size_of_table, head=self.head, transposed=transposed)
 
     @classmethod
     def answer(cls, func: Any, *, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
@@ -398,20 +391,21 @@ class TableWeight(GlobalShapeTensor):
         first, second = (*args, None, None)[:2]
         if isinstance(first, TableWeight):
             if func in _TRANSPOSES:
-                return first._like(first.local, transposed=not first.transposed)
+                return TableWeight(first.local, table=first.table, transposed=not first.transposed)
             if func in _CONVERSIONS:
-                return first._like(func(first.local, *args[1:], **given), transposed=first.transposed)
+                converted = func(first.local, *args[1:], **given)
+                return TableWeight(converted, table=first.table, transposed=first.transposed)
             if func in ANSWERED_BY_PART:
                 return func(first.local, *args[1:], **given)
         elif isinstance(second, TableWeight):
             if func is functional.linear and not second.transposed:
-                logits, bias = second.head(first, second.local), given.get("bias")
+                logits, bias = second.table.head.logits(first, weight=second.local), given.get("bias")
                 return logits if bias is None else logits + bias
             if func in _PRODUCTS and second.transposed:
-                return second.head(first, second.local)
-        table = next(value for value in pytree.tree_leaves((args, given)) if isinstance(value, TableWeight))
+                return second.table.head.logits(first, weight=second.local)
+        table = next(one.table for one in pytree.tree_leaves((args, given)) if isinstance(one, TableWeight))
         raise ValueError(
-            f"the forward uses an embedding's weight of {table.size_of_table[0]} rows in "
-            f"{getattr(func, '__name__', func)}, but tp splits the rows over ranks. Call the embedding, or multiply "
-            "with its weight"
+            f"the forward uses an embedding's weight of {table.shape[0]} rows in {getattr(func, '__name__', func)}, "
+            "but tp splits the rows over ranks. Call the embedding, or multiply with its weight, or keep it whole by a "
+            f'rule, as in {{"{table.name}": "whole"}}'
         )

@@ -13,7 +13,6 @@ import dataclasses
 import difflib
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -247,24 +246,28 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
 
 
 def _rules_to_copy(module: nn.Module, found: _Found) -> dict[str, str]:
-    """Return rules that keep modules whole, for the parameters without a role.
-
-    A pattern covers all blocks if the modules there have one class, or if many of them lack a role."""
+    """Return rules that keep modules whole, for the parameters without a role."""
     units = dict.fromkeys(_to_keep_whole(module, name, found) for name in found.left)
-    many = Counter(map(of_all_blocks, units))
+    return {pattern_of(unit, module=module): "whole" for unit in units}
 
-    def general(name: str) -> str:
-        pattern = of_all_blocks(name)
-        kinds = {type(one) for other, one in module.named_modules() if matches(other, pattern=pattern)}
-        return pattern if len(kinds) < 2 or many[pattern] > _SHOWN else name
 
-    return {general(unit): "whole" for unit in units}
+def pattern_of(name: str, *, module: nn.Module) -> str:
+    """Return a pattern for a module and its counterparts in other blocks, `layers.*.attention`, if all have one class.
+
+    Otherwise its last number stays, as in `layers.*.0`, which is an attention where `layers.*.1` is an MLP."""
+    pattern, words = of_all_blocks(name), name.split(".")
+    last = max((place for place, word in enumerate(words) if word.isdigit()), default=0)
+    for each in (pattern, ".".join([*pattern.split(".")[:last], *words[last:]])):
+        if len({type(one) for other, one in module.named_modules() if matches(other, pattern=each)}) < 2:
+            return each
+    return name
 
 
 def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
     """Return the outermost module to keep whole for a parameter without a role, or the parameter itself.
 
-    A module outside of the blocks must hold no parameter with a role. No module may hold blocks or experts."""
+    A module outside of the blocks must hold no parameter with a role. No module may hold blocks or experts. For a
+    parameter of an attention that is a block itself, return the attention, because the heads of all ranks use it."""
     blocks, left = found.structure.blocks, set(found.left)
     divided = [*blocks, *(key for key, part in found.parts.items() if part.role == "experts")]
     for holder in reversed(enclosing(name)[:-1]):
@@ -273,7 +276,8 @@ def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
         fits = lacking or _lies_in(holder, holders=blocks) or isinstance(kept, nn.MultiheadAttention)
         if fits and not any(f"{key}.".startswith(within) for key in divided):
             return holder
-    return name
+    around = [key for key in enclosing(name) if key in found.parts and found.parts[key].role == "attention"]
+    return around[0] if around else name
 
 
 def _places(parts: Mapping[str, Part], name: str) -> bool:

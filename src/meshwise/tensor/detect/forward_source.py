@@ -11,6 +11,7 @@ module). Reads of the input count in every branch, as the attribute may change."
 
 import ast
 import inspect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -39,6 +40,7 @@ def only_read_by(module: nn.Module, *, children: Collection[str], others: Collec
     also = {use.removeprefix("=") for name, use in uses if name == given and use.startswith("=")}
     first, second = ({use for name, use in uses if name in names} for names in ({given}, also))
     reading = {use for use in (first if others else first | second) if use != _SHAPE and not use.startswith("=")}
+    reading = {use for use in reading if getattr(module, use, 0) is not None}  # None: an absent gate, or the like
     calls = [node for node in nodes if isinstance(node, ast.Call) and _child_called(node.func) in children]
     inputs = [getattr(call.args[0], "id", "") for call in calls if call.args]  # a child may read another tensor too
     return {*inputs} <= {given, *also} and reading == {*children} and second <= {*children, *others, _SHAPE}
@@ -65,7 +67,7 @@ def splits_by_width(module: nn.Module) -> bool:
             case ast.Assign(targets=[ast.Tuple(elts=[*_, ast.Name(id=name)])], value=value):
                 names |= {name} if ast.unparse(value) in (f"{given}.shape", f"{given}.size()") else set()
             case ast.Call(func=ast.Attribute(attr=method), args=args) if method in _RESHAPING:
-                harmless |= {id(argument) for argument in args}
+                harmless |= {id(each) for one in args for each in getattr(one, "elts", [one])}  # of a list, its entries
             case ast.BinOp(left=left, op=ast.FloorDiv()):
                 harmless.add(id(left))
             case ast.Assert():
@@ -154,7 +156,9 @@ def _other_tensors(nodes: Sequence[ast.AST]) -> list[str]:
 
 def _uses(nodes: Sequence[ast.AST]) -> set[tuple[str, str]]:
     """Return each variable of a forward with its uses: "NAME" for an argument of `self.NAME(…)`, `_SHAPE` for a read of
-    sizes or dtype, "=NAME" for `NAME = variable if … else …`, and "" for any other use."""
+    sizes or dtype, "=NAME" for `NAME = variable if … else …`, and "" for any other use.
+
+    The first argument is used until a statement outside of loops replaces it: `x = self.norm(x)`."""
     known: dict[int, str] = {}
     for node in nodes:
         match node:
@@ -165,7 +169,16 @@ def _uses(nodes: Sequence[ast.AST]) -> set[tuple[str, str]]:
                 known[id(value)] = _SHAPE
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.IfExp(body=body, orelse=other)):
                 known |= dict.fromkeys((id(body), id(other)), f"={name}")
-    return {(node.id, known.get(id(node), "")) for node in _loads(nodes)}
+    given, statements = _argument(nodes), getattr(nodes[0], "body", []) if nodes else []
+    last = next((each.end_lineno for each in statements if _replaces(each, given)), math.inf)
+    return {(n.id, known.get(id(n), "")) for n in _loads(nodes) if n.id != given or n.lineno <= last}
+
+
+def _replaces(statement: ast.stmt, name: str) -> bool:
+    """Return whether a statement assigns a variable, whichever branch it takes."""
+    if isinstance(statement, ast.If):
+        return all(any(_replaces(one, name) for one in branch) for branch in (statement.body, statement.orelse))
+    return isinstance(statement, ast.Assign) and name in _assigned(statement)
 
 
 def _loads(nodes: Sequence[ast.AST]) -> list[ast.Name]:
