@@ -110,9 +110,8 @@ def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         state, given = mode.state, (args, kwargs)
         if state is not None:
-            given = map_tensors(
-                lambda x: state.gather(x, dim=1) if 1 in token_dims(x, count=state.own.count) else x, given
-            )
+            found = functools.partial(token_dims, count=state.own.count)
+            given = map_tensors(lambda x: state.gather(x, dim=min(found(x))) if found(x) else x, given)
         before.append(state)
         mode.state = None
         return given
@@ -121,9 +120,12 @@ def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
         mode.state = state = before.pop()
         if state is None:
             return output
-        return map_tensors(
-            lambda x: state.own.take(x, dim=1) if x.dim() > 1 and x.size(1) == state.length else x, output
-        )
+
+        def cut(x: Tensor) -> Tensor:
+            dims = (1,) if x.dim() == 2 and x.size(1) == state.length else token_dims(x, count=state.length)
+            return state.own.take(x, dim=min(dims)) if dims else x
+
+        return map_tensors(cut, output)
 
     return enter, leave
 

@@ -6,6 +6,7 @@ tokens are `TokenCount`s, and `arange` of such a count gives global positions. A
 ranks. Everything else works token by token and is left alone."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from meshwise.attention.cp_attention import TokenState, token_dims
 from meshwise.attention.split_attention import attend
+from meshwise.model.parameter_units import of_all_blocks
 from meshwise.model.random_draws import SampleRows
 from meshwise.model.random_interception import ForwardAndBackwardMode
 
@@ -39,6 +41,9 @@ def refuse_mixed(name: str, *, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     x = args[0] if args else kwargs.get("input")
     if name == "cat":
         _refuse_cat(x, args, kwargs, state=state)
+        return
+    if name == "einsum":
+        _refuse_einsum(x, list(args[1:]), state=state)
         return
     if not isinstance(x, Tensor):
         return
@@ -89,10 +94,11 @@ def refuse(what: str, *, x: Tensor, state: TokenState) -> None:
         return
     module = _running_module()
     name = state.names.get(module, type(module).__name__) if module is not None else ""
+    rule = f'Give it all tokens by a rule, Options(tensor_rules={{"{of_all_blocks(name)}": "tokens whole"}})'
     raise ValueError(
         f"{what} of a tensor {tuple(int(size) for size in x.shape)}{f' in {name}' if name else ''} mixes tokens, and "
-        f"under cp this rank has {state.own.count} of {state.length}. Give a module all tokens by a rule, "
-        f'Options(tensor_rules={{"{name or "NAME"}": "tokens whole"}}), or use cp=1'
+        f"under cp this rank has {state.own.count} of {state.length}. "
+        f"{rule if name else 'Move it into a module, which a rule can give all tokens'}, or use cp=1"
     )
 
 
@@ -104,6 +110,23 @@ def _refuse_cat(parts: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     for part in filled if len(filled) > 1 else ():
         if dim % part.dim() in mixing_dims(part, count=state.own.count, linear=False) and part.dim() > 2:
             refuse(f"cat along dim {dim % part.dim()}", x=part, state=state)
+
+
+def _refuse_einsum(equation: Any, operands: list[Any], *, state: TokenState) -> None:
+    """Refuse an einsum that sums over the tokens of two operands, or multiplies tokens with tokens."""
+    operands = list(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
+    if not isinstance(equation, str) or any(x.dim() < 3 or isinstance(x, nn.Parameter) for x in operands):
+        return
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    tokens = []
+    for part, x in zip(inputs.split(","), operands, strict=False):
+        before, _, after = part.partition("...")
+        sizes = (*zip(before, x.shape, strict=False), *zip(after[::-1], x.shape[::-1], strict=False))
+        tokens.append({letter for letter, size in sizes if size == state.own.count})
+    for first, second in itertools.combinations(tokens, 2):
+        pairs = [(first - second) & set(output), (second - first) & set(output)]
+        if (first & second) - set(output) or all(pairs):
+            refuse(f"einsum({equation!r})", x=operands[0], state=state)
 
 
 def _caller() -> Any:
@@ -129,7 +152,7 @@ def _running_module() -> nn.Module | None:
     return None
 
 
-MIXING: frozenset[str] = frozenset(DIM_ARGUMENT) | LAST_DIM | RECURRENT | PRODUCTS | {"cat"}
+MIXING: frozenset[str] = frozenset(DIM_ARGUMENT) | LAST_DIM | RECURRENT | PRODUCTS | {"cat", "einsum"}
 """Names of all functions that `refuse_mixed` looks at."""
 
 

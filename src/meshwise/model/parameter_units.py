@@ -18,6 +18,7 @@ import ast
 import difflib
 import fnmatch
 import inspect
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -153,6 +154,11 @@ def select(module: nn.Module, *, units: Patterns) -> list[str]:
             if name != outer and (outer == "" or name.startswith(f"{outer}.")):
                 raise ValueError(f"units: {name!r} lies inside {outer!r}, a unit already; name only one of them")
     return chosen
+
+
+def of_all_blocks(name: str) -> str:
+    """Return `name` with `*` for every number, as a pattern for all blocks: "blocks.*.mlp"."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def matches(name: str, *, pattern: str) -> bool:

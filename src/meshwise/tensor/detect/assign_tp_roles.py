@@ -22,12 +22,12 @@ from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.model.find_mixtures import find_mixtures, ruled_mixtures
-from meshwise.model.parameter_units import matches, partition
+from meshwise.model.parameter_units import matches, of_all_blocks, partition
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.detect.adapter_parts import prompt_rules, with_adapters, without_adapters
 from meshwise.tensor.detect.attention_heads import head_degree, latent_attentions, latent_parts
-from meshwise.tensor.detect.attention_names import DECLARED, enclosing, of_all_blocks
+from meshwise.tensor.detect.attention_names import DECLARED, enclosing
 from meshwise.tensor.detect.column_row_pairs import FoundAttention
 from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
 from meshwise.tensor.detect.roles_from_structure import ModelStructure
