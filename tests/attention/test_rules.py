@@ -146,6 +146,26 @@ def test_a_module_that_mixes_tokens_is_refused_and_works_by_the_rule_of_the_mess
     compare(model, "cp=2", ranks=2, tensor_rules=shown_rule(refused.value))
 
 
+class Rotated(nn.Module):
+    """A table of all positions viewed by the size of the input, as in torchtitan's DeepSeek-V3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(-1, 1, TOKENS * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table.view(1, x.size(1), x.size(2))  # type: ignore[operator]
+
+
+def test_a_shape_error_of_a_part_of_the_tokens_shows_a_rule_that_works() -> None:
+    def model() -> nn.Module:
+        return Tagger(Rotated).double()
+
+    with pytest.raises(RuntimeError, match="invalid for input of size") as refused:
+        compare(model, "cp=2", ranks=2)
+    compare(model, "cp=2", ranks=2, tensor_rules=shown_rule(refused.value))
+
+
 def shown_rule(error: Exception) -> dict[str, str]:
     """Return the rule that the message, or a note of it, shows."""
     shown = re.search(r'\{"([^"]+)": "(tokens whole)"\}', "\n".join([str(error), *getattr(error, "__notes__", ())]))

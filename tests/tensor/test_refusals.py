@@ -309,4 +309,6 @@ def test_a_constant_where_a_rank_has_a_part_is_refused_with_what_to_change() -> 
 
     with pytest.raises(RuntimeError, match="invalid for input of size") as raised:
         run(2, main)
-    assert any("use -1, x.size(…) or an attribute" in note for note in raised.value.__notes__)
+    notes = "\n".join(raised.value.__notes__)
+    assert "use -1, x.size(…) or an attribute" in notes
+    assert '{"*.attention": "whole"}' in notes

@@ -49,7 +49,16 @@ from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks, compiles_on
 from meshwise.model.deferred_init import ParameterSource, build_with_values, set_quantized_aside, shapes_of
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
-from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call_with, default_forward, no_loss
+from meshwise.model.forward import (
+    Forward,
+    ForwardReplay,
+    Loss,
+    LossError,
+    add_advice,
+    call_with,
+    default_forward,
+    no_loss,
+)
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
@@ -392,29 +401,22 @@ class ParallelSetting:
                 self.policy.undo.callback(delattr, block, "forward")
 
 
-_OF_A_PART = (
-    "under tp a rank has a part of the heads, and of the features between two matrices. In the forward, use -1, "
-    "x.size(…) or an attribute such as self.num_heads in place of a constant; or keep the module whole by a rule, "
-    '{"blocks.*.attention": "whole"}. If the error comes with tp=1 too, its cause is the model or the batch.'
-)
-
-
 def _computed(forward: Forward, *, plan: Plan, precision: Precision, casts: ModelCasts) -> Forward:
     """Return the forward in the compute dtype, with its output converted to a dtype that is exact enough for a loss.
 
-    Under tp, a RuntimeError or ValueError of the forward gets a note on what to change in the model."""
+    Under tp and cp, an error of the forward gets a note on what to change in the model."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         try:
             with casts.forward(model, batch=batch):
                 output = forward(model, batch)
         except (RuntimeError, ValueError) as error:
-            if plan.tp > 1 and type(error) in (RuntimeError, ValueError):
-                error.add_note(_OF_A_PART)
+            if type(error) in (RuntimeError, ValueError):
+                add_advice(error, model=model, plan=plan)
             raise
         return output if precision.compute_dtype is None else widen_for_loss(output)
 
-    return forward if plan.tp == 1 and precision.compute_dtype is None else run
+    return forward if plan.tp == plan.cp == 1 and precision.compute_dtype is None else run
 
 
 def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:
