@@ -71,6 +71,29 @@ def test_a_module_is_compared_as_it_is_and_left_as_it_was() -> None:
     assert next(model.parameters()).dtype == torch.float32
 
 
+class WithClosure(nn.Module):
+    """Runs its matrices in a lambda that closes over them, as the MLP of minGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = up, down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.run_mlp = lambda x: down(up(x).tanh())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run_mlp(x)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=3", "dp=2 precision=bf16", "pp=2 microbatches=2 schedule=zb-h1"])
+@pytest.mark.parametrize("given", ["a module", "a function"])
+def test_a_module_with_functions_that_close_over_its_modules_is_compared(plan: str, given: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(WithClosure(), WithClosure())
+
+    batches = [torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
+    model = build() if given == "a module" else build
+    assert verify(model, squares, batches, plan, **TRAINING | {"options": Options(example=batches[0])}).ok
+
+
 def test_frozen_parameters_are_compared_by_value() -> None:
     def build() -> GPT:
         model = gpt()
