@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.model.find_mixtures import find_mixtures, ruled_mixtures
-from meshwise.model.parameter_units import matches, of_all_blocks, partition
+from meshwise.model.parameter_units import dotted_names, matches, of_all_blocks, partition
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.detect.adapter_parts import prompt_rules, with_adapters, without_adapters
@@ -156,9 +156,21 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
     refuse_unfit_attentions(split, plan=plan)
+    _refuse_direct_forwards([each.name for each in split], modules=structure.modules, plan=plan)
     parts = whole_outside(found.parts, plan=plan, needs_all_features=structure.needs_all_features)
     refuse_unsupported_parts(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
+
+
+def _refuse_direct_forwards(names: Sequence[str], *, modules: Mapping[str, nn.Module], plan: Plan) -> None:
+    """Raise PlanError if the module around an attention calls its `forward` (`names`: of attentions) without hooks."""
+    for name in names:
+        around, _, last = name.rpartition(".")
+        if (last, "forward") in dotted_names(type(modules[around])):
+            raise PlanError(
+                f"{around} calls self.{last}.forward(…), which leaves out the hooks that sum gradients under '{plan}'. "
+                f'Call self.{last}(…), or keep it whole by a rule, {{"{of_all_blocks(name)}": "whole"}}'
+            )
 
 
 def _lies_in(name: str, *, holders: Collection[str]) -> bool:
