@@ -298,6 +298,21 @@ def test_an_error_of_the_model_is_raised_as_it_is() -> None:
         verify(nn.Linear(2, 1), squares, [torch.randn(4, 3)], "dp=2")
 
 
+class InFloat(nn.Linear):
+    """Makes a tensor of float32 and multiplies it by its weight, as RWKV 1 and nanochat."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ones(len(x), self.in_features) @ self.weight.T
+
+
+def test_the_error_of_a_model_that_needs_float32_names_the_argument_that_works() -> None:
+    batches = [torch.randn(4, 2, generator=torch.Generator().manual_seed(0))]
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        verify(lambda: InFloat(2, 1), squares, batches, "dp=2", **TRAINING)
+    assert any("dtype=torch.float32" in note for note in raised.value.__notes__)
+    assert verify(lambda: InFloat(2, 1), squares, batches, "dp=2", dtype=torch.float32, **TRAINING).ok
+
+
 def test_an_mlp_with_a_scalar_output_passes_in_many_seeds_in_float32() -> None:
     for seed in range(5):
         batch = torch.randn(7, 3, generator=torch.Generator().manual_seed(seed))

@@ -338,8 +338,15 @@ class VerificationInputs:
         if pooled and self.plan.microbatches > 1:
             return dataclasses.replace(in_eval_mode.try_out(device), pooled=pooled[0])
         batch = next(self.converted())
-        with _Narrowest(single.model) as seen:
-            first = single.evaluate(batch)
+        try:
+            with _Narrowest(single.model) as seen:
+                first = single.evaluate(batch)
+        except Exception as error:
+            if self.dtype == torch.float64:
+                error.add_note(
+                    "verify runs the model in float64; if it works in float32 alone, pass dtype=torch.float32"
+                )
+            raise
         apart = abs(first - single.evaluate(batch)) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
         unknown, drew = tuple(sorted(single.draws.unknown)), single.draws.drew
         if not (apart or unknown or (self.plan.random == "local" and drew)):
