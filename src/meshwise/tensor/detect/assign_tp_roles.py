@@ -29,7 +29,7 @@ from meshwise.tensor.detect.adapter_parts import prompt_rules, with_adapters, wi
 from meshwise.tensor.detect.attention_heads import head_degree, latent_attentions, latent_parts
 from meshwise.tensor.detect.attention_names import DECLARED, enclosing
 from meshwise.tensor.detect.column_row_pairs import FoundAttention
-from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
+from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS, as_matrix
 from meshwise.tensor.detect.roles_from_structure import ModelStructure
 
 Rules: TypeAlias = Mapping[str, str]
@@ -247,10 +247,15 @@ def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
 
 
 def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Return whether every parameter gets a role that the plan can split. Whole matrices in blocks need 1d."""
+    """Return whether every parameter gets a role that the plan can split. Whole matrices in blocks need 1d, and under
+    sequence parallelism a block that holds such a matrix itself may mix its part of the tokens."""
     try:
         found = _read(module, plan=plan, rules=rules)
-        if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_hidden_states, found.whole))):
+        structure, matrices = found.structure, [name for name in found.whole if name in found.structure.modules]
+        matrices = [name for name in matrices if as_matrix(structure.modules[name], name=name)]
+        if found.left or (plan.tp_mode != "1d" and any(map(structure.writes_hidden_states, matrices))):
+            return False
+        if plan.sequence_parallel and any(enclosing(name)[0] in structure.blocks for name in matrices):
             return False
         split = any(part.hidden_width or part.role in ("colwise", "head") for part in found.parts.values())
         return bool(_fitting(found, plan=plan)) and split
