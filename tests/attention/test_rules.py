@@ -141,7 +141,7 @@ def test_a_module_that_mixes_tokens_is_refused_and_works_by_the_rule_of_the_mess
     def model() -> nn.Module:
         return Tagger(mixing).double()
 
-    with pytest.raises(ValueError, match=r"in mixing[.a-z]* mixes tokens") as refused:
+    with pytest.raises(ValueError, match="mixes tokens") as refused:
         compare(model, "cp=2", ranks=2)
     compare(model, "cp=2", ranks=2, tensor_rules=shown_rule(refused.value))
 

@@ -302,7 +302,7 @@ class Around(nn.Module):
         return output
 
 
-class Direct(Around):
+class Direct(nn.Module):
     """Calls `forward`, and not the module, as llama2.c and the LLaMA of Meta."""
 
     def __init__(self) -> None:

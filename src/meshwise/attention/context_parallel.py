@@ -298,7 +298,6 @@ class ContextParallel:
         self._splits = plan.cp > 1
         self._order = ORDER_OF.get(plan.context, "zigzag")
         self._rules = rules or {}
-        self._names: dict[nn.Module, str] = {}
         self.attention = TokenAttention(self._world, plan.context, dense)
         self.mode = TokenInterception(self.attention)
 
@@ -318,7 +317,6 @@ class ContextParallel:
                 "learned prompts of PEFT lengthen every sequence inside the model, and cp splits sequences before it; "
                 "use cp=1, or LoRA"
             )
-        self._names = {one: name for name, one in module.named_modules()}
         undo = contextlib.ExitStack()
         undo.callback(use_attend(module))
         undo.callback(install_rules(module, rules=self._rules, mode=self.mode, attention=self.attention))
@@ -346,7 +344,7 @@ class ContextParallel:
             ring, heads = self._world.group(RING), self._world.group(HEADS)
             packed = self.attention.context == "auto" and seems_packed(batch, length=length)
             order = rank_order("striped" if packed else self._order, length=length, ring=ring.size, heads=heads.size)
-            state = TokenState(self._world, length, order, ring.index * heads.size + heads.index, self._names)
+            state = TokenState(self._world, length, order, ring.index * heads.size + heads.index)
             state.take_batch(batch)
             self.mode.state = state
         return state.cut

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from meshwise.attention.cp_attention import TokenState, token_dims
 from meshwise.attention.split_attention import attend
-from meshwise.model.parameter_units import of_all_blocks
 from meshwise.model.random_draws import SampleRows
 from meshwise.model.random_interception import ForwardAndBackwardMode
 
@@ -43,7 +42,7 @@ def refuse_mixed(name: str, *, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         _refuse_cat(x, args, kwargs, state=state)
         return
     if name == "einsum":
-        _refuse_einsum(x, list(args[1:]), state=state)
+        _refuse_einsum(x, args[1:], state=state)
         return
     if not isinstance(x, Tensor):
         return
@@ -92,13 +91,9 @@ def refuse(what: str, *, x: Tensor, state: TokenState) -> None:
         return
     if file.startswith("meshwise.") and not file.startswith("meshwise.reference."):
         return
-    module = _running_module()
-    name = state.names.get(module, type(module).__name__) if module is not None else ""
-    rule = f'Give it all tokens by a rule, Options(tensor_rules={{"{of_all_blocks(name)}": "tokens whole"}})'
     raise ValueError(
-        f"{what} of a tensor {tuple(int(size) for size in x.shape)}{f' in {name}' if name else ''} mixes tokens, and "
-        f"under cp this rank has {state.own.count} of {state.length}. "
-        f"{rule if name else 'Move it into a module, which a rule can give all tokens'}, or use cp=1"
+        f"{what} of a tensor {tuple(int(size) for size in x.shape)} mixes tokens, and under cp this rank has "
+        f"{state.own.count} of {state.length}; use cp=1, or a module that a rule gives all tokens"
     )
 
 
@@ -112,10 +107,10 @@ def _refuse_cat(parts: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
             refuse(f"cat along dim {dim % part.dim()}", x=part, state=state)
 
 
-def _refuse_einsum(equation: Any, operands: list[Any], *, state: TokenState) -> None:
+def _refuse_einsum(equation: Any, operands: tuple[Any, ...], *, state: TokenState) -> None:
     """Refuse an einsum that sums over the tokens of two operands, or multiplies tokens with tokens."""
-    operands = list(operands[0]) if len(operands) == 1 and not isinstance(operands[0], Tensor) else operands
-    if not isinstance(equation, str) or any(x.dim() < 3 or isinstance(x, nn.Parameter) for x in operands):
+    known = [isinstance(x, Tensor) and x.dim() > 2 and not isinstance(x, nn.Parameter) for x in operands]
+    if not isinstance(equation, str) or not all(known):
         return
     inputs, _, output = equation.replace(" ", "").partition("->")
     tokens = []
@@ -138,18 +133,6 @@ def _caller() -> Any:
     ):
         frame = frame.f_back
     return frame
-
-
-def _running_module() -> nn.Module | None:
-    """Return the innermost module of the user whose forward is running, found on the stack of Python's calls."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        ours = frame.f_code.co_name == "forward" and not type(owner).__module__.startswith("torch.")
-        if ours and isinstance(owner, nn.Module):
-            return owner
-        frame = frame.f_back
-    return None
 
 
 MIXING: frozenset[str] = frozenset(DIM_ARGUMENT) | LAST_DIM | RECURRENT | PRODUCTS | {"cat", "einsum"}

@@ -17,7 +17,6 @@ takes a snapshot of the state when it begins, and restores the snapshot when it 
 import contextlib
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -27,8 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import all_tensors, map_tensors, tensors
-from meshwise.model.parameter_units import of_all_blocks
-from meshwise.plan import Plan
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 """Function of a model and a batch (any tree of tensors) that returns the model's output."""
@@ -67,31 +64,6 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return model(batch[0])
     return model(batch)
-
-
-_OF_FEATURES = (
-    "under tp a rank has a part of the heads, and of the features between two matrices. In the forward, use -1, "
-    "x.size(…) or an attribute such as self.num_heads in place of a constant; or keep the module whole by a rule, "
-    '{{"{}": "whole"}}{}. If the error comes with tp=1 too, its cause is the model or the batch.'
-)
-_OF_TOKENS = (
-    'under cp a rank has a part of the tokens. Give the module all tokens by a rule, {{"{}": "tokens whole"}}. '
-    "If the error comes with cp=1 too, its cause is the model or the batch."
-)
-
-
-def add_advice(error: Exception, *, model: nn.Module, plan: Plan) -> None:
-    """Add notes to an error of a forward under tp or cp: what to change in the model, or a rule for the module."""
-    names = {module: name for name, module in model.named_modules()}
-    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    called = [owner for owner in owners if isinstance(owner, nn.Module) and names.get(owner)]
-    if plan.tp > 1:
-        split = [owner for owner in called if any(parameter.dim() > 1 for parameter in owner.parameters())]
-        where = of_all_blocks(names[split[-1]]) if split else "blocks.*.attention"
-        tokens = ", and take sequence_parallel=0, which gives it all tokens" if plan.sequence_parallel else ""
-        error.add_note(_OF_FEATURES.format(where, tokens))
-    if plan.cp > 1 and called and type(error) is RuntimeError:
-        error.add_note(_OF_TOKENS.format(of_all_blocks(names[called[-1]])))
 
 
 def call_with(model: nn.Module, batch: Any) -> Any:

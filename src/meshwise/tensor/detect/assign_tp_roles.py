@@ -155,22 +155,10 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
     """Return the parts with the changes that the plan needs. Raises PlanError if the plan cannot split a part."""
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
-    refuse_unfit_attentions(split, plan=plan)
-    _refuse_direct_forwards([each.name for each in split], modules=structure.modules, plan=plan)
+    refuse_unfit_attentions(split, modules=structure.modules, plan=plan)
     parts = whole_outside(found.parts, plan=plan, needs_all_features=structure.needs_all_features)
     refuse_unsupported_parts(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
-
-
-def _refuse_direct_forwards(names: Sequence[str], *, modules: Mapping[str, nn.Module], plan: Plan) -> None:
-    """Raise PlanError if the module around an attention calls its `forward` (`names`: of attentions) without hooks."""
-    for name in names:
-        around, _, last = name.rpartition(".")
-        if (last, "forward") in dotted_names(type(modules[around])):
-            raise PlanError(
-                f"{around} calls self.{last}.forward(…), which leaves out the hooks that sum gradients under '{plan}'. "
-                f'Call self.{last}(…), or keep it whole by a rule, {{"{of_all_blocks(name)}": "whole"}}'
-            )
 
 
 def _lies_in(name: str, *, holders: Collection[str]) -> bool:
@@ -247,15 +235,15 @@ def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
 
 
 def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Return whether every parameter gets a role that the plan can split. Whole matrices in blocks need 1d, and under
-    sequence parallelism a block that holds such a matrix itself may mix its part of the tokens."""
+    """Return whether every parameter gets a role that the plan can split. Whole matrices in blocks need 1d, and a block
+    that holds a whole matrix itself needs all tokens."""
     try:
         found = _read(module, plan=plan, rules=rules)
-        structure, matrices = found.structure, [name for name in found.whole if name in found.structure.modules]
-        matrices = [name for name in matrices if as_matrix(structure.modules[name], name=name)]
-        if found.left or (plan.tp_mode != "1d" and any(map(structure.writes_hidden_states, matrices))):
+        modules, blocks = found.structure.modules, found.structure.blocks
+        held = [name for name in found.whole if name in modules and enclosing(name)[0] in blocks]
+        if plan.sequence_parallel and any(as_matrix(modules[name], name=name) for name in held):
             return False
-        if plan.sequence_parallel and any(enclosing(name)[0] in structure.blocks for name in matrices):
+        if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_hidden_states, found.whole))):
             return False
         split = any(part.hidden_width or part.role in ("colwise", "head") for part in found.parts.values())
         return bool(_fitting(found, plan=plan)) and split
@@ -322,10 +310,19 @@ def whole_outside(parts: Mapping[str, Part], *, plan: Plan, needs_all_features: 
     return {**parts, **changed}
 
 
-def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan) -> None:
-    """Raise PlanError for attentions with heads that do not fit the ranks, or that read sizes of a split input."""
+def refuse_unfit_attentions(
+    attentions: Sequence[FoundAttention], *, modules: Mapping[str, nn.Module], plan: Plan
+) -> None:
+    """Raise PlanError for attentions with heads that do not fit the ranks, that read sizes of a split input, or whose
+    `forward` another of the `modules` calls."""
     ranks = head_degree(plan)
     for attention in attentions:
+        around, _, last = attention.name.rpartition(".")
+        if (last, "forward") in dotted_names(type(modules[around])):
+            raise PlanError(
+                f"{around} calls self.{last}.forward(…), which leaves out the hooks that sum gradients under '{plan}'. "
+                f'Call self.{last}(…), or keep it whole by a rule, {{"{of_all_blocks(attention.name)}": "whole"}}'
+            )
         if plan.sequence_parallel and not attention.reads_right_sizes:
             raise PlanError(
                 f"{attention.name} reads sizes of its input x, but under '{plan}' x has only some of the tokens. All "
