@@ -61,14 +61,7 @@ from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.compatibility import MOMENTUM_EXCHANGE
 from meshwise.plan.plan_keys import is_path
-from meshwise.precision.dtype_policy import (
-    LossScale,
-    ModelCasts,
-    Precision,
-    convert,
-    precision_of,
-    widen_for_loss,
-)
+from meshwise.precision.dtype_policy import LossScale, ModelCasts, Precision, convert, precision_of, widen_for_loss
 from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
 from meshwise.tensor.core.module_role import Part
