@@ -410,10 +410,9 @@ def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:
         parts = setting.options.parts
         if parts is None:
             parts = planned_roles(module, plan=plan, rules=setting.options.tensor_rules)
+        mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
     world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
     refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
-    with _as_plan_error():
-        mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
     if parts:  # a rule may keep experts whole
         mixtures = {name: each for name, each in mixtures.items() if name in parts and parts[name].role == "experts"}
         if mixtures and plan.tp_mode != "1d":

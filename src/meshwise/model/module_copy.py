@@ -98,9 +98,9 @@ class PartialCopyGuard:
         self._refuses = True
         save, load, copy = (_raising(plan, what) for what in (_SAVE, _LOAD, _COPY))
         unless_names: Callable[..., None] = lambda *given: save(*given) if self._refuses else None  # noqa: E731
-        held = {part: None for whole in modules for part in whole.modules()}
         # A module without parameters may be in other models too, as an activation that is a default argument.
-        for module in (part for part in held if next(part.parameters(), None) is not None):
+        held = [part for whole in modules for part in whole.modules() if any(True for _ in part.parameters())]
+        for module in dict.fromkeys(held):
             module.register_state_dict_pre_hook(unless_names)
             module.register_load_state_dict_pre_hook(load)
             vars(module)["__reduce_ex__"] = copy  # asked for by copy.deepcopy and pickle, before they read the module

@@ -168,8 +168,8 @@ def add_advice(error: Exception, *, model: nn.Module, plan: Plan) -> None:
     """Add notes to an error of a forward under tp or cp: what to change in the model, or a rule for the module."""
     names = {module: name for name, module in model.named_modules()}
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = [owner for owner in owners if not type(owner).__module__.startswith("torch.")]
     called = [owner for owner in owners if isinstance(owner, nn.Module) and names.get(owner)]
-    called = [owner for owner in called if not type(owner).__module__.startswith("torch.")]
     split = [owner for owner in called if any(parameter.dim() > 1 for parameter in owner.parameters())]
     if plan.tp > 1:
         error.add_note(
