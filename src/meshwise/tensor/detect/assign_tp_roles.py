@@ -321,7 +321,7 @@ def refuse_unfit_attentions(
         if (last, "forward") in dotted_names(type(modules[around])):
             raise PlanError(
                 f"{around} calls self.{last}.forward(…), which leaves out the hooks that sum gradients under '{plan}'. "
-                f'Call self.{last}(…), or keep it whole by a rule, {{"{of_all_blocks(attention.name)}": "whole"}}'
+                f"Call self.{last}(…) there"
             )
         if plan.sequence_parallel and not attention.reads_right_sizes:
             raise PlanError(
