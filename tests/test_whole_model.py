@@ -118,3 +118,23 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Pat
             trainer.save_pretrained(tmp_path)
 
     run(2, main)
+
+
+class SharedActivation(nn.Sequential):
+    """Has the activation of a default argument, which all models of the class share, as the MLP of torchtune."""
+
+    def __init__(self, *, activation: nn.Module = nn.Tanh()) -> None:  # noqa: B008 - the form that is tested
+        super().__init__(nn.Linear(4, 4), activation, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=3", "tp=2", "pp=2 microbatches=2"])
+def test_models_that_share_a_module_without_parameters_are_copied(plan: str) -> None:
+    def main(world: World) -> None:
+        options = Options(example=torch.zeros(4, 4))
+        split = parallelize(
+            SharedActivation, plan, loss=lambda y, x: (y.sum(), len(x)), world=world, lr=0.1, options=options
+        )
+        copy.deepcopy(SharedActivation())
+        split.close()
+
+    run(Plan.parse(plan).mesh().size, main)

@@ -108,6 +108,32 @@ def test_a_backward_of_ones_own_is_what_is_run(schedule: str) -> None:
     trains_like_one(model, f"pp=3 microbatches=4 schedule={schedule}", numbers(8, 4, 5))
 
 
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("theta", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.theta  # type: ignore[operator]
+
+
+class WithRotary(nn.Module):
+    """Holds a module with a buffer that all blocks share, as the attentions of torchtune."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        self.linear, self.rotary = nn.Linear(WIDTH, WIDTH), rotary
+
+    def forward(self, x: Tensor) -> Any:
+        return self.rotary(self.linear(x))
+
+
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 microbatches=2 schedule=looped virtual_stages=2"])
+def test_a_buffer_in_a_module_that_all_blocks_share(plan: str) -> None:
+    rotary = Rotary()
+    trains_like_one(made(lambda: Chain(*(WithRotary(rotary) for _ in range(4)))), plan, numbers(4, 3))
+
+
 class Twice(nn.Module):
     """One layer on both ends, and noise that the model draws by itself."""
 

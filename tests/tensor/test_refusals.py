@@ -302,6 +302,25 @@ class Around(nn.Module):
         return output
 
 
+class Direct(nn.Module):
+    """Calls `forward`, and not the module, as llama2.c and the LLaMA of Meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(16, 4, kv_heads=4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.attention.forward(x)
+        return output
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1"])
+def test_an_attention_whose_forward_is_called_without_its_hooks_is_refused(plan: str) -> None:
+    model = nn.Sequential(nn.Embedding(24, 16), Direct(), Direct(), nn.Linear(16, 24))
+    with pytest.raises(PlanError, match=r"1 calls self.attention.forward.*Call self.attention\(…\) there"):
+        assign_roles(model, plan=Plan.parse(plan))
+
+
 def test_a_constant_where_a_rank_has_a_part_is_refused_with_what_to_change() -> None:
     def main(world: World) -> None:
         model = nn.Sequential(nn.Embedding(24, 16), Around(), Around(), nn.Linear(16, 24))
@@ -309,4 +328,6 @@ def test_a_constant_where_a_rank_has_a_part_is_refused_with_what_to_change() -> 
 
     with pytest.raises(RuntimeError, match="invalid for input of size") as raised:
         run(2, main)
-    assert any("use -1, x.size(…) or an attribute" in note for note in raised.value.__notes__)
+    notes = "\n".join(raised.value.__notes__)
+    assert "use -1, x.size(…) or an attribute" in notes
+    assert '{"*.attention": "whole"}' in notes

@@ -72,6 +72,16 @@ def test_rules_that_are_shown_work_as_they_stand(block: nn.Module, rules: Rules,
     assert assign_roles(model, plan=Plan.parse(plan), rules={**rules, **shown(caught.value)})
 
 
+def test_rules_for_matrices_that_a_block_holds_itself_come_with_all_tokens() -> None:
+    """The blocks of OLMo hold the matrices of their attention: they would attend to a part of the tokens alone."""
+    with pytest.raises(ValueError, match="found no role") as caught:
+        assign_roles(
+            with_blocks(*(Chained("abc", hidden=16) for _ in range(2))), plan=Plan.parse("tp=2 sequence_parallel=1")
+        )
+    assert shown(caught.value)
+    assert "and take tp_mode=1d sequence_parallel=0" in str(caught.value)
+
+
 class Pooled(nn.Module):
     """An attention outside of the blocks makes one token of all, with a table of as many rows as there are features."""
 

@@ -71,6 +71,29 @@ def test_a_module_is_compared_as_it_is_and_left_as_it_was() -> None:
     assert next(model.parameters()).dtype == torch.float32
 
 
+class WithClosure(nn.Module):
+    """Runs its matrices in a lambda that closes over them, as the MLP of minGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = up, down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.run_mlp = lambda x: down(up(x).tanh())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run_mlp(x)
+
+
+@pytest.mark.parametrize("plan", ["dp=2 zero=3", "dp=2 precision=bf16", "pp=2 microbatches=2 schedule=zb-h1"])
+@pytest.mark.parametrize("given", ["a module", "a function"])
+def test_a_module_with_functions_that_close_over_its_modules_is_compared(plan: str, given: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(WithClosure(), WithClosure())
+
+    batches = [torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))]
+    model = build() if given == "a module" else build
+    assert verify(model, squares, batches, plan, **TRAINING | {"options": Options(example=batches[0])}).ok
+
+
 def test_frozen_parameters_are_compared_by_value() -> None:
     def build() -> GPT:
         model = gpt()
@@ -273,6 +296,21 @@ def test_a_loss_that_is_no_function_of_the_batch_is_refused() -> None:
 def test_an_error_of_the_model_is_raised_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         verify(nn.Linear(2, 1), squares, [torch.randn(4, 3)], "dp=2")
+
+
+class InFloat(nn.Linear):
+    """Makes a tensor of float32 and multiplies it by its weight, as RWKV 1 and nanochat."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ones(len(x), self.in_features) @ self.weight.T
+
+
+def test_the_error_of_a_model_that_needs_float32_names_the_argument_that_works() -> None:
+    batches = [torch.randn(4, 2, generator=torch.Generator().manual_seed(0))]
+    with pytest.raises(RuntimeError, match="dtype") as raised:
+        verify(lambda: InFloat(2, 1), squares, batches, "dp=2", **TRAINING)
+    assert any("dtype=torch.float32" in note for note in raised.value.__notes__)
+    assert verify(lambda: InFloat(2, 1), squares, batches, "dp=2", dtype=torch.float32, **TRAINING).ok
 
 
 def test_an_mlp_with_a_scalar_output_passes_in_many_seeds_in_float32() -> None:

@@ -110,9 +110,8 @@ def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
     def enter(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         state, given = mode.state, (args, kwargs)
         if state is not None:
-            given = map_tensors(
-                lambda x: state.gather(x, dim=1) if 1 in token_dims(x, count=state.own.count) else x, given
-            )
+            found = functools.partial(token_dims, count=state.own.count)
+            given = map_tensors(lambda x: state.gather(x, dim=min(found(x))) if found(x) else x, given)
         before.append(state)
         mode.state = None
         return given
@@ -121,9 +120,12 @@ def _sees_all_tokens(mode: TokenInterception) -> _Hooks:
         mode.state = state = before.pop()
         if state is None:
             return output
-        return map_tensors(
-            lambda x: state.own.take(x, dim=1) if x.dim() > 1 and x.size(1) == state.length else x, output
-        )
+
+        def cut(x: Tensor) -> Tensor:
+            dims = (1,) if x.dim() == 2 and x.size(1) == state.length else token_dims(x, count=state.length)
+            return state.own.take(x, dim=min(dims)) if dims else x
+
+        return map_tensors(cut, output)
 
     return enter, leave
 
@@ -296,7 +298,6 @@ class ContextParallel:
         self._splits = plan.cp > 1
         self._order = ORDER_OF.get(plan.context, "zigzag")
         self._rules = rules or {}
-        self._names: dict[nn.Module, str] = {}
         self.attention = TokenAttention(self._world, plan.context, dense)
         self.mode = TokenInterception(self.attention)
 
@@ -316,7 +317,6 @@ class ContextParallel:
                 "learned prompts of PEFT lengthen every sequence inside the model, and cp splits sequences before it; "
                 "use cp=1, or LoRA"
             )
-        self._names = {one: name for name, one in module.named_modules()}
         undo = contextlib.ExitStack()
         undo.callback(use_attend(module))
         undo.callback(install_rules(module, rules=self._rules, mode=self.mode, attention=self.attention))
@@ -344,7 +344,7 @@ class ContextParallel:
             ring, heads = self._world.group(RING), self._world.group(HEADS)
             packed = self.attention.context == "auto" and seems_packed(batch, length=length)
             order = rank_order("striped" if packed else self._order, length=length, ring=ring.size, heads=heads.size)
-            state = TokenState(self._world, length, order, ring.index * heads.size + heads.index, self._names)
+            state = TokenState(self._world, length, order, ring.index * heads.size + heads.index)
             state.take_batch(batch)
             self.mode.state = state
         return state.cut

@@ -50,8 +50,6 @@ class TokenState:
     length: int
     order: tuple[TokenRanges, ...]
     index: int
-    names: Mapping[torch.nn.Module, str] = field(default_factory=dict)
-    """Names of the model's modules, for messages."""
     batch: Any = None
     """The batch as the engine gave it."""
     cut: Any = None

@@ -6,6 +6,7 @@ tokens are `TokenCount`s, and `arange` of such a count gives global positions. A
 ranks. Everything else works token by token and is left alone."""
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -39,6 +40,9 @@ def refuse_mixed(name: str, *, args: tuple[Any, ...], kwargs: Mapping[str, Any],
     x = args[0] if args else kwargs.get("input")
     if name == "cat":
         _refuse_cat(x, args, kwargs, state=state)
+        return
+    if name == "einsum":
+        _refuse_einsum(x, args[1:], state=state)
         return
     if not isinstance(x, Tensor):
         return
@@ -87,12 +91,9 @@ def refuse(what: str, *, x: Tensor, state: TokenState) -> None:
         return
     if file.startswith("meshwise.") and not file.startswith("meshwise.reference."):
         return
-    module = _running_module()
-    name = state.names.get(module, type(module).__name__) if module is not None else ""
     raise ValueError(
-        f"{what} of a tensor {tuple(int(size) for size in x.shape)}{f' in {name}' if name else ''} mixes tokens, and "
-        f"under cp this rank has {state.own.count} of {state.length}. Give a module all tokens by a rule, "
-        f'Options(tensor_rules={{"{name or "NAME"}": "tokens whole"}}), or use cp=1'
+        f"{what} of a tensor {tuple(int(size) for size in x.shape)} mixes tokens, and under cp this rank has "
+        f"{state.own.count} of {state.length}; use cp=1, or a module that a rule gives all tokens"
     )
 
 
@@ -106,6 +107,23 @@ def _refuse_cat(parts: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
             refuse(f"cat along dim {dim % part.dim()}", x=part, state=state)
 
 
+def _refuse_einsum(equation: Any, operands: tuple[Any, ...], *, state: TokenState) -> None:
+    """Refuse an einsum that sums over the tokens of two operands, or multiplies tokens with tokens."""
+    known = [isinstance(x, Tensor) and x.dim() > 2 and not isinstance(x, nn.Parameter) for x in operands]
+    if not isinstance(equation, str) or not all(known):
+        return
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    tokens = []
+    for part, x in zip(inputs.split(","), operands, strict=False):
+        before, _, after = part.partition("...")
+        sizes = (*zip(before, x.shape, strict=False), *zip(after[::-1], x.shape[::-1], strict=False))
+        tokens.append({letter for letter, size in sizes if size == state.own.count})
+    for first, second in itertools.combinations(tokens, 2):
+        pairs = [(first - second) & set(output), (second - first) & set(output)]
+        if (first & second) - set(output) or all(pairs):
+            refuse(f"einsum({equation!r})", x=operands[0], state=state)
+
+
 def _caller() -> Any:
     """Return the frame of Python that called a torch function: the first outside of torch and of modes."""
     frame: Any = sys._getframe(1)
@@ -117,19 +135,7 @@ def _caller() -> Any:
     return frame
 
 
-def _running_module() -> nn.Module | None:
-    """Return the innermost module of the user whose forward is running, found on the stack of Python's calls."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        ours = frame.f_code.co_name == "forward" and not type(owner).__module__.startswith("torch.")
-        if ours and isinstance(owner, nn.Module):
-            return owner
-        frame = frame.f_back
-    return None
-
-
-MIXING: frozenset[str] = frozenset(DIM_ARGUMENT) | LAST_DIM | RECURRENT | PRODUCTS | {"cat"}
+MIXING: frozenset[str] = frozenset(DIM_ARGUMENT) | LAST_DIM | RECURRENT | PRODUCTS | {"cat", "einsum"}
 """Names of all functions that `refuse_mixed` looks at."""
 
 

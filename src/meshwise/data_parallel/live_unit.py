@@ -504,9 +504,8 @@ class ParameterGatherer:
                 self._open.remove(unit)
             returned = list(all_tensors(output))
             for tensor in (each for each in returned if type(each) in (Tensor, nn.Parameter)):
-                base = tensor if tensor._base is None else tensor._base
-                if owner := self._owners.get(id(base)):  # later modules may read this view of a parameter
-                    owner.stays_gathered = True
+                if owner := self._owners.get(id(tensor if tensor._base is None else tensor._base)):
+                    owner.stays_gathered = True  # later modules may read this view of a parameter
             if torch.is_grad_enabled():
                 self._recorded = True
                 for tensor in returned:

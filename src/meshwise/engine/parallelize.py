@@ -6,7 +6,6 @@
 
 import contextlib
 import dataclasses
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +51,7 @@ from meshwise.model.deferred_init import ParameterSource, build_with_values, set
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
 from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call_with, default_forward, no_loss
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
-from meshwise.model.parameter_units import Patterns, partition
+from meshwise.model.parameter_units import Patterns, add_advice, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.build_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
 from meshwise.pipeline.cut.model_cut import CutOptions
@@ -62,19 +61,12 @@ from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.compatibility import MOMENTUM_EXCHANGE
 from meshwise.plan.plan_keys import NO_OFFLOAD, is_path
-from meshwise.precision.dtype_policy import (
-    LossScale,
-    ModelCasts,
-    Precision,
-    convert,
-    precision_of,
-    widen_for_loss,
-)
+from meshwise.precision.dtype_policy import LossScale, ModelCasts, Precision, convert, precision_of, widen_for_loss
 from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.core.split_context import ShardSizes, SplitContext
-from meshwise.tensor.detect.assign_tp_roles import Rules, pattern_of, planned_roles
+from meshwise.tensor.detect.assign_tp_roles import Rules, planned_roles
 from meshwise.tensor.tensor_parallel import tensor_parallel
 from meshwise.tensor.tp_schemes import mesh_with_kv_replicas, scheme_on
 
@@ -396,37 +388,22 @@ class ParallelSetting:
                 self.policy.undo.callback(delattr, block, "forward")
 
 
-_OF_A_PART = (
-    "under tp a rank has a part of the heads, and of the features between two matrices. In the forward, use -1, "
-    "x.size(…) or an attribute such as self.num_heads in place of a constant; or keep the module whole by a rule, "
-    '{{"{}": "whole"}}. If the error comes with tp=1 too, its cause is the model or the batch.'
-)
-
-
-def _failed_in(model: nn.Module, error: Exception) -> str:
-    """Return a pattern of the innermost module with parameters in its children, among those whose forwards failed."""
-    modules = model.named_modules()
-    names = {id(part): name for name, part in modules if any(True for one in part.children() for _ in one.parameters())}
-    ran = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next((pattern_of(name, module=model) for name in reversed(ran) if name), "blocks.*.attention")
-
-
 def _computed(forward: Forward, *, plan: Plan, precision: Precision, casts: ModelCasts) -> Forward:
     """Return the forward in the compute dtype, with its output converted to a dtype that is exact enough for a loss.
 
-    Under tp, a RuntimeError or ValueError of the forward gets a note on what to change in the model."""
+    Under tp and cp, an error of the forward gets a note on what to change in the model."""
 
     def run(model: nn.Module, batch: Any) -> Any:
         try:
             with casts.forward(model, batch=batch):
                 output = forward(model, batch)
         except (RuntimeError, ValueError) as error:
-            if plan.tp > 1 and type(error) in (RuntimeError, ValueError):
-                error.add_note(_OF_A_PART.format(_failed_in(model, error)))
+            if type(error) in (RuntimeError, ValueError):
+                add_advice(error, model=model, plan=plan)
             raise
         return output if precision.compute_dtype is None else widen_for_loss(output)
 
-    return forward if plan.tp == 1 and precision.compute_dtype is None else run
+    return forward if plan.tp == plan.cp == 1 and precision.compute_dtype is None else run
 
 
 def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:
@@ -436,10 +413,9 @@ def _with_roles(setting: ParallelSetting, module: nn.Module) -> ParallelSetting:
         parts = setting.options.parts
         if parts is None:
             parts = planned_roles(module, plan=plan, rules=setting.options.tensor_rules)
+        mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
     world = setting.world.over(mesh_with_kv_replicas(plan, parts=parts.values()))
     refuse_renormed(module, plan=plan, world=world, storage=setting.storage)
-    with _as_plan_error():
-        mixtures = planned_mixtures(module, plan=plan, rules=setting.options.tensor_rules)
     if parts:  # a rule may keep experts whole
         mixtures = {name: each for name, each in mixtures.items() if name in parts and parts[name].role == "experts"}
         if mixtures and plan.tp_mode != "1d":

@@ -7,6 +7,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, FunctionType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -25,12 +26,27 @@ def copy_modules(model: nn.Module, *, tensors: Mapping[Tensor, Tensor]) -> nn.Mo
         # A hook may compute a tensor from parameters in each forward (a pruned matrix); deepcopy refuses such tensors.
         made = (value for value in attributes if isinstance(value, Tensor) and not value.is_leaf)
         memo |= {id(value): value.detach().clone() for value in made if id(value) not in memo}
-    return copy.deepcopy(model, memo)
+    return _deep_copy(model, memo)
+
+
+def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return `copy.deepcopy(model, memo)`; functions in attributes of modules close over the copies of its objects.
+
+    `deepcopy` alone leaves functions as they are, and a lambda that calls modules would call the model's own."""
+    made = copy.deepcopy(model, memo)
+    for old, new in zip(model.modules(), made.modules(), strict=True):
+        for name, value in vars(old).items():
+            if isinstance(value, FunctionType) and value.__closure__:
+                cells = (CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) for cell in value.__closure__)
+                vars(new)[name] = FunctionType(
+                    value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+                )
+    return made
 
 
 def copy_with_hooks(model: nn.Module) -> nn.Module:
     """Return a deep copy of the model with the hooks of its parameters, which `deepcopy` drops."""
-    made = copy.deepcopy(model)
+    made = _deep_copy(model, {})
     for old, new in zip(model.parameters(), made.parameters(), strict=True):
         carry_hooks(old, to=new)
     return made
@@ -82,7 +98,9 @@ class PartialCopyGuard:
         self._refuses = True
         save, load, copy = (_raising(plan, what) for what in (_SAVE, _LOAD, _COPY))
         unless_names: Callable[..., None] = lambda *given: save(*given) if self._refuses else None  # noqa: E731
-        for module in {part: None for whole in modules for part in whole.modules()}:
+        # A module without parameters may be in other models too, as an activation that is a default argument.
+        held = [part for whole in modules for part in whole.modules() if any(True for _ in part.parameters())]
+        for module in dict.fromkeys(held):
             module.register_state_dict_pre_hook(unless_names)
             module.register_load_state_dict_pre_hook(load)
             vars(module)["__reduce_ex__"] = copy  # asked for by copy.deepcopy and pickle, before they read the module

@@ -18,13 +18,17 @@ import ast
 import difflib
 import fnmatch
 import inspect
+import re
 import textwrap
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 from torch import nn
+
+from meshwise.plan import Plan
 
 _NOT_VALUES = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad"})
 """Attributes of a parameter that can be read without its values."""
@@ -153,6 +157,46 @@ def select(module: nn.Module, *, units: Patterns) -> list[str]:
             if name != outer and (outer == "" or name.startswith(f"{outer}.")):
                 raise ValueError(f"units: {name!r} lies inside {outer!r}, a unit already; name only one of them")
     return chosen
+
+
+def of_all_blocks(name: str) -> str:
+    """Return `name` with `*` for every number, as a pattern for all blocks: "blocks.*.mlp"."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def pattern_of(name: str, *, module: nn.Module) -> str:
+    """Return a pattern for a module and its counterparts in other blocks, `layers.*.attention`, if all have one class.
+
+    Otherwise its last number stays, as in `layers.*.0`, which is an attention where `layers.*.1` is an MLP."""
+    pattern, words = of_all_blocks(name), name.split(".")
+    last = max((place for place, word in enumerate(words) if word.isdigit()), default=0)
+    for each in (pattern, ".".join([*pattern.split(".")[:last], *words[last:]])):
+        if len({type(one) for other, one in module.named_modules() if matches(other, pattern=each)}) < 2:
+            return each
+    return name
+
+
+def add_advice(error: Exception, *, model: nn.Module, plan: Plan) -> None:
+    """Add notes to an error of a forward under tp or cp: what to change in the model, or a rule for the module."""
+    names = {module: name for name, module in model.named_modules()}
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = [owner for owner in owners if not type(owner).__module__.startswith("torch.")]
+    called = [owner for owner in owners if isinstance(owner, nn.Module) and names.get(owner)]
+    split = [owner for owner in called if any(parameter.dim() > 1 for parameter in owner.parameters())]
+    if plan.tp > 1:
+        error.add_note(
+            "under tp a rank has a part of the heads, and of the features between two matrices. In the forward, use "
+            "-1, x.size(…) or an attribute such as self.num_heads in place of a constant; or keep the module whole by "
+            f'a rule, {{"{pattern_of(names[split[-1]], module=model) if split else "blocks.*.attention"}": "whole"}}'
+            f"{', and take sequence_parallel=0, which gives it all tokens' * plan.sequence_parallel}. "
+            "If the error comes with tp=1 too, its cause is the model or the batch."
+        )
+    if plan.cp > 1 and called and "tokens whole" not in str(error):
+        error.add_note(
+            "under cp a rank has a part of the tokens. Give the module all tokens by a rule, "
+            f'{{"{pattern_of(names[called[-1]], module=model)}": "tokens whole"}}. '
+            "If the error comes with cp=1 too, its cause is the model or the batch."
+        )
 
 
 def matches(name: str, *, pattern: str) -> bool:

@@ -25,7 +25,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +62,8 @@ class OutputMeanSquares:
         """Register a hook on every module of the models, such as the stages of this rank."""
         self._names = {module: name for model in models for name, module in model.named_modules()}
         for module, name in self._names.items():
-            module.register_forward_hook(partial(self._add, name))
+            # A function: a partial would be copied with a module that models share, and with it these models.
+            module.register_forward_hook(lambda *given, name=name: self._add(name, *given))
 
     def begin(self, passes: int = 1) -> None:
         """Start a new step: discard all measurements, then measure the first `passes` forward passes only."""
@@ -343,9 +343,10 @@ class VerificationInputs:
         try:
             with _Narrowest(single.model) as seen:
                 first = single.evaluate(batch)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             if self.dtype is not None:
-                error.add_note(f"model and batches are in {self.dtype}; verify(dtype=None) keeps their dtypes")
+                kept = "verify(dtype=None) keeps its dtypes, dtype=torch.float32 converts it"
+                error.add_note(f"verify runs the model in {self.dtype}; {kept}")
             raise
         apart = abs(first - single.evaluate(batch)) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
         unknown, drew = tuple(sorted(single.draws.unknown)), single.draws.drew

@@ -326,11 +326,13 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
     pieces = {name: module.get_submodule(name) for name in contents.modules}
     state = StageForwardState(cut, index=index, modules=[pieces[name] for name in contents.modules])
     _release(module, "_parameters", kept, like=like)
+    here = [*contents.split_blocks, *contents.modules[contents.start : contents.stop]]
+    kept |= {id(buffer) for name in here for buffer in module.get_submodule(name).buffers()}  # pieces may share some
     for name, piece in pieces.items():
         if name in contents.split_blocks:
             piece.forward = partial(_split_block_forward, piece, state)
             continue
-        if name not in contents.modules[contents.start : contents.stop]:
+        if name not in here:
             _release(piece, "_buffers", kept, like=like.get_submodule(name), prefix=name)
         piece.forward = PieceForward(piece, state=state)
     receives = cut.sends[index - 1] if index else ()
@@ -343,7 +345,7 @@ def _release(module: nn.Module, table: str, kept: set[int], *, like: nn.Module, 
     A model can still read the dtype or shape of a released tensor; computing with it is an error."""
     for (path, owner), bare_owner in zip(module.named_modules(prefix=prefix), like.modules(), strict=True):
         for name, bare in vars(bare_owner)[table].items():
-            tensor = vars(owner)[table][name]
+            tensor = vars(owner)[table].get(name)
             if tensor is not None and bare is not None and id(tensor) not in kept:
                 del vars(owner)[table][name]
                 setattr(owner, name, RemoteParameter.named(f"{path}.{name}" if path else name, like=bare))

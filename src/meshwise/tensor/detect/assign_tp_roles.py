@@ -21,14 +21,14 @@ from torch import nn
 
 from meshwise.base.batch_norm_classes import BatchNorm
 from meshwise.model.find_mixtures import find_mixtures, ruled_mixtures
-from meshwise.model.parameter_units import matches, partition
+from meshwise.model.parameter_units import dotted_names, matches, of_all_blocks, partition, pattern_of
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.detect.adapter_parts import prompt_rules, with_adapters, without_adapters
 from meshwise.tensor.detect.attention_heads import head_degree, latent_attentions, latent_parts
-from meshwise.tensor.detect.attention_names import DECLARED, enclosing, of_all_blocks
+from meshwise.tensor.detect.attention_names import DECLARED, enclosing
 from meshwise.tensor.detect.column_row_pairs import FoundAttention
-from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS
+from meshwise.tensor.detect.layer_formulas import PATCH_CONVOLUTIONS, as_matrix
 from meshwise.tensor.detect.roles_from_structure import ModelStructure
 
 Rules: TypeAlias = Mapping[str, str]
@@ -154,7 +154,7 @@ def _fitting(found: _Found, *, plan: Plan) -> Mapping[str, Part]:
     """Return the parts with the changes that the plan needs. Raises PlanError if the plan cannot split a part."""
     structure, whole = found.structure, found.whole
     split = [each for each in structure.attentions if each.name not in whole and not _lies_in(each.name, holders=whole)]
-    refuse_unfit_attentions(split, plan=plan)
+    refuse_unfit_attentions(split, modules=structure.modules, plan=plan)
     parts = whole_outside(found.parts, plan=plan, needs_all_features=structure.needs_all_features)
     refuse_unsupported_parts(parts, modules=structure.modules, plan=plan, width=structure.width)
     return parts
@@ -234,9 +234,14 @@ def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> s
 
 
 def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
-    """Return whether every parameter gets a role that the plan can split. Whole matrices in blocks need 1d."""
+    """Return whether every parameter gets a role that the plan can split. Whole matrices in blocks need 1d, and a block
+    that holds a whole matrix itself needs all tokens."""
     try:
         found = _read(module, plan=plan, rules=rules)
+        modules, blocks = found.structure.modules, found.structure.blocks
+        held = [name for name in found.whole if name in modules and enclosing(name)[0] in blocks]
+        if plan.sequence_parallel and any(as_matrix(modules[name], name=name) for name in held):
+            return False
         if found.left or (plan.tp_mode != "1d" and any(map(found.structure.writes_hidden_states, found.whole))):
             return False
         split = any(part.hidden_width or part.role in ("colwise", "head") for part in found.parts.values())
@@ -249,18 +254,6 @@ def _rules_to_copy(module: nn.Module, found: _Found) -> dict[str, str]:
     """Return rules that keep modules whole, for the parameters without a role."""
     units = dict.fromkeys(_to_keep_whole(module, name, found) for name in found.left)
     return {pattern_of(unit, module=module): "whole" for unit in units}
-
-
-def pattern_of(name: str, *, module: nn.Module) -> str:
-    """Return a pattern for a module and its counterparts in other blocks, `layers.*.attention`, if all have one class.
-
-    Otherwise its last number stays, as in `layers.*.0`, which is an attention where `layers.*.1` is an MLP."""
-    pattern, words = of_all_blocks(name), name.split(".")
-    last = max((place for place, word in enumerate(words) if word.isdigit()), default=0)
-    for each in (pattern, ".".join([*pattern.split(".")[:last], *words[last:]])):
-        if len({type(one) for other, one in module.named_modules() if matches(other, pattern=each)}) < 2:
-            return each
-    return name
 
 
 def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
@@ -309,10 +302,19 @@ def whole_outside(parts: Mapping[str, Part], *, plan: Plan, needs_all_features: 
     return {**parts, **changed}
 
 
-def refuse_unfit_attentions(attentions: Sequence[FoundAttention], *, plan: Plan) -> None:
-    """Raise PlanError for attentions with heads that do not fit the ranks, or that read sizes of a split input."""
+def refuse_unfit_attentions(
+    attentions: Sequence[FoundAttention], *, modules: Mapping[str, nn.Module], plan: Plan
+) -> None:
+    """Raise PlanError for attentions with heads that do not fit the ranks, that read sizes of a split input, or whose
+    `forward` another of the `modules` calls."""
     ranks = head_degree(plan)
     for attention in attentions:
+        around, _, last = attention.name.rpartition(".")
+        if (last, "forward") in dotted_names(type(modules[around])):
+            raise PlanError(
+                f"{around} calls self.{last}.forward(…), which leaves out the hooks that sum gradients under '{plan}'. "
+                f"Call self.{last}(…) there"
+            )
         if plan.sequence_parallel and not attention.reads_right_sizes:
             raise PlanError(
                 f"{attention.name} reads sizes of its input x, but under '{plan}' x has only some of the tokens. All "

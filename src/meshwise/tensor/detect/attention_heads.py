@@ -195,8 +195,8 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 
 def _grain(name: str, number: Any, heads: AttentionHeads, group: int) -> int:
-    """Return how many heads (or features of heads) stay together, if `number` counts them; else 0."""
-    if type(number) is not int:
+    """Return how many heads (or features of heads) stay together, if `number` counts them; else 0, as for KV heads."""
+    if type(number) is not int or (name in KEY_HEADS and number == heads.key_count):
         return 0
     if name in HEADS and number == heads.count:
         return group

@@ -3,7 +3,6 @@
 `attention_names.toml` has the names, and says what each list is for. A few classes are listed too, where no attribute
 shows how the fused matrix is arranged: by full name, so that their library need not be installed."""
 
-import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -23,11 +22,6 @@ def enclosing(name: str) -> list[str]:
     """Return the names of the modules around `name`, innermost first; the last name is "", which is the model."""
     words = name.split(".")
     return [".".join(words[:depth]) for depth in range(len(words) - 1, -1, -1)]
-
-
-def of_all_blocks(name: str) -> str:
-    """Return `name` with `*` for every number, as a pattern for all blocks: "blocks.*.mlp"."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def full_name(kind: type) -> str:
