@@ -362,6 +362,36 @@ def test_verify_checks_the_synchronous_plan_and_replays_the_log(plan: str) -> No
     assert "Applied in one process, they give the same parameters" in str(report)
 
 
+class Awkward(nn.Module):
+    """An attention with a key bias, whose gradient is 0 but for rounding; a transposed parameter; another eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Parameter(torch.randn(32, 8).t())
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        logits = self.attention(x, x, x, need_weights=False)[0] @ self.head
+        return (logits, x) if self.training else logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_verify_replays_models_whose_gradients_are_rounding(dtype: torch.dtype) -> None:
+    def loss(output: tuple[Tensor, Tensor], rows: Any) -> tuple[Tensor, Tensor]:
+        return next_token_loss(output[0], rows)
+
+    def main(world: World) -> Report:
+        batches = [tuple(part % 32 for part in batch(n)) for n in range(3)]
+        plan = "dp=2 server=2 staleness=1"
+        return verify(Awkward, loss, batches, plan, world=world, lr=1e-2, dtype=dtype, options=Options(clip_norm=0.1))
+
+    report = run(4, main)[0]
+    assert report.ok, str(report)
+    assert ("Applied in one process" in str(report)) == (dtype == torch.float64)
+
+
 def test_verify_finds_a_server_that_applies_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     late = ParameterServers._gradient
 

@@ -71,7 +71,7 @@ from meshwise.tensor.tensor_parallel import tensor_parallel
 from meshwise.tensor.tp_schemes import mesh_with_kv_replicas, scheme_on
 
 _BUCKET_OF_ONE_RANK = 25 << 20
-"""Bytes up to which units are joined where one rank has them alone: that costs no overlap, and saves hooks."""
+"""Bytes up to which units are joined if there are no replicas: no large gather or reduction waits then."""
 
 
 @dataclass(frozen=True)
@@ -502,7 +502,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     run = partial(cut_source, source, plan=plan, make=make, forward=task.forward, loss=task.loss)
     run = partial(run, example=options.example, device=world.device)
     cut = on_first_rank(run, world=world, shared=(PlanError, LossError))
-    if not source.deferred:  # until here they are beside the parameters, on the model's device
+    if not source.deferred:  # the cut has run the model where the user put it, buffers beside parameters
         place()
     blocks = setting.policy.blocks.names(source.module)
     like = shapes_of(source.module, seed=options.seed).module

@@ -13,18 +13,21 @@ from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import row_count, take_rows
 from meshwise.engine.trainer import Trainer
 from meshwise.sync.parameter_servers import ServedGradient
-from meshwise.testing import ReferenceRun
-from meshwise.verify.rounding_bounds import VerificationInputs
+from meshwise.testing import ReferenceRun, largest_magnitude
+from meshwise.verify.rounding_bounds import BoundJudge, VerificationInputs
 
 Named = Mapping[str, Tensor]
 
 
 class ServerReplay:
-    """Reference runs of a worker, and of each server, of whose parameters only those elements count that it owns."""
+    """Reference runs of a worker, and of each server, of whose parameters only those elements count that it owns.
 
-    def __init__(self, subject: VerificationInputs, *, trainer: Trainer) -> None:
+    undecided: masks, by name, of the elements of which rounding may have decided an update (`BoundJudge.undecided`)"""
+
+    def __init__(self, subject: VerificationInputs, *, trainer: Trainer, judge: BoundJudge) -> None:
         arguments = {**subject.arguments(subject.listener()), "device": trainer.world.device}
-        plan, self._batches = trainer.plan, list(subject.converted())
+        plan, self._batches, self._judge = trainer.plan, list(subject.converted()), judge
+        self.undecided: dict[str, Tensor] = {}
         self._clip, self._workers = subject.options.clip_norm, plan.dp or 1
         self._late = float(plan.correction.removeprefix("dc:")) if plan.correction != "none" else 0.0
         self._worker, *self._servers = (ReferenceRun(subject.prepared(), **arguments) for _ in range(1 + plan.server))
@@ -32,10 +35,10 @@ class ServerReplay:
         """Elements of each parameter that each server owns: (first, one after the last)."""
         for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
             place = bucket.place
-            bounds = [place.shard(rank) for rank in range(place.ranks_without_shard, bucket.group.size)]
-            for piece in place.pieces:
-                own = [[min(max(at, piece.start), piece.stop) - piece.start for at in bound] for bound in bounds]
-                self._owned[piece.row.name] = [(first, last) for first, last in own]
+            shards = [place.shard(rank) for rank in range(place.ranks_without_shard, bucket.group.size)]
+            for piece in place.pieces:  # the part of the shard, in elements of the bucket, that lies in this parameter
+                inside = [[min(max(at, piece.start), piece.stop) - piece.start for at in shard] for shard in shards]
+                self._owned[piece.row.name] = [(first, last) for first, last in inside]
 
     def parameters(self, logs: Sequence[Sequence[ServedGradient]]) -> Named:
         """Return the parameters after all gradients of the servers' logs.
@@ -49,11 +52,12 @@ class ServerReplay:
             before = sum(map(len, left))
             for at in (at for at, log in enumerate(left) if log):
                 row = left[at][0]
-                seen = [made[reads[row.worker, row.clock, other] :][:1] for other, made in enumerate(versions)]
-                if not all(seen):
+                seen = [reads[row.worker, row.clock, other] for other in range(len(versions))]
+                if any(version >= len(made) for version, made in zip(seen, versions, strict=True)):
                     continue  # another server applies a gradient first
                 if (row.worker, row.clock) not in gradients:
-                    gradients[row.worker, row.clock] = self._gradient(self._joined([read for [read] in seen]), row)
+                    read = [made[version] for version, made in zip(seen, versions, strict=True)]
+                    gradients[row.worker, row.clock] = self._gradient(self._joined(read), row)
                 self._apply(at, gradients[row.worker, row.clock], versions[at][row.read])
                 versions[at].append(_copied(self._servers[at].masters))
                 del left[at][0]
@@ -63,7 +67,7 @@ class ServerReplay:
 
     def _joined(self, values: Sequence[Named]) -> Named:
         """Return whole parameters; each element is the one of the server that owns it."""
-        joined = {name: value.clone() for name, value in values[0].items()}
+        joined = {name: value.clone(memory_format=torch.contiguous_format) for name, value in values[0].items()}
         for (name, whole), (own, of_server) in itertools.product(joined.items(), enumerate(values)):
             first, last = self._owned[name][own]
             whole.view(-1)[first:last] = of_server[name].reshape(-1)[first:last]
@@ -77,9 +81,16 @@ class ServerReplay:
         batch = self._batches[row.clock - 1]
         start, stop = even_split(row_count(batch), self._workers)[row.worker]
         self._worker.backward(take_rows(batch, start=start, stop=stop))
+        for name, gradient in self._worker.gradients():
+            self._worker.masters[name].grad = gradient.to_dense()
         if self._clip is not None:
             nn.utils.clip_grad_norm_(self._worker.masters.values(), self._clip)
-        return {name: gradient.to_dense().clone() for name, gradient in self._worker.gradients()}
+        gradients = {name: gradient.clone() for name, gradient in self._worker.gradients()}
+        largest = max(map(largest_magnitude, gradients.values()), default=0.0)
+        for name, gradient in gradients.items():
+            if (mask := self._judge.undecided([gradient], largest=largest)) is not None:
+                self.undecided[name] = mask | self.undecided.get(name, False)
+        return gradients
 
     def _apply(self, server: int, gradient: Named, read: Named) -> None:
         run = self._servers[server]

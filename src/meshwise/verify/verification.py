@@ -22,6 +22,7 @@ from meshwise.model.forward import Loss
 from meshwise.optim.build_optimizer import needs_of
 from meshwise.plan import Plan
 from meshwise.sync.parameter_servers import largest_staleness
+from meshwise.testing import largest_magnitude
 from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, VerificationInputs
 from meshwise.verify.server_replay import ServerReplay
 from meshwise.verify.step_comparison import ReferenceSide, ReplayedSide, StepComparison
@@ -52,7 +53,8 @@ def verify(
     random numbers that depend on the plan, the model is compared in eval mode, and the report says so. With a codec as
     `wire` or `gather`, the plan is compared without the codec. Then one step checks that the codec's gradient and
     errors add up to the true gradient, and one gather checks the parameters. Under a `sync` across steps, the change
-    takes the place of the gradient. `OneBitAdam` is compared without a codec.
+    takes the place of the gradient. `OneBitAdam` is compared without a codec. Servers with `staleness` are compared at
+    `staleness=0`; then they run late, and in float64 the gradients of their logs are applied in one process too.
 
     Raises PlanError when the plan does not fit the world. Raises ValueError without a batch, for a loss that does not
     return (sum, count), and when one batch gives two different losses. Raises any error of model and loss."""
@@ -111,7 +113,12 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
     if subject.training.get("codec") == "none":
         notes.append(f"note: {subject.training['optimizer'].__name__} was compared with codec='none'")
     inexact = plan.gather != "exact"
-    contracts = {codec_contract: plan.codec, staleness_contract: plan.asynchronous, gather_contract: inexact}
+    contracts = {codec_contract: plan.codec, gather_contract: inexact}
+    if plan.asynchronous:  # the replay numbers each worker's rows from 0, as that of replicas
+        drawn = dataclasses.replace(subject, evaluating=evaluating or bool(trial.drew))
+        note, first_late = staleness_contract(drawn, world=world, judge=judge)
+        notes.append(note)
+        first = first or first_late
     for contract in (contract for contract, applies in contracts.items() if applies):
         note, broken = contract(subject, world=world)
         notes.append(note)
@@ -154,17 +161,19 @@ def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, D
     return note, Divergence(f"the sum of the codec's {what} and errors", 1, figure) if figure.over else None
 
 
-def staleness_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
+def staleness_contract(
+    subject: VerificationInputs, *, world: World, judge: BoundJudge
+) -> tuple[str, Divergence | None]:
     """Train with the plan's staleness; return a note on the servers' logs, and the divergence if there is one.
 
-    No parameters may be older than the bound. In float64, the gradients of the logs are applied in one process too
-    (`ServerReplay`), in eval mode."""
-    subject, plan, steps = dataclasses.replace(subject, evaluating=True), subject.plan, len(subject.batches)
+    No parameters may be older than the bound. If `judge` is exact, the gradients of the logs are applied in one process
+    too (`ServerReplay`)."""
+    plan, steps = subject.plan, len(subject.batches)
     trainer = parallelize(subject.prepared(), plan, world=world, **subject.arguments(subject.listener()))
     for batch in subject.converted():
         trainer.step(batch)
     logs, found = trainer.update_log(), {name: value.clone() for name, value in trainer.full_parameters()}
-    oldest, judge = max(largest_staleness(log) for log in logs), BoundJudge(torch.float64)
+    oldest = max(largest_staleness(log) for log in logs)
     bound = math.inf if plan.staleness_bound is None else plan.staleness_bound
     age = Divergence("the age of the parameters that a worker read", steps, BoundedDifference(oldest, bound, steps))
     note = (
@@ -172,21 +181,24 @@ def staleness_contract(subject: VerificationInputs, *, world: World) -> tuple[st
         f"{sum(map(len, logs))} gradients were applied once each, and the parameters that a worker read were at "
         f"most {oldest} steps behind"
     )
-    differences = [age]
-    if subject.dtype == torch.float64:
 
-        def replayed() -> list[Divergence]:
-            divergences = []
-            for name, value in ServerReplay(subject, trainer=trainer).parameters(logs).items():
-                figure = judge.measure(found[name], sides=[value], least=0.0, step=steps)
-                divergences.append(Divergence(f"the value of {name} after the servers' log", steps, figure))
-            return divergences
+    def replayed() -> list[Divergence]:
+        replay = ServerReplay(subject, trainer=trainer, judge=judge)
+        expected, divergences, nothing = replay.parameters(logs), [], torch.zeros((), dtype=torch.bool)
+        least = judge.floor(max(map(largest_magnitude, expected.values()), default=0.0))
+        for name, value in expected.items():
+            own = torch.where(replay.undecided.get(name, nothing), value, found[name].to(value.device))
+            figure = judge.measure(own, sides=[value], least=least, step=steps)
+            divergences.append(Divergence(f"the value of {name} after the servers' log", steps, figure))
+        return divergences
 
-        differences += on_first_rank(replayed, world=world)
-        apart = max(one.figure.difference for one in differences[1:])
-        note += f". Applied in one process, they give the same parameters, at most {apart:.1e} apart"
+    differences = on_first_rank(replayed, world=world) if judge.exact else []
+    if differences:
+        apart = max(one.figure.difference for one in differences)
+        mode = " in eval mode" * subject.evaluating
+        note += f". Applied in one process{mode}, they give the same parameters, at most {apart:.1e} apart"
     trainer.close()
-    return note, next((one for one in differences if one.figure.over), None)
+    return note, next((one for one in (age, *differences) if one.figure.over), None)
 
 
 def gather_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
