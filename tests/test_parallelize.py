@@ -12,7 +12,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import default_forward
-from meshwise.plan import Plan, PlanError
+from meshwise.plan import PlanError
 from meshwise.testing import agree, run
 
 
@@ -206,24 +206,3 @@ def test_dp_auto_takes_all_ranks() -> None:
         (3, [(2, 4), (3, 5), (1, 2)]),
         (3, [(4, 6), (5, 7), (2, 2)]),
     ]
-
-
-@pytest.mark.parametrize(
-    "plan, units",
-    [
-        ("dp=1", 1),
-        ("tp=2", 1),
-        ("dp=1 bucket=1", 3),
-        ("dp=2", 3),
-        ("dp=2 sync=local", 3),
-        ("dp=1 offload=optimizer:cpu", 3),
-    ],
-)
-def test_units_that_one_rank_has_alone_are_joined(plan: str, units: int) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(3)))
-
-    def main(world: World) -> int:
-        return len(parallelize(build, plan, world=world, loss=squares, lr=1e-2).table.units)
-
-    assert set(run(Plan.parse(plan).mesh().size, main)) == {units}

@@ -170,7 +170,7 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v virtual_stages=2", "dualpipev virtual_stages=2"
 @pytest.mark.grid(Grid({"words": tuple(GATHERS), "schedule": SPLIT}, strength=1))
 def test_a_backward_in_two_parts_does_nothing_twice(words: str, schedule: str) -> None:
     """But for gathering in each block, for its so many products that scatter, what they scattered."""
-    plan = f"pp=2 {words} microbatches=4 partition=params bucket=1"  # as many units, whatever the number of stages
+    plan = f"pp=2 {words} microbatches=4 partition=params"
     ranks = Plan.parse(plan).mesh().size
     whole, parts = (
         rehearse(gpt_subject(stages=stages), plan=f"{plan} schedule={order}", ranks=ranks)

@@ -60,7 +60,7 @@ from meshwise.pipeline.schedules.named_schedules import naive
 from meshwise.pipeline.schedules.schedule_table import in_flight
 from meshwise.plan import Plan, PlanError
 from meshwise.plan.compatibility import MOMENTUM_EXCHANGE
-from meshwise.plan.plan_keys import NO_OFFLOAD, is_path
+from meshwise.plan.plan_keys import is_path
 from meshwise.precision.dtype_policy import LossScale, ModelCasts, Precision, convert, precision_of, widen_for_loss
 from meshwise.sync.sync_scheme import SyncScheme, sync_scheme
 from meshwise.tensor.core.activation_slices import activation_regions, parts_of_stage
@@ -69,9 +69,6 @@ from meshwise.tensor.core.split_context import ShardSizes, SplitContext
 from meshwise.tensor.detect.assign_tp_roles import Rules, planned_roles
 from meshwise.tensor.tensor_parallel import tensor_parallel
 from meshwise.tensor.tp_schemes import mesh_with_kv_replicas, scheme_on
-
-_BUCKET_OF_ONE_RANK = 25 << 20
-"""Bytes up to which units are joined if there are no replicas: no large gather or reduction waits then."""
 
 
 @dataclass(frozen=True)
@@ -447,9 +444,7 @@ def _build_engine(
     over_tokens = context.over_tokens if context else None
     setting.routers.follow(module, over_tokens=over_tokens)
     limit_experts(module, capacity=options.expert_capacity, over_tokens=over_tokens, routers=setting.routers)
-    alone = not plan.sync_axes and world.group(plan.replica_axes).size == 1 and plan.offload == NO_OFFLOAD
-    bucket = plan.bucket or _BUCKET_OF_ONE_RANK * alone
-    table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes, bucket=bucket)
+    table = parameter_table(module, options=options.parameter_options, replicas=plan.replica_axes, bucket=plan.bucket)
     if earlier is not None:
         table = table.held_at(("pp", world.group("pp").index), counted_elsewhere=earlier)
     scheme = scheme_on(world.mesh, plan=plan, blocks=False)

@@ -118,7 +118,7 @@ class Trainer:
 
     @property
     def units(self) -> Sequence[LiveUnit]:
-        """Units of this rank: groups of parameters, a block or several small ones, gathered and reduced together."""
+        """Units of this rank: groups of parameters, usually one block each, gathered and reduced together."""
         return self._engine.units
 
     @property
