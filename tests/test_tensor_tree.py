@@ -66,8 +66,8 @@ def test_a_part_may_be_empty() -> None:
     "batch, message",
     [
         ({"x": 1}, "a dict, holds no tensor"),
-        (torch.tensor(1.0), r"the shapes are \[\(\)\]"),
-        ((torch.ones(2), torch.ones(3)), r"the shapes are \[\(2,\), \(3,\)\]"),
+        (torch.tensor(1.0), r"shapes: \[\(\)\]"),
+        ((torch.ones(2), torch.ones(3)), r"shapes: \[\(2,\), \(3,\)\]"),
     ],
 )
 def test_a_value_that_is_no_batch_is_refused(batch: Any, message: str) -> None:

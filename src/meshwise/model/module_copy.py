@@ -36,7 +36,8 @@ def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     made = copy.deepcopy(model, memo)
     for old, new in zip(model.modules(), made.modules(), strict=True):
         for name, value in vars(old).items():
-            if isinstance(value, FunctionType) and value.__closure__:
+            # Compiled functions have attributes, and refer to the copies by themselves.
+            if isinstance(value, FunctionType) and value.__closure__ and not vars(value):
                 cells = (CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) for cell in value.__closure__)
                 vars(new)[name] = FunctionType(
                     value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)

@@ -326,7 +326,7 @@ def make_stage(model: nn.Module, *, cut: ModelCut, index: int, like: nn.Module |
     pieces = {name: module.get_submodule(name) for name in contents.modules}
     state = StageForwardState(cut, index=index, modules=[pieces[name] for name in contents.modules])
     _release(module, "_parameters", kept, like=like)
-    here = [*contents.split_blocks, *contents.modules[contents.start : contents.stop]]
+    here = contents.modules[contents.start : contents.stop]
     kept |= {id(buffer) for name in here for buffer in module.get_submodule(name).buffers()}  # pieces may share some
     for name, piece in pieces.items():
         if name in contents.split_blocks:
