@@ -22,7 +22,7 @@ Named = Mapping[str, Tensor]
 class ServerReplay:
     """Reference runs of a worker, and of each server, of whose parameters only those elements count that it owns.
 
-    undecided: masks, by name, of the elements of which rounding may have decided an update (`BoundJudge.undecided`)"""
+    undecided: masks, by name, of elements whose updates rounding may have decided (`BoundJudge.undecided`)"""
 
     def __init__(self, subject: VerificationInputs, *, trainer: Trainer, judge: BoundJudge) -> None:
         arguments = {**subject.arguments(subject.listener()), "device": trainer.world.device}
