@@ -36,13 +36,14 @@ class Family:
         tokens[:, : self.features] = IMAGE
         given = {key: value.expand(value.size(0), rows, -1) for key, value in self.given.items()}
         if self.image:
-            wave = torch.linspace(1, 3, torch.Size(self.image).numel(), dtype=torch.float64).view(1, *self.image)
+            wave = torch.linspace(1, 3, torch.Size(self.image).numel(), dtype=torch.float64, device=batch[0].device)
+            wave = wave.view(1, *self.image)
             given["pixel_values"] = (wave * (1 + batch[0].double().sum(1)).view(-1, *[1] * len(self.image))).sin()
         if len(self.image) == 2:  # patches, which models take in one dim
             kinds = (tokens == IMAGE).int()
             given |= {"mm_token_type_ids": kinds, "moe_mm_token_type_ids": kinds} if not self.given else {}
             given |= {"pixel_values": given["pixel_values"].flatten(0, 1)}
-            given |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * rows)}
+            given |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * rows, device=batch[0].device)}
         with ExactCasts():
             output = model(tokens, use_cache=False, **given)
         return output.logits if "logits" in output else output.last_hidden_state
