@@ -30,8 +30,8 @@ stored on the cpu or disk tier, the shard of the unit after these is already cop
 The order of units in the last pass predicts the next unit. A wrong prediction costs one gather and changes no result.
 All ranks predict the same unit, because all of them ran the same passes.
 
-If a module of a unit contains a module of another unit, the outer unit stays gathered until the pass ends. An example
-is the unit of a parameter that the root module owns. So does a unit whose module returns a view of a parameter."""
+A unit stays gathered until the pass ends if one of its modules contains a module of another unit, as the root module
+does that owns a parameter. It also stays if a module returns a view of a parameter."""
 
 import contextlib
 import weakref

@@ -49,9 +49,18 @@ from meshwise.memory.tiers import Tiers
 from meshwise.model.compiled_blocks import CompiledBlocks, compiles_on
 from meshwise.model.deferred_init import ParameterSource, build_with_values, set_quantized_aside, shapes_of
 from meshwise.model.find_mixtures import Mixture, planned_mixtures
-from meshwise.model.forward import Forward, ForwardReplay, Loss, LossError, call_with, default_forward, no_loss
+from meshwise.model.forward import (
+    Forward,
+    ForwardReplay,
+    Loss,
+    LossError,
+    add_advice,
+    call_with,
+    default_forward,
+    no_loss,
+)
 from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
-from meshwise.model.parameter_units import Patterns, add_advice, partition
+from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.build_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
 from meshwise.pipeline.cut.model_cut import CutOptions

@@ -267,9 +267,8 @@ class Trainer:
         """Keep an exponential moving average of the parameters from now on, and return it. A trainer keeps one.
 
         `with average.applied():` evaluates, predicts or exports with the averaged parameters. `save` and `load` include
-        the average: call this before the steps that follow a `load`. Without a loaded one,
-        it begins with the present parameters. Raises PlanError if the optimizer's state is offloaded, ValueError for a
-        decay outside of (0, 1)."""
+        the average: call this before the steps that follow a `load`. Without a loaded one, it begins with the present
+        parameters. Raises PlanError if the optimizer's state is offloaded, ValueError for a decay outside (0, 1)."""
         if self.plan.tiers.state_tiers != {"device"}:
             raise PlanError(f"offload={self.plan.offload} excludes an average, kept on the device; use offload=none")
         if self._average is not None:

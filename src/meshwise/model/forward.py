@@ -17,6 +17,7 @@ takes a snapshot of the state when it begins, and restores the snapshot when it 
 import contextlib
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwise.base.tensor_tree import all_tensors, map_tensors, tensors
+from meshwise.model.parameter_units import pattern_of
+from meshwise.plan import Plan
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 """Function of a model and a batch (any tree of tensors) that returns the model's output."""
@@ -213,3 +216,26 @@ class ForwardReplay:
 def same_memory(tensor: Tensor) -> Tensor:
     """Return a new tensor in the memory of `tensor`; autograd does not connect the two, not even as a view."""
     return tensor.new_empty(0).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def add_advice(error: Exception, *, model: nn.Module, plan: Plan) -> None:
+    """Add notes to an error of a forward under tp or cp: what to change in the model, or a rule for the module."""
+    names = {module: name for name, module in model.named_modules()}
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = [owner for owner in owners if not type(owner).__module__.startswith("torch.")]
+    called = [owner for owner in owners if isinstance(owner, nn.Module) and names.get(owner)]
+    split = [owner for owner in called if any(parameter.dim() > 1 for parameter in owner.parameters())]
+    if plan.tp > 1:
+        error.add_note(
+            "under tp a rank has a part of the heads, and of the features between two matrices. In the forward, use "
+            "-1, x.size(…) or an attribute such as self.num_heads in place of a constant; or keep the module whole by "
+            f'a rule, {{"{pattern_of(names[split[-1]], module=model) if split else "blocks.*.attention"}": "whole"}}'
+            f"{', and take sequence_parallel=0, which gives it all tokens' * plan.sequence_parallel}. "
+            "If the error comes with tp=1 too, its cause is the model or the batch."
+        )
+    if plan.cp > 1 and called and "tokens whole" not in str(error):
+        error.add_note(
+            "under cp a rank has a part of the tokens. Give the module all tokens by a rule, "
+            f'{{"{pattern_of(names[called[-1]], module=model)}": "tokens whole"}}. '
+            "If the error comes with cp=1 too, its cause is the model or the batch."
+        )

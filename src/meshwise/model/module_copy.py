@@ -39,9 +39,9 @@ def _deep_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             # Compiled functions have attributes, and refer to the copies by themselves.
             if isinstance(value, FunctionType) and value.__closure__ and not vars(value):
                 cells = (CellType(memo.get(id(cell.cell_contents), cell.cell_contents)) for cell in value.__closure__)
-                vars(new)[name] = FunctionType(
-                    value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
-                )
+                made_of = value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells)
+                vars(new)[name] = FunctionType(*made_of)
+                vars(new)[name].__kwdefaults__ = value.__kwdefaults__
     return made
 
 

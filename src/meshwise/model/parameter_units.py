@@ -20,15 +20,12 @@ import fnmatch
 import inspect
 import re
 import textwrap
-import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 from torch import nn
-
-from meshwise.plan import Plan
 
 _NOT_VALUES = frozenset({"dtype", "device", "shape", "ndim", "size", "dim", "numel", "requires_grad"})
 """Attributes of a parameter that can be read without its values."""
@@ -174,29 +171,6 @@ def pattern_of(name: str, *, module: nn.Module) -> str:
         if len({type(one) for other, one in module.named_modules() if matches(other, pattern=each)}) < 2:
             return each
     return name
-
-
-def add_advice(error: Exception, *, model: nn.Module, plan: Plan) -> None:
-    """Add notes to an error of a forward under tp or cp: what to change in the model, or a rule for the module."""
-    names = {module: name for name, module in model.named_modules()}
-    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    owners = [owner for owner in owners if not type(owner).__module__.startswith("torch.")]
-    called = [owner for owner in owners if isinstance(owner, nn.Module) and names.get(owner)]
-    split = [owner for owner in called if any(parameter.dim() > 1 for parameter in owner.parameters())]
-    if plan.tp > 1:
-        error.add_note(
-            "under tp a rank has a part of the heads, and of the features between two matrices. In the forward, use "
-            "-1, x.size(…) or an attribute such as self.num_heads in place of a constant; or keep the module whole by "
-            f'a rule, {{"{pattern_of(names[split[-1]], module=model) if split else "blocks.*.attention"}": "whole"}}'
-            f"{', and take sequence_parallel=0, which gives it all tokens' * plan.sequence_parallel}. "
-            "If the error comes with tp=1 too, its cause is the model or the batch."
-        )
-    if plan.cp > 1 and called and "tokens whole" not in str(error):
-        error.add_note(
-            "under cp a rank has a part of the tokens. Give the module all tokens by a rule, "
-            f'{{"{pattern_of(names[called[-1]], module=model)}": "tokens whole"}}. '
-            "If the error comes with cp=1 too, its cause is the model or the batch."
-        )
 
 
 def matches(name: str, *, pattern: str) -> bool:

@@ -40,7 +40,7 @@ from meshwise.comm.shared_memory.host_connection import PAYLOAD_BYTES
 from meshwise.comm.shared_memory.shared_segment import KEPT, fits
 from meshwise.model.meta_tensor_values import run_on_meta
 from meshwise.model.random_interception import ForwardAndBackwardMode
-from meshwise.model.torch_private import LightDispatchMode, without_dispatch_modes
+from meshwise.model.torch_private import LightDispatchMode, in_backward, without_dispatch_modes
 from meshwise.optim.build_optimizer import OptimizerClass, needs_of
 from meshwise.pipeline.schedules.schedule_table import COMPUTE, Action
 from meshwise.simulate.step_tape import (
@@ -85,7 +85,7 @@ class Recorder:
         """Record an operation that has run, and the memory of its output. `operation`: None if it has no cost."""
         if operation is not None:
             # Gradients are enabled during a backward only if it repeats a forward.
-            repeats = torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
+            repeats = torch.is_grad_enabled() and in_backward()
             self.note(dataclasses.replace(operation, recomputed=True) if operation.flops and repeats else operation)
         for tensor in tensors(output):
             for one in storages_of(tensor):

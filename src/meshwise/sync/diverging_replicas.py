@@ -14,8 +14,8 @@ With a codec as `wire`, the changes are sent encoded: each replica sends n_r (a 
 codec loses. The owner of each shard adds up the decoded shards, and sends the sum on, encoded too. So all replicas
 decode the same bytes, and have the same bits of d and a.
 
-v is u, or d / s + momentum u in Nesterov's form. Under `scaled_by_lr`, s is the replicas' learning rates at the end of
-the round, weighted by n_r, else 1; with a rate of 0 there is no momentum in this round.
+v is u, or d / s + momentum u in Nesterov's form. s is 1; under `scaled_by_lr` it is the mean of the learning rates at
+the round's end, weighted by n_r. With a rate of 0 there is no momentum in this round.
 
 A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
 its optimizer. Between two agreements no message goes from replica to replica.

@@ -344,9 +344,9 @@ class VerificationInputs:
             with _Narrowest(single.model) as seen:
                 first = single.evaluate(batch)
         except Exception as error:
-            if self.dtype is not None:
-                kept = "verify(dtype=None) keeps its dtypes, dtype=torch.float32 converts it"
-                error.add_note(f"verify runs the model in {self.dtype}; {kept}")
+            if self.dtype == torch.float64:
+                others = "verify(dtype=None) keeps its own dtypes, dtype=torch.float32 converts it to float32"
+                error.add_note(f"verify runs the model in float64. If it needs another dtype: {others}")
             raise
         apart = abs(first - single.evaluate(batch)) > _ROUNDINGS * torch.finfo(seen.dtype).eps * abs(first)
         unknown, drew = tuple(sorted(single.draws.unknown)), single.draws.drew

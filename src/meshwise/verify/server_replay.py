@@ -22,6 +22,8 @@ Named = Mapping[str, Tensor]
 class ServerReplay:
     """Reference runs of a worker, and of each server, of whose parameters only those elements count that it owns.
 
+    They take the memory of 1 + servers models, and a copy of the parameters for each gradient on each server.
+
     undecided: masks, by name, of elements whose updates rounding may have decided (`BoundJudge.undecided`)"""
 
     def __init__(self, subject: VerificationInputs, *, trainer: Trainer, judge: BoundJudge) -> None:

@@ -7,7 +7,8 @@ compares the loss, every gradient and every parameter."""
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from meshwise.verify.rounding_bounds import BoundedDifference, BoundJudge, Verif
 from meshwise.verify.server_replay import ServerReplay
 from meshwise.verify.step_comparison import ReferenceSide, ReplayedSide, StepComparison
 from meshwise.verify.verification_report import SAME_MODEL, Divergence, Report
+
+Contract: TypeAlias = Callable[..., tuple[str, Divergence | None]]
+"""Check of a promise that a plan makes beside being the same model: a note, and the divergence if it is broken."""
 
 
 def verify(
@@ -113,12 +117,10 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
     if subject.training.get("codec") == "none":
         notes.append(f"note: {subject.training['optimizer'].__name__} was compared with codec='none'")
     inexact = plan.gather != "exact"
-    contracts = {codec_contract: plan.codec, gather_contract: inexact}
-    if plan.asynchronous:  # the replay numbers each worker's rows from 0, as that of replicas
-        drawn = dataclasses.replace(subject, evaluating=evaluating or bool(trial.drew))
-        note, first_late = staleness_contract(drawn, world=world, judge=judge)
-        notes.append(note)
-        first = first or first_late
+    late: Contract = partial(staleness_contract, judge=judge)
+    contracts = {codec_contract: plan.codec, late: plan.asynchronous, gather_contract: inexact}
+    if plan.asynchronous and trial.drew:  # the replay numbers each worker's rows from 0, as that of replicas
+        subject = dataclasses.replace(subject, evaluating=True)
     for contract in (contract for contract, applies in contracts.items() if applies):
         note, broken = contract(subject, world=world)
         notes.append(note)

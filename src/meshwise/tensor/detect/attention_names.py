@@ -3,13 +3,12 @@
 `attention_names.toml` has the names, and says what each list is for. A few classes are listed too, where no attribute
 shows how the fused matrix is arranged: by full name, so that their library need not be installed."""
 
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
-_FILE = resources.files("meshwise.tensor.detect").joinpath("attention_names.toml")
-_NAMES: Mapping[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+from meshwise.base.package_table import package_table
+
+_NAMES: Mapping[str, Any] = package_table("tensor/detect/attention_names.toml")
 
 HEADS, KEY_HEADS, GROUPS, TABLES = (tuple(_NAMES[key]) for key in ("heads", "key_heads", "groups", "tables"))
 HEAD_WIDTHS, FEATURES, CONFIGURATIONS = (tuple(_NAMES[key]) for key in ("head_widths", "features", "configurations"))
