@@ -20,6 +20,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import measure
 from meshwise.testing import run
+from run_on_processes import ON_GPU
 from warm_processes import Processes
 
 TIERS = (
@@ -66,6 +67,7 @@ def test_tiers_with_other_ways_of_splitting(plan: str, tiers: str) -> None:
         tiers = "optimizer:disk,gradients:disk"
     ranks = 4 if "pp" in plan else 2
     for own in run(ranks, functools.partial(trained, plan=f"{plan} offload={tiers}")):
+        # After another last bit of a master, a value in bf16 may differ by its own last bit: at most 2**-7 of it.
         the_same(own, without_tiers(ranks, plan), on_gpu=2**-7 if "bf16" in plan else 1e-5)
 
 
@@ -140,8 +142,10 @@ def test_a_checkpoint_goes_from_any_tier_to_any_other(origin: str, to: str, tmp_
 def test_processes_with_everything_on_disk_give_the_same_bits(processes: Processes) -> None:
     plan = "dp=2 zero=3"
     everything = f"{plan} offload=optimizer:disk,gradients:disk,params:disk"
+    on_cpu = ON_GPU in os.environ  # these processes compute there, also where other tests use a GPU
+    expected = run(2, trained, on=processes, args=(plan,))[0] if on_cpu else without_tiers(2, plan)
     for own in run(2, trained, on=processes, args=(everything,)):
-        the_same(own, without_tiers(2, plan), on_gpu=1e-4)  # these processes compute on the CPU
+        the_same(own, expected)
 
 
 def test_a_measured_step_shows_the_next_round_read_while_one_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_inductor_agrees_with_one_process() -> None:
 def test_ranks_that_split_layers_compile_the_same_kernels(
     plan: str, alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU each rank chose the kernels that it had found fastest, and values that tp ranks share drifted apart."""
+    """Where each rank takes the kernels that it finds fastest, values that tp ranks share get other last bits."""
     asked: list[bool] = []
 
     def compiled(graph: torch.fx.GraphModule, _: Any, **settings: Any) -> Any:
