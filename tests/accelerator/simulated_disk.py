@@ -76,9 +76,9 @@ def _calls(self: SwapTransfer, call: Callable[[], None]) -> None:
 
 
 def _gives(self: BufferPool, buffer: Tensor) -> None:
-    if isinstance(self._streams, SimulatedStreams):
-        with self._streams.races.reported():
-            self._streams.races.host_uses(buffer, writes=True, text=f"given back to a pool at {place_of_call()}")
+    if isinstance(self.streams, SimulatedStreams):
+        with self.streams.races.reported():
+            self.streams.races.host_uses(buffer, writes=True, text=f"given back to a pool at {place_of_call()}")
         with hidden():
             poison(buffer)
     _give(self, buffer)

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.checkpoint.checkpoint_folder import fill, newest_valid, on_all_ranks
 from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, dtype_name, read_index
 from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, with_model_names
 from meshwise.checkpoint.save_state import PendingSave
+from meshwise.comm.api.streams import generator_states, restore_generators
 from meshwise.data_parallel.checkpoint_slices import (
     OPTIMIZER_KINDS,
     WHOLE,
@@ -192,20 +191,15 @@ class TrainingState:
         return saved_groups(names=self._groups(), saved=index.extra.get("groups", []))
 
     def _generators(self) -> list[StoredSlice]:
-        """Return copies of the states of this rank's random generators: the CPU's, and the device's under CUDA."""
-        world = self._engine.world
-        states: dict[str, Tensor] = {"random": torch.get_rng_state()}
-        if world.device.type == "cuda":
-            states["random.cuda"] = world.streams.generator().get_state()
-        return [StoredSlice.of_full(state, name=name, slot=f"rank/{world.rank}") for name, state in states.items()]
+        """Return copies of the states of torch's generators, as `generator_states` returns them."""
+        slot, names = f"rank/{self._engine.world.rank}", ("random", "random.cuda")
+        named = zip(names, generator_states(), strict=False)
+        return [StoredSlice.of_full(state, name=name, slot=slot) for name, state in named]
 
     def _finish_load(self, index: CheckpointIndex, refill: CheckpointRefill, generators: list[StoredSlice]) -> None:
         refill.finish()
         restore_groups(self._optimizer, values=self._saved_groups(index))
-        random, *others = generators
-        torch.set_rng_state(random.tensor)
-        for state in others:
-            self._engine.world.streams.generator().set_state(state.tensor)
+        restore_generators([state.tensor for state in generators])
 
 
 def _slots(index: CheckpointIndex, engine: Engine, *, others: Set[str]) -> dict[str, dict[str, SavedTensorSpec]]:

@@ -30,7 +30,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -319,29 +319,22 @@ class PinnedSlabs:
         return cut
 
 
+@dataclass(eq=False)
 class BufferPool:
-    """Pool of aligned buffers of at most `most` bytes in total. A larger buffer is lent only while no other is lent."""
+    """Pool of aligned buffers of at most `most` bytes in total. A larger buffer is lent only while no other is lent.
 
-    def __init__(
-        self,
-        most: int,
-        *,
-        streams: Streams,
-        on_new_buffer: Callable[[Tensor], None] = lambda _: None,
-        is_disk_slow: bool = False,
-    ) -> None:
-        """`streams`: of the device that computes; for a GPU the buffers are pinned. `on_new_buffer` gets new buffers.
+    `streams`: of the device that computes; for a GPU the buffers are pinned. `on_new_buffer` gets new buffers.
+    `is_disk_slow`: make all buffers before one is used again, as if no write ended in time. Rehearsals do so."""
 
-        `is_disk_slow`: make all buffers before one is used again, as if no write ended in time. Rehearsals do so."""
-        self._most = most
-        self._streams = streams
-        self._on_new_buffer = on_new_buffer
-        self._is_disk_slow = is_disk_slow
-        self._lent = 0
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self._changed = threading.Condition()
-        self.bytes = 0
-        """Bytes of all buffers, lent and free."""
+    most: int
+    streams: Streams
+    on_new_buffer: Callable[[Tensor], None] = lambda _: None
+    is_disk_slow: bool = False
+    bytes: int = field(default=0, init=False)
+    """Bytes of all buffers, lent and free."""
+    _lent: int = field(default=0, init=False)
+    _free: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
 
     def take(self, size: int) -> Tensor:
         """Return a buffer of `size` bytes; wait until enough buffers are given back."""
@@ -353,15 +346,15 @@ class BufferPool:
     def take_now(self, size: int) -> Tensor | None:
         """Return a buffer of `size` bytes, or None if there is none without waiting."""
         with self._changed:
-            if self._lent and self._lent + size > self._most:
+            if self._lent and self._lent + size > self.most:
                 return None
             self._lent += size
-            if self._free[size] and not (self._is_disk_slow and self.bytes + size <= self._most):
+            if self._free[size] and not (self.is_disk_slow and self.bytes + size <= self.most):
                 return self._free[size].pop()
             self._free = defaultdict(list, {size: self._free[size]})  # buffers of other sizes have to go
             self.bytes = self._lent + size * len(self._free[size])
-            buffer = aligned(size, streams=self._streams)
-            self._on_new_buffer(buffer)
+            buffer = aligned(size, streams=self.streams)
+            self.on_new_buffer(buffer)
             return buffer
 
     def give(self, buffer: Tensor) -> None:

@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,26 +32,19 @@ from meshwise.memory.swap_file import (
 from meshwise.plan.plan_keys import Offload
 
 
-class BorrowedTensor:
-    """Copy of an offloaded tensor on the device, for a short use."""
+class BorrowedTensor(NamedTuple):
+    """Copy of an offloaded tensor on the device, for a short use.
 
-    def __init__(
-        self, values: Tensor, *, ready: Callable[[], None] = lambda: None, release: Callable[[], None] = lambda: None
-    ) -> None:
-        """`ready`: waits until `values` are complete. `release`: frees their memory."""
-        self._values = values
-        self._ready = ready
-        self._release = release
+    `ready`: waits until `values` are complete. `release`: frees their memory; call it once, at the end of the use."""
+
+    values: Tensor
+    ready: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None
 
     def wait(self) -> Tensor:
         """Wait for the values, and return them. Raises TierError if a read failed."""
-        self._ready()
-        return self._values
-
-    def release(self) -> None:
-        """Free the memory of the values; a second call does nothing."""
-        release, self._release = self._release, lambda: None
-        release()
+        self.ready()
+        return self.values
 
 
 class Tiers:

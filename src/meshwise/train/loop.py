@@ -533,13 +533,10 @@ class RankPace:
         world, steps, self.times = self._world, list(self._busy), []
         if len(steps) < after:
             return []
-        own = torch.tensor(list(self._busy.values()), dtype=torch.float64, device=world.device)
-        self._busy = {}
+        own, self._busy = list(self._busy.values()), {}
         if world.size == 1:
             return []
-        times = own.new_empty(world.size * len(steps))
-        world.all_gather(own, into=times, axes=world.mesh.names).wait()
-        self.times = times.view(world.size, len(steps)).tolist()
+        self.times = world.exchange(own)
         return list(slow_ranks(steps, times=self.times))
 
 

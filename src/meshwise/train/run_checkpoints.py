@@ -265,26 +265,26 @@ def _text(value: Any) -> str:
     return "(default)" if value is None else repr(value)
 
 
+@dataclass(eq=False)
 class RunCheckpoints:
     """Writer of a trainer's checkpoints into folders of `root`. All ranks call `save` and `finish` at the same step."""
 
-    def __init__(self, trainer: Trainer, *, root: Path, keep_last: int, emit: Callable[[RunEvent], None]) -> None:
-        self._trainer = trainer
-        self._root = root
-        self._keep_last = keep_last
-        self._emit = emit
-        self._saving: PendingSave | None = None
-        self._unreported: Callable[[], Saved] | None = None
-        self._step = 0
-        self._failed: SaveError | None = None
+    trainer: Trainer
+    root: Path
+    keep_last: int
+    emit: Callable[[RunEvent], None]
+    _saving: PendingSave | None = None
+    _unreported: Callable[[], Saved] | None = None
+    _step: int = 0
+    _failed: SaveError | None = None
 
     def save(self, step: int, *, name: str, extra: Mapping[str, Any]) -> None:
         """Wait for the previous save, then start to save the state after `step`, and `extra` (JSON values), into the
         folder `name`. If one of the two saves fails, `SaveFailed` is emitted and nothing is raised."""
         self._await()
-        began, folder, self._step = time.monotonic(), self._root / name, step
+        began, folder, self._step = time.monotonic(), self.root / name, step
         try:
-            self._saving = self._trainer.save(folder, extra=extra, wait=False, keep_last=self._keep_last)
+            self._saving = self.trainer.save(folder, extra=extra, wait=False, keep_last=self.keep_last)
         except SaveError as error:
             self._fail(error)
             return
@@ -302,7 +302,7 @@ class RunCheckpoints:
         self._await()
         if self._failed is not None:
             # Every rank raises here, but no rank may end the job before rank 0 has printed the reason.
-            self._trainer.world.barrier()
+            self.trainer.world.barrier()
             raise self._failed
 
     def _await(self) -> None:
@@ -317,9 +317,9 @@ class RunCheckpoints:
 
     def _report(self) -> None:
         if self._unreported is not None:
-            self._emit(self._unreported())
+            self.emit(self._unreported())
             self._unreported = None
 
     def _fail(self, error: SaveError) -> None:
         self._unreported, self._failed = None, error
-        self._emit(SaveFailed(self._step, str(error)))
+        self.emit(SaveFailed(self._step, str(error)))

@@ -104,8 +104,9 @@ class DataflowTracer(LightDispatchMode):
         finally:
             self._piece, self._used = before
 
-    def record_read(self, dependencies: Dependencies) -> None:
-        """Record that Python reads the values of a tensor with these dependencies."""
+    def record_read(self, values: Any) -> None:
+        """Record that Python reads the values of a tree of tensors."""
+        dependencies = self._of(values)
         if self._piece is None:
             self._read |= dependencies
         else:
@@ -226,7 +227,7 @@ class _ValueReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _VALUE_READERS:
-            self._tracer.record_read(self._tracer._of(args))
+            self._tracer.record_read(args)
         return func(*args, **(kwargs or {}))
 
 
