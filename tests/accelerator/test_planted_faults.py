@@ -110,7 +110,7 @@ FAULTS = (
     Fault(DISK, "after=copied.synchronize", SAVED, f"the disk reads {UNWRITTEN}", "after=lambda: None"),
     Fault(DISK, "transfers[-1].wait()", SAVED, "reads memory that the disk may not have written yet"),
     # replicas
-    Fault("comm.network.nccl_world:_Started._finish", "self._complete()", "dp=2", UNWRITTEN),
+    Fault("comm.network.nccl_world:NcclWorld._started", "complete()", "dp=2", UNWRITTEN),
     Fault("data_parallel.bucket:Bucket.settle", "arriving.work.wait()", "dp=2 zero=1 precision=bf16", UNWRITTEN),
     Fault("data_parallel.bucket:Bucket.settle_replicas", "between.work.wait()", "dp=2x2 zero=2", UNWRITTEN),
     Fault(

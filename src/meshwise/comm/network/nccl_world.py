@@ -131,21 +131,21 @@ class NcclWorld(World):
         options = c10d.BroadcastOptions()
         options.rootRank = source
         x = _real(x)
-        return _Started(self, record, self._together(group).broadcast([x], options).wait, [x])
+        return self._started(record, self._together(group).broadcast([x], options).wait, [x])
 
     def _all_reduce(self, record: CallRecord, group: Group, x: Tensor, op: str) -> Work:
         require_op(op, dtype=x.dtype if x.is_complex() else None)
         options = c10d.AllreduceOptions()
         options.reduceOp = _OPS[op]
         x = _real(x)
-        return _Started(self, record, self._together(group).allreduce([x], options).wait, [x])
+        return self._started(record, self._together(group).allreduce([x], options).wait, [x])
 
     def _all_gather(self, record: CallRecord, group: Group, x: Tensor, parts: list[Tensor]) -> Work:
         x, parts = _real(x), [_real(part) for part in parts]
         whole = _joined(parts)
         if whole is None:
             return super()._all_gather(record, group, x, parts)
-        return _Started(self, record, self._together(group)._allgather_base(whole, x).wait, [x, whole])
+        return self._started(record, self._together(group)._allgather_base(whole, x).wait, [x, whole])
 
     def _reduce_scatter(self, record: CallRecord, group: Group, parts: list[Tensor], how: tuple[Tensor, str]) -> Work:
         into, op = _real(how[0]), how[1]
@@ -156,7 +156,7 @@ class NcclWorld(World):
             options = c10d.ReduceScatterOptions()
             options.reduceOp = _OPS[op]
             work = self._together(group)._reduce_scatter_base(into, whole, options)
-            return _Started(self, record, work.wait, [into, whole])
+            return self._started(record, work.wait, [into, whole])
         received = [torch.empty_like(parts[group.index]) for _ in parts]
         work = self._together(group).alltoall(received, parts)
 
@@ -164,17 +164,17 @@ class NcclWorld(World):
             work.wait()
             reduce_block(received, into=into, scratch=received[0], op=op)
 
-        return _Started(self, record, finish, [*parts, *received, into])
+        return self._started(record, finish, [*parts, *received, into])
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
         give, take = ({index: _real(x) for index, x in each.items()} for each in (give, take))
         moved = [*give.values(), *take.values()]
         if record.point_to_point:
             line = self._communicators.of(group.ranks, rank=self.rank, purpose=POINT_TO_POINT)
-            return _Started(self, record, (line.send(moved, 1, 0) if give else line.recv(moved, 0, 0)).wait, moved)
+            return self._started(record, (line.send(moved, 1, 0) if give else line.recv(moved, 0, 0)).wait, moved)
         nothing = moved[0].new_empty(0)
         sends, receives = ([own.get(index, nothing) for index in range(group.size)] for own in (give, take))
-        return _Started(self, record, self._together(group).alltoall(receives, sends).wait, moved)
+        return self._started(record, self._together(group).alltoall(receives, sends).wait, moved)
 
     def _barrier(self, record: CallRecord, group: Group) -> None:
         token = torch.zeros(1, device=self.device)
@@ -185,28 +185,19 @@ class NcclWorld(World):
         """Return the process group for the collectives of a group."""
         return self._communicators.of(group.ranks, rank=self.rank)
 
+    def _started(self, record: CallRecord, complete: Callable[[], Any], tensors: list[Tensor]) -> Work:
+        """Return the work of an operation on one of NCCL's streams, which reads and writes `tensors`."""
+        began_on = self.streams.current()
 
-class _Started(Work):
-    """An operation on one of NCCL's streams, with the tensors that it reads and writes."""
+        def finish() -> None:
+            complete()
+            self._passed.append((record, self.streams.mark()))
+            if (current := self.streams.current()) != began_on:
+                # torch may reuse their memory on the stream that made them, which does not wait for the operation.
+                for x in tensors:
+                    self.streams.keep(x, stream=current)
 
-    def __init__(self, world: NcclWorld, record: CallRecord, finish: Callable[[], Any], tensors: list[Tensor]) -> None:
-        super().__init__(world, record=record)
-        self._complete = finish
-        self._tensors = tensors
-        self._streams = world.streams
-        self._passed = world._passed
-        self._stream = self._streams.current()
-
-    def _finish(self) -> None:
-        self._complete()
-        assert self._record is not None
-        self._passed.append((self._record, self._streams.mark()))
-        current = self._streams.current()
-        if self._stream != current:
-            # torch may reuse the tensors' memory on the stream that made them, which does not wait for the operation.
-            for x in self._tensors:
-                self._streams.keep(x, stream=current)
-        self._tensors = []
+        return Work(self, record=record, finish=finish)
 
 
 def _real(x: Tensor) -> Tensor:

@@ -129,7 +129,8 @@ def _run(
     try:
         with torch.random.fork_rng(), torch.enable_grad(), record.known.forward():
             result = call(watched)
-        tail = record.tail.to(result) if record.timed and not bare else 0.0
+        last, ended = record.last
+        tail = seconds_of_tail(last, since=ended, result=result) if record.timed and not bare else 0.0
         changed = _changes(before, _buffers_outside(watched, pieces=pieces))
         return dataclasses.replace(record.probe_result(result, everywhere), tail=tail, changed_buffers=changed)
     finally:
@@ -164,7 +165,8 @@ class _RunRecord:
         self.tracer = DataflowTracer()
         self.known = ShapeConstants()
         """Mode that knows the values of meta tensors that follow from sizes."""
-        self.tail = LossTail(())
+        self.last: tuple[Any, float] = (), read_clock(cuda=False)
+        """Output of the last piece so far, and the time of its end."""
         self._call_counts: Counter[str] = Counter()
         self._hidden: list[str] = []
 
@@ -243,7 +245,7 @@ class _RecordedForward:
             output = stand_in(output)
         record.calls.append(dataclasses.replace(called, dependencies=needed | called.dependencies))
         output = record.output(output, key=key, made=self._shadow is not None)
-        record.tail = LossTail(output)
+        record.last = output, read_clock(cuda=any(tensor.is_cuda for tensor in tensors(output)))
         return output
 
     def _without_values(self, key: str, shadow: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, PieceCall]:
@@ -365,21 +367,12 @@ def profile_module(
     return output, CallCost(sum(kept.values()), work)
 
 
-class LossTail:
-    """Stopwatch for the computation after a piece, such as the loss: its forward, and its backward to the piece."""
-
-    def __init__(self, output: Any) -> None:
-        """Start the stopwatch. `output`: the output of the piece."""
-        self._from = [tensor for tensor in tensors(output) if tensor.requires_grad]
-        self._cuda = any(tensor.is_cuda for tensor in self._from)
-        self._begin = read_clock(cuda=self._cuda)
-
-    def to(self, result: Any) -> float:
-        """Run the backward from `result` to the piece's output, and return the seconds since the start."""
-        ends = [tensor for tensor in tensors(result) if tensor.requires_grad]
-        if ends and self._from:
-            torch.autograd.grad(ends, self._from, [torch.ones_like(end) for end in ends], allow_unused=True)
-        return read_clock(cuda=self._cuda) - self._begin
+def seconds_of_tail(output: Any, *, since: float, result: Any) -> float:
+    """Return the seconds after a piece, such as of the loss: from its end `since`, to the backward back to `output`."""
+    begins, ends = ([tensor for tensor in tensors(each) if tensor.requires_grad] for each in (output, result))
+    if ends and begins:
+        torch.autograd.grad(ends, begins, [torch.ones_like(end) for end in ends], allow_unused=True)
+    return read_clock(cuda=any(tensor.is_cuda for tensor in begins)) - since
 
 
 @contextlib.contextmanager
@@ -398,13 +391,10 @@ def cost_meter(values: Any, *, timed: bool) -> Iterator[Callable[[], float]]:
         yield lambda: read_clock(cuda=cuda)
 
 
-class _NoModuleTracker(contextlib.AbstractContextManager[None]):
+class _NoModuleTracker(contextlib.nullcontext[None]):
     """Replacement for the module tracker of torch's FLOP counter; torch's fails if a forward computes gradients."""
 
     parents = frozenset({"Global"})
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing: there are no hooks to remove."""
 
 
 @contextlib.contextmanager
