@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import _TYPES
 
 from meshwise.layout.layout import Rectangle
 
@@ -124,10 +123,22 @@ def _entry(name: str, *, start: int, dtype: str, shape: list[int], data_offsets:
 
 
 DTYPES: Mapping[str, torch.dtype] = {
-    name: dtype for name, dtype in _TYPES.items() if isinstance(dtype, torch.dtype) and not dtype.is_complex
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-"""Dtypes of the format, by their names in it; complex tensors are stored as two real numbers each."""
-
 _NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
