@@ -3,7 +3,7 @@
     python benchmarks/experts.py --rounds 15
     python benchmarks/experts.py --memory     # activations that a rank keeps, with and without chunk=
     python benchmarks/experts.py --exchange   # all-to-alls of tokens in a step, beside equal ones by themselves
-    python benchmarks/experts.py --parts "1Gbit 1ms"   # dispatch_parts=, on an emulated link and without it
+    python benchmarks/experts.py --parts "1Gbit 1ms"   # overlapped exchanges, on an emulated link and without it
     python benchmarks/experts.py --contestants   # the reference GPT, beside mixtures of Megatron-Core and DeepSpeed
     python benchmarks/experts.py --skewed     # replicate=, with a router whose first choice is always the same expert
 
@@ -57,7 +57,10 @@ ROWS, RANKS, PAIR, REPEATS = 16, 4, 2, 4
 EXCHANGED = ((ROWS, SHAPE), (4 * ROWS, replace(SHAPE, layers=1, width=512)))
 """Rows and models whose all-to-alls are measured: about 1 MB and 17 MB given by a rank in each call."""
 COLD_BYTES, QUARTILES = 64 << 20, torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-PARTS = ("dp=2 ep=2", "dp=2 ep=2 dispatch_parts=2", "dp=2 ep=2 dispatch_parts=4")
+PARTS = (
+    "dp=2 ep=2", "dp=2 ep=2 dispatch_parts=2", "dp=2 ep=2 dispatch_parts=4",
+    "dp=2 ep=2 microbatches=4", "dp=2 ep=2 microbatches=4 overlap_microbatches=1",
+)  # fmt: skip
 SKEWED = ("dp=2 ep=2", "dp=2 ep=2 replicate=1")
 Exchanged = tuple[tuple[float, float], tuple[float, float], list[torch.Size], list[torch.Size]]
 """An all-to-all in a step: the clocks before and after it, and the shapes of the given and the received parts."""
@@ -73,7 +76,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--memory", action="store_true", help="measure activations in place of times")
     parser.add_argument("--exchange", action="store_true", help="measure the all-to-alls of tokens alone")
-    parser.add_argument("--parts", metavar="LINK", help="measure dispatch_parts= on an emulated link")
+    parser.add_argument("--parts", metavar="LINK", help="measure overlap of exchanges on an emulated link")
     parser.add_argument("--skewed", action="store_true", help="measure replicate= with a skewed router")
     parser.add_argument(
         "--contestants", action="store_true", help="measure Megatron-Core and DeepSpeed-MoE beside ours"

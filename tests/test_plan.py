@@ -242,6 +242,7 @@ MET_BY |= {"sync!=step": "sync=local", "wire!=auto": "wire=bf16", "offload.optim
 MET_BY |= {"offload.outer!=device": "offload=outer:cpu"}
 MET_BY |= {"staleness!=0": "staleness=2", "correction!=none": "correction=dc:0.1"}
 MET_BY |= {"context!=auto": "context=ring", "context!=usp": "context=ring", "ep>1": "ep=2 dp=2"}
+MET_BY |= {"recompute!=none": "recompute=full", "offload.activations!=device": "offload=activations:cpu"}
 MET_BY |= {"dispatch!=auto": "dispatch=all-gather", "prefetch!=1": "prefetch=2"}
 
 

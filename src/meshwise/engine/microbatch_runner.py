@@ -210,40 +210,72 @@ class WholeModelRunner:
     lines: AbstractSet[tuple[int, int]] = frozenset()
     evaluation_micro_batches = 1
 
-    def __init__(self, live: LiveModel, *, task: MicrobatchTask, schedule: Schedule, shares_rows: bool) -> None:
-        """`schedule`: one row of actions, for one stage. `shares_rows`: several ranks split the rows of one matmul."""
+    def __init__(
+        self, live: LiveModel, *, task: MicrobatchTask, schedule: Schedule, shares_rows: bool, overlaps: bool = False
+    ) -> None:
+        """`schedule`: one row of actions, for one stage. `shares_rows`: several ranks split the rows of one matmul.
+
+        `overlaps`: the forward of the next micro-batch runs beside the backward of this one."""
         self.schedule = schedule
         self.counts = True
         self.task = self._task = task
         self.engine = self._engine = live.engine
         self._live = live
-        self._shares_rows = shares_rows
+        self._shares_rows, self._overlaps = shares_rows, overlaps and not live.statistics.active
+        self._tried = False  # whether a backward has shown that it repeats no part of the forward
         self.runs_empty = shares_rows or live.statistics.joined or any(unit.is_sharded for unit in live.engine.units)
         self.begin, self.finish, self.close = live.draws.begin, live.draws.finish, live.draws.close
 
     def train(self, micro_batches: Sequence[MicroBatch], *, scale: float) -> Sums:
         """Run forward, backward of the loss times `scale`, and reduction; return the unscaled loss and count."""
-        total, tokens = zeros(self._engine.world)
+        sums, world = zeros(self._engine.world), self._engine.world
+        beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._engine.begin_step()
-        flight_recorder = self._engine.world.flight_recorder
         for index, micro_batch in enumerate(micro_batches):
             last = index + 1 == len(micro_batches)
-            flight_recorder.doing = Action(0, ActionKind.F, index)
-            if micro_batch.rows is None:
-                self._engine.backward(None, last=last)
-                continue
-            with self._running(micro_batch):
-                loss, count = self._run(micro_batch.rows)
-            if micro_batch.counts:
-                total += loss.detach().double()
-                tokens += count
-            # If ranks split the rows of one matmul, a backward carries gradients from one rank's rows to another rank.
-            # So the gradients of a spare row, whose loss is multiplied by 0, must be kept: other ranks' are among them.
-            keep = micro_batch.counts or self._shares_rows
-            flight_recorder.doing = Action(0, ActionKind.B, index)
-            with self._running(micro_batch, again=True):
-                self._engine.backward(scaled(loss, by=scale if micro_batch.counts else 0.0), last=last, keep=keep)
-        return total, tokens
+            with beside:
+                loss = self._train_forward(index, micro_batch, sums)
+            backward = functools.partial(self._train_backward, index, micro_batch, loss, scale=scale, last=last)
+            if self._overlaps and self._tried and not last:
+                beside = world.side_by_side.running(backward, turn=world.turn, streams=world.streams)
+            else:
+                beside = contextlib.nullcontext()
+                backward()
+        return sums
+
+    def _train_forward(self, index: int, micro_batch: MicroBatch, sums: Sums) -> Tensor | None:
+        """Return the loss of a micro-batch, after adding it and its count to `sums`; None without rows."""
+        self._engine.world.flight_recorder.doing = Action(0, ActionKind.F, index)
+        if micro_batch.rows is None:
+            return None
+        with self._running(micro_batch):
+            loss, count = self._run(micro_batch.rows)
+        if micro_batch.counts:
+            sums[0].add_(loss.detach().double())
+            sums[1].add_(count)
+        return loss
+
+    def _train_backward(
+        self, index: int, micro_batch: MicroBatch, loss: Tensor | None, *, scale: float, last: bool
+    ) -> None:
+        """Run the backward of a micro-batch's loss times `scale`."""
+        self._engine.world.flight_recorder.doing = Action(0, ActionKind.B, index)
+        if loss is None:
+            self._engine.backward(None, last=last)
+            return
+        # If ranks split the rows of one matmul, a backward carries gradients from one rank's rows to another rank.
+        # So the gradients of a spare row, whose loss is multiplied by 0, must be kept: other ranks' are among them.
+        keep, by = micro_batch.counts or self._shares_rows, scale if micro_batch.counts else 0.0
+        with self._backward_state(micro_batch):
+            self._engine.backward(scaled(loss, by=by), last=last, keep=keep)
+
+    def _backward_state(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
+        if not self._overlaps:
+            return self._running(micro_batch, again=True)
+        if self._tried:  # draws and split tokens have the state of the forward beside this backward
+            return contextlib.nullcontext()
+        self._tried = True
+        return _no_repeated_forward(self._engine.module)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Sums:
         """Run the forward of every micro-batch, and return the loss and count of this rank's rows."""
@@ -316,6 +348,25 @@ class WholeModelRunner:
     def _begin_forward(self, rows: Any) -> Any:
         self._engine.gatherer.begin_forward()
         return placed(rows, world=self._engine.world)
+
+
+@contextlib.contextmanager
+def _no_repeated_forward(model: nn.Module) -> Iterator[None]:
+    """Refuse, in a backward inside the block, calls of the model's modules: they would repeat parts of the forward."""
+
+    def refuse(module: nn.Module, _arguments: Any) -> None:
+        raise RuntimeError(
+            f"the backward repeats the forward of a {type(module).__name__}, and would mix it with the forward of the "
+            "next micro-batch. Write overlap_microbatches=0, or let the model not checkpoint its activations (of "
+            "transformers: model.gradient_checkpointing_disable())"
+        )
+
+    handles = [module.register_forward_pre_hook(refuse) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def whole_output(output: Any) -> Any:

@@ -486,7 +486,8 @@ def _whole(source: ParameterSource, *, setting: ParallelSetting) -> tuple[Engine
         absent = [row.name for row in live.engine.table.rows if not row.is_on(mesh, rank=rank)]
         _release(source.module.get_parameter(name) for name in absent)
     task, schedule = setting.token_task, naive(1, microbatches=setting.plan.microbatches)
-    runner = WholeModelRunner(live, task=task, schedule=schedule, shares_rows=setting.shares_rows)
+    overlaps = setting.plan.overlap_microbatches > 0 and setting.world.device.type != "meta"
+    runner = WholeModelRunner(live, task=task, schedule=schedule, shares_rows=setting.shares_rows, overlaps=overlaps)
     return Engine({0: live.engine}, ranks=[0], world=setting.world), runner
 
 

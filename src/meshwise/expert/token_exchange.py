@@ -312,7 +312,9 @@ class ExpertExchange:
         """Send each rank its part of `counts` (parts, experts); return the received ones (parts, ranks · experts)."""
         arriving = counts.new_empty(len(self.shares), len(counts), self.span[1] - self.span[0])
         sent = [part.contiguous() for part in counts.split(self.shares, dim=1)]
-        self.world.all_to_all(sent, into=list(arriving), axes=self._axes.experts).wait()
+        work = self.world.all_to_all(sent, into=list(arriving), axes=self._axes.experts)
+        self.world.side_by_side.hand_over()
+        work.wait()
         return arriving.transpose(0, 1).flatten(1)
 
 

@@ -53,6 +53,7 @@ class Plan:
     overlap_gather: int = plan_key("overlap_gather")
     bucket: int = plan_key("bucket")
     microbatches: int = plan_key("microbatches")
+    overlap_microbatches: int = plan_key("overlap_microbatches")
     tp_mode: str = plan_key("tp_mode")
     tp_depth: int = plan_key("tp_depth")
     sequence_parallel: int = plan_key("sequence_parallel")

@@ -201,10 +201,11 @@ def _parts_in(memory: Tensor, along: _Along) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
 
-def after(work: Work, *, result: Finish) -> Finish:
-    """Return a function that waits for `work` and returns `result()`."""
+def after(work: Work, *, world: World, result: Finish) -> Finish:
+    """Return a function that lets a computation beside this one run, waits for `work`, and returns `result()`."""
 
     def finish() -> Tensor:
+        world.side_by_side.hand_over()
         work.wait()
         return result()
 
@@ -215,7 +216,7 @@ def _start_gather(x: Tensor, along: _Along, _: _Along) -> Finish:
     whole = x.new_empty(_resized(x, along.dim, sum(along.sizes)))
     parts = _parts_in(whole, along)
     work = along.world.all_gather(x.contiguous(), into=parts, axes=along.axes)
-    return after(work, result=lambda: torch.cat(parts, along.dim) if along.dim else whole)
+    return after(work, world=along.world, result=lambda: torch.cat(parts, along.dim) if along.dim else whole)
 
 
 def _start_reduce_scatter(x: Tensor, along: _Along, _: _Along) -> Finish:
@@ -223,7 +224,8 @@ def _start_reduce_scatter(x: Tensor, along: _Along, _: _Along) -> Finish:
     if not all(part.is_contiguous() for part in parts):  # parts that are adjacent in memory need only one native call
         parts = [to.copy_(part) for to, part in zip(_parts_in(_memory(x, along.world), along), parts, strict=True)]
     into = x.new_empty(parts[along.index].shape)
-    return after(along.world.reduce_scatter(parts, into=into, axes=along.axes), result=lambda: into)
+    work = along.world.reduce_scatter(parts, into=into, axes=along.axes)
+    return after(work, world=along.world, result=lambda: into)
 
 
 def _start_take(x: Tensor, along: _Along, _: _Along) -> Finish:
@@ -233,8 +235,9 @@ def _start_take(x: Tensor, along: _Along, _: _Along) -> Finish:
 
 def _start_all_reduce(x: Tensor, along: _Along, _: _Along) -> Finish:
     total = _memory(x, along.world).copy_(x)
+    work = along.world.all_reduce(total, axes=along.axes)
     # `.data` is no view to autograd, which forbids writing to a view that one of its functions returned.
-    return after(along.world.all_reduce(total, axes=along.axes), result=lambda: total.data)
+    return after(work, world=along.world, result=lambda: total.data)
 
 
 def _start_all_to_all(x: Tensor, split: _Along, cat: _Along) -> Finish:
@@ -242,7 +245,7 @@ def _start_all_to_all(x: Tensor, split: _Along, cat: _Along) -> Finish:
     whole = x.new_empty(_resized(_resized(x, split.dim, split.sizes[split.index]), cat.dim, sum(cat.sizes)))
     parts = _parts_in(whole, cat)
     work = split.world.all_to_all(given, into=parts, axes=split.axes)
-    return after(work, result=lambda: torch.cat(parts, cat.dim) if cat.dim else whole)
+    return after(work, world=split.world, result=lambda: torch.cat(parts, cat.dim) if cat.dim else whole)
 
 
 class _Collective(NamedTuple):

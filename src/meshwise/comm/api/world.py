@@ -17,7 +17,7 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, Self, TypeAlias
 
@@ -37,6 +37,7 @@ from meshwise.comm.api.flight_recorder import (
     first_difference,
     ranks_text,
 )
+from meshwise.comm.api.side_by_side import SideBySide
 from meshwise.comm.api.split_and_reduce import Parts, flat, put, require_fit, require_op, require_passed, split
 from meshwise.comm.api.streams import streams_of
 
@@ -201,6 +202,8 @@ class World(abc.ABC):
     """Name of the transport, for messages to the user: `shared memory`, `gloo`, `NCCL`, `threads`."""
     link: EmulatedLink | None = None
     """Slower network that this rank emulates; views of the world made before it was set do not. None: no emulation."""
+    turn: AbstractContextManager[Any] = nullcontext()
+    """Context in which a thread of this rank computes; it may be entered many times, by several threads."""
 
     def __init__(
         self, *, rank: int, mesh: Mesh, device: torch.device, flight_recorder: FlightRecorder | None = None
@@ -210,6 +213,7 @@ class World(abc.ABC):
         self.device = device
         self.streams = streams_of(device)
         self.flight_recorder = flight_recorder or FlightRecorder()
+        self.side_by_side = SideBySide(self.flight_recorder)
         self._groups: dict[tuple[str, ...], Group] = {}
 
     @property

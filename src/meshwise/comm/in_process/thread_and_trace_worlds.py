@@ -335,7 +335,7 @@ class ThreadWorld(World):
 
     def __init__(self, rendezvous: Rendezvous, *, rank: int, mesh: Mesh) -> None:
         super().__init__(rank=rank, mesh=mesh, device=torch.device("cpu"))
-        self.rendezvous = rendezvous
+        self.rendezvous, self.turn = rendezvous, rendezvous.turn
 
     def _move(self, record: CallRecord, group: Group, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> Work:
         given = {x.data_ptr() for x in give.values()}

@@ -225,7 +225,7 @@ def _reduce(partial: Tensor, moved: OperandMove, *, world: World) -> Finish:
     if moved.dim is not None:
         return gradient.reduce_scatter(partial, world=world, axes=moved.axes, dim=moved.dim, sizes=moved.sizes).wait
     total = partial.contiguous()
-    return gradient.after(world.all_reduce(total, axes=moved.axes), result=lambda: total)
+    return gradient.after(world.all_reduce(total, axes=moved.axes), world=world, result=lambda: total)
 
 
 def _outer(x: Tensor, dy: Tensor, *, input_dim: int, experts: bool) -> Tensor:
