@@ -91,8 +91,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _files_that_wait_among_others(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Spread the files with tests that wait for processes evenly over the run: by name they would come first, four at a
-    time with nothing to compute, and then four files would compute on two cores."""
+    """Spread the files with tests that wait for processes evenly over the run: by name they would come first, all at
+    once with nothing to compute, and then every worker would compute on few cores."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)

@@ -9,11 +9,14 @@ axis:
     @pytest.mark.grid(Grid({"schedule": SCHEDULES, "pp": (2, 4), "zero": (0, 1, 2, 3)}))
     def test_…(schedule: str, pp: int, zero: int) -> None: …"""
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from meshwise.plan import Plan, PlanError
 
 Cell: TypeAlias = dict[str, Any]
 Values: TypeAlias = tuple[tuple[str, str], ...]
@@ -73,6 +76,22 @@ class Grid:
         yield from ((value,) for value in values)
         if self.strength == 2:
             yield from itertools.combinations([value for value in values if value[0] not in self.single], 2)
+
+
+@functools.cache
+def is_plan(text: str) -> bool:
+    """Return whether the text is a plan that can work, for `exists`."""
+    try:
+        Plan.parse(text)
+    except PlanError:
+        return False
+    return True
+
+
+@functools.cache
+def ranks_of(plan: str) -> int:
+    """Return the number of ranks of a plan. Grids ask for the same few plans in thousands of cells."""
+    return Plan.parse(plan).mesh().size
 
 
 def name(cell: Cell) -> str:

@@ -40,6 +40,8 @@ _READS_VALUE = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is
 _EMPTY = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default, _aten.new_empty.default)
 _MIXED = ("index", "embedding", "where", "_foreach")
 """Beginnings of the names of operations that take tensors of host and device together."""
+_OF_THE_DEVICE = ("device", "is_cuda", "is_cpu")
+"""Attributes of a tensor that tell where it lies."""
 
 
 @contextlib.contextmanager
@@ -64,12 +66,14 @@ class _DeviceNames(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func is torch.device:
+        asks = func.__self__.__name__ if name == "__get__" else name  # the attribute that a getter returns
+        if func is torch.device or (name == "__get__" and asks not in _OF_THE_DEVICE):
             return func(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        number = None if first is None or first.is_meta else self._streams.number_of(first)
-        if name == "__get__" and number is not None and first is not None:
-            return self._attribute(func, first, number)
+        with torch._C.DisableTorchFunction():
+            number = None if first is None or first.is_meta else self._streams.number_of(first)
+        if name == "__get__" and number is not None:
+            return _on_device(asks, number)
         if first is not None and name in ("numpy", "tolist", "__array__", "is_pinned"):
             return self._reads(func, name, number, args, kwargs)
         if name == "backward":
@@ -132,16 +136,6 @@ class _DeviceNames(TorchFunctionMode):
                 self._streams.place(tensor, number=asked[-1])
         return result
 
-    def _attribute(self, func: Any, tensor: Tensor, number: int) -> Any:
-        """Return an attribute of a tensor on the device."""
-        name = func.__self__.__name__
-        if name == "device":
-            with torch._C.DisableTorchFunction():
-                return torch.device("cuda", number)
-        if name in ("is_cuda", "is_cpu"):
-            return name == "is_cuda"
-        return func(tensor)
-
     def _reads(self, func: Any, name: str, number: int | None, args: Any, kwargs: Any) -> Any:
         """Let the host read the values of a tensor."""
         tensor, text = args[0], f"{name} at {place_of_call()}"
@@ -167,13 +161,18 @@ class _Operations(TorchDispatchMode):
         self._names = names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        without_names = torch._C._is_torch_function_all_disabled()
+        with torch._C.DisableTorchFunction():  # what is asked about tensors here is no call of the program
+            return self._operation(func, args, kwargs or {}, without_names=without_names)
+
+    def _operation(self, func: Any, args: Any, kwargs: Any, *, without_names: bool) -> Any:
+        """Run an operation where it belongs. without_names: no `_DeviceNames` has seen the call that runs it."""
         stated = kwargs.get("device")
         if stated is not None and stated.type == "cpu":
             kwargs = {**kwargs, "device": torch.device("cpu")}
         uses = list(_uses(func, args, kwargs))
         is_meta = stated is not None and stated.type == "meta"
-        if func is _aten.lift_fresh.default and torch._C._is_torch_function_all_disabled() and uses[0][0].dim():
+        if func is _aten.lift_fresh.default and without_names and uses[0][0].dim():
             self._streams.place(uses[0][0], number=self._streams.rank)  # `.to(x.device)` sees no device there
         if _is_view(func) or is_meta or any(tensor.is_meta for tensor, _ in uses):
             return func(*args, **kwargs)
@@ -181,7 +180,7 @@ class _Operations(TorchDispatchMode):
         index = None if stated is None else stated.index
         if func in _COPIES and (on or index):
             return self._copy(func, args, kwargs, index=index)
-        inside = self._names.inside_device or in_backward() or torch._C._is_torch_function_all_disabled()
+        inside = self._names.inside_device or in_backward() or without_names
         if not (index > 0 if index is not None else on or (inside and not uses)):
             for tensor, writes in uses:
                 self._streams.races.host_uses(tensor, writes=writes, text=f"{func} at {place_of_call()}")
@@ -259,6 +258,12 @@ class _Operations(TorchDispatchMode):
                 f"Expected all tensors to be on the same device, but found {' and '.join(sorted(found))}, in {func} at "
                 f"{place_of_call()}"
             )
+
+
+def _on_device(attribute: str, number: int) -> Any:
+    """Return an attribute of `_OF_THE_DEVICE` for a tensor on device `number`."""
+    with torch._C.DisableTorchFunction():
+        return torch.device("cuda", number) if attribute == "device" else attribute == "is_cuda"
 
 
 def _backward(

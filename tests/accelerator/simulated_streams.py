@@ -282,7 +282,8 @@ class SimulatedStreams(Streams):
 
     @property
     def _streams(self) -> list[SimulatedStream]:
-        return [self._default, *self._pools[False], *self._pools[True]]
+        """Streams that the program may have: the default one, and those that a pool has given."""
+        return [self._default, *(one for urgent, pool in self._pools.items() for one in pool[: self._next[urgent]])]
 
 
 @contextlib.contextmanager

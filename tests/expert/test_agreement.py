@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grid import Grid
+from grid import Grid, ranks_of
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -99,7 +99,7 @@ LAYOUTS = Grid(
         "rest": ("", "microbatches=3", "recompute=full", "recompute=selective microbatches=2"),
         "tied": (False, True),
     },
-    cost=lambda cell: Plan.parse(cell["ranks"]).mesh().size,
+    cost=lambda cell: ranks_of(cell["ranks"]),
     single=("zero", "rest", "tied"),
 )
 
@@ -184,7 +184,7 @@ DISPATCH = Grid(
         ),
     },
     exists=lambda cell: cell["dispatch"] != "auto" or cell["chunk"] > 0,
-    cost=lambda cell: Plan.parse(cell["ranks"]).mesh().size,
+    cost=lambda cell: ranks_of(cell["ranks"]),
     strength=1,
 )
 

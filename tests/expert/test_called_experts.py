@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from expert.test_agreement import VOCABULARY, batches
-from grid import Grid
+from grid import Grid, ranks_of
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -125,7 +125,7 @@ LAYOUTS = Grid(
         "zero": (0, 1, 2, 3),
         "rest": ("", "microbatches=3", "recompute=full"),
     },
-    cost=lambda cell: Plan.parse(cell["plan"]).mesh().size,
+    cost=lambda cell: ranks_of(cell["plan"]),
     strength=1,
 )
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from expert.test_agreement import batches, build, check, training
-from grid import Grid
+from grid import Grid, ranks_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.model.find_mixtures import planned_mixtures
@@ -31,7 +31,7 @@ COPIES = Grid(
         "kind": ("top-2", "noisy", "capacity", "expert-choice", "biased", "5 experts"),
         "rest": ("", "microbatches=3", "recompute=full", "recompute=selective", "offload=activations:cpu"),
     },
-    cost=lambda cell: Plan.parse(cell["ranks"]).mesh().size,
+    cost=lambda cell: ranks_of(cell["ranks"]),
     single=("kind", "rest", "zero"),
     # a part of the tokens of a sample shows neither its capacity nor its expert's choice
     exists=lambda cell: cell["ranks"] in TOKENS_WHOLE or cell["kind"] not in ("capacity", "expert-choice"),

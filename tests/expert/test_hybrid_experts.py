@@ -10,7 +10,7 @@ import pytest
 from data_parallel.test_collective_counts import TOTALS, padded
 from expert.test_agreement import batches, build, check, training
 from expert.test_storage import trainer_of
-from grid import Grid
+from grid import Grid, ranks_of
 from joined_worlds import holds_together
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
@@ -38,7 +38,7 @@ HYBRID = Grid(
         "kind": ("top-2", "biased", "5 experts"),
         "tied": (False, True),
     },
-    cost=lambda cell: Plan.parse(f"{cell['ranks']} zero=1").mesh().size,
+    cost=lambda cell: ranks_of(f"{cell['ranks']} zero=1"),
     single=("rest", "kind", "tied"),
 )
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grid import Grid
+from grid import Grid, ranks_of
 from last_outcome import alone, outcome
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
@@ -65,8 +65,8 @@ def made(world: World, plan: str, **training: Any) -> Trainer:
 SHAPES = ("", "tp=2", "tp=3", "tp=4 tp_mode=2d", "pp=2 microbatches=2", "pp=2 tp=2 microbatches=2", "cp=2")
 EXACT = Grid(
     {"kind": tuple(KINDS), "shape": SHAPES, "dp": (1, 2, 3), "zero": (0, 1), "codec": ("none", "1bit")},
-    cost=lambda cell: Plan.parse(f"{cell['shape']} dp={cell['dp']}").mesh().size * (8 if cell["dp"] == 1 else 1),
-    exists=lambda cell: Plan.parse(f"{cell['shape']} dp={cell['dp']}").mesh().size <= 8,
+    cost=lambda cell: ranks_of(f"{cell['shape']} dp={cell['dp']}") * (8 if cell["dp"] == 1 else 1),
+    exists=lambda cell: ranks_of(f"{cell['shape']} dp={cell['dp']}") <= 8,
     single=("shape", "dp"),
 )
 

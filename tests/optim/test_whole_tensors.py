@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from grid import Grid
+from grid import Grid, ranks_of
 from last_outcome import alone, outcome
 from meshwise import Plan, PlanError
 from meshwise.comm.api.world import World
@@ -64,9 +64,9 @@ def trained(world: World, *, plan: str, tied: bool, name: str) -> Any:
 @pytest.mark.grid(
     Grid(
         {"name": NAMES, "shape": SHAPES, "dp": (1, 2, 3), "zero": (0, 1, 2, 3), "tied": (False, True)},
-        cost=lambda cell: Plan.parse(f"{cell['shape']} dp={cell['dp']}").mesh().size * (8 if cell["dp"] == 1 else 1),
+        cost=lambda cell: ranks_of(f"{cell['shape']} dp={cell['dp']}") * (8 if cell["dp"] == 1 else 1),
         exists=lambda cell: (
-            Plan.parse(f"{cell['shape']} dp={cell['dp']}").mesh().size <= 8
+            ranks_of(f"{cell['shape']} dp={cell['dp']}") <= 8
             and not (cell["zero"] and cell["dp"] == 1)
             and not (cell["zero"] > 1 and "pp" in cell["shape"])
         ),

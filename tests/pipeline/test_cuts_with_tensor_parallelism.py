@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grid import Cell, Grid
+from grid import Cell, Grid, ranks_of
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -151,7 +151,7 @@ def exists(cell: Cell) -> bool:
 
 
 def ranks(cell: Cell) -> int:
-    return Plan.parse(plan_of(cell["scheme"], cell["at"])).mesh().size
+    return ranks_of(plan_of(cell["scheme"], cell["at"]))
 
 
 def plan_of(scheme: str, at: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grid import Cell, Grid
+from grid import Cell, Grid, ranks_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
@@ -110,9 +110,9 @@ GRID = Grid(
         "dp": (1, 2),
         "dropout": (0.0, 0.3),
     },
-    cost=lambda cell: 1 + abs(Plan.parse(_plan(cell)).mesh().size - 4),  # two replicas where two ranks split the model
+    cost=lambda cell: 1 + abs(ranks_of(_plan(cell)) - 4),  # two replicas where two ranks split the model
     single=("zero", "dp", "model"),  # each model under each scheme: also in test_hf.py
-    heavy=lambda cell: Plan.parse(_plan(cell)).mesh().size > 8,
+    heavy=lambda cell: ranks_of(_plan(cell)) > 8,
 )
 
 

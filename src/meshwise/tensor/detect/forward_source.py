@@ -82,7 +82,11 @@ def read_outputs(module: nn.Module) -> Mapping[str, frozenset[str]]:
     The children are in the order of their calls. Arguments of the forward besides the first count too, as "gain=",
     unless their default or annotation is a number or flag. For `self.out(self.norm(self.q(x)) * gain)`, q reads {},
     norm reads {q}, and out reads {norm, q, gain=}."""
-    nodes = _forward(module)
+    return _read_outputs(_forward(module))
+
+
+@lru_cache(256)
+def _read_outputs(nodes: tuple[ast.AST, ...]) -> Mapping[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     behind = {name: frozenset((f"{name}=",)) for name in _other_tensors(nodes)}
 
@@ -187,7 +191,7 @@ def _loads(nodes: Sequence[ast.AST]) -> list[ast.Name]:
 
 def _child_called(called: ast.AST) -> str:
     """Return NAME if `called` is `self.NAME`, else ""."""
-    return called.attr if isinstance(called, ast.Attribute) and _is_named(called.value, "self") else ""
+    return called.attr if isinstance(called, ast.Attribute) and getattr(called.value, "id", "") == "self" else ""
 
 
 def _forward(module: nn.Module, *, every_branch: bool = False) -> tuple[ast.AST, ...]:
@@ -222,10 +226,6 @@ def _argument(nodes: Sequence[ast.AST]) -> str:
     return next((node.args[1].arg for node in nodes if isinstance(node, ast.arguments)), "")
 
 
-def _is_named(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
 def _child_behind(node: ast.expr, given: _Variables) -> tuple[str, bool] | None:
     """Return (NAME, False) of an expression `self.NAME(...)`, also through a variable or a conversion, or None.
 
@@ -258,7 +258,7 @@ def _split_expression(node: ast.AST) -> tuple[ast.expr, bool] | None:
         case ast.Subscript(value=source, slice=ast.Tuple(elts=[ast.Constant(value=first), ast.Slice(step=None)])):
             return (source, True) if first is Ellipsis else None
         case ast.Call(func=ast.Attribute(value=source, attr="split" | "chunk"), args=sizes, keywords=keywords):
-            if _is_named(source, "torch") and sizes:
+            if getattr(source, "id", "") == "torch" and sizes:
                 source, *sizes = sizes
             last = any(ast.unparse(word.value) == "-1" for word in keywords)
             return source, last or any(map(_is_width_of_head, sizes[:1]))
