@@ -495,7 +495,7 @@ def test_plans_are_refused_with_the_nearest_that_works(plan: str, nearest: str) 
         ({"codec": "bf16"}, "codec='bf16' does not encode momenta"),
         ({"codec": 1}, "codec=1 does not encode momenta; write codec='1bit'"),
         ({"codec": "2bit"}, "wire=2bit: wire is .* Nearest that works"),
-        ({"warmup": 0}, "warmup=0 leaves the variance 0; write warmup=100"),
+        ({"warmup": 0}, "warmup=0 is no number of steps; write warmup=100"),
         ({"freeze": 3}, "OneBitAdam takes no freeze; it takes lr, betas"),
         ({"options": Options(noise=True)}, "OneBitAdam sums no gradients to measure their noise"),
         (

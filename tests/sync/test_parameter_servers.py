@@ -14,6 +14,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan
+from meshwise.precision.dtype_policy import Precision
 from meshwise.reference import next_token_loss
 from meshwise.sync.parameter_servers import ParameterServers, ServedGradient, largest_staleness
 from meshwise.testing import agree, alone, build_whole, outcome, run
@@ -159,6 +160,22 @@ def test_each_worker_may_bring_its_own_rows(staleness: str) -> None:
     if staleness == "0":
         require_equal(run(3, main, args=(plan, True))[0], run(1, main, args=("dp=1", False))[0])
     assert all(value.isfinite().all() for found in run(3, main, args=(plan, True)) for value in found.values())
+
+
+def test_gradients_that_accumulate_in_another_dtype_are_pushed_to_late_servers() -> None:
+    """One worker with gradients in fp32 trains as alone, up to their rounding."""
+
+    def main(world: Any, plan: str) -> dict[str, Tensor]:
+        options = Options(precision=Precision(accumulation=torch.float32))
+        training: Any = {"optimizer": torch.optim.SGD, "lr": 1e-2, "options": options}
+        trainer = parallelize(build, plan, loss=next_token_loss, world=world, **training)
+        for number in range(3):
+            trainer.step(batch(number))
+        return {name: value.clone() for name, value in trainer.full_parameters()}
+
+    alone = run(1, main, args=("dp=1",))[0]
+    for found in run(2, main, args=("dp=1 server=1 staleness=1",)):
+        agree(found, alone, bound=1e-6)
 
 
 def test_one_worker_of_a_late_server_trains_as_alone() -> None:

@@ -101,7 +101,7 @@ def _searched(job: PlanJob, cluster: Cluster) -> tuple[RehearsalSubject, PlanSpa
     if unknown := sorted(set(fixed) - set(SEARCHED)):
         problem = f"--fix: {', '.join(unknown)} is not searched, so give it in the job's plan"
         raise JobError(f"{problem}; searched keys: {' '.join(SEARCHED)}")
-    if job.plan.apart_axes or job.plan.server:
+    if job.plan.sync_axes or job.plan.server:
         raise JobError(f"the search has no servers and no sync, and the plan is '{job.plan}'; use meshwise simulate")
     one = dataclasses.replace(job.plan, dp=None, pp=1, **UNDIVIDED)
     prepared = prepare(dataclasses.replace(job, plan=one), ranks=1)

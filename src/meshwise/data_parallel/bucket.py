@@ -63,7 +63,7 @@ class Bucket:
     | gradient   accumulated gradients of this rank, all elements; `reduced` the sum over the ranks, owned elements
     | factor     gradients on disk are multiplied by it when they are read
     | local      True in a step that leaves each rank its own gradients, because the optimizer exchanges momenta.
-    |            Then `reduced` is this rank's gradient; its norm is the root of the ranks' mean square
+    |            Then `reduced` is this rank's or replica's gradient; its norm is the root of their mean square
     | sparse     indices of the pieces that got a sparse gradient in this step
     | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies"""
 
@@ -354,7 +354,7 @@ class Bucket:
         if len(self._filled) < len(self.place.pieces):
             for index in range(len(self.place.pieces)):
                 self.accumulated(index)
-        if self.local:
+        if self.local and not self.outer:
             self._arriving = ReducedPart(Work(), buffer)
             return
         reduction, wire, into = self.storage.reduction, buffer, None
@@ -386,7 +386,7 @@ class Bucket:
 
     def start_replicas(self) -> None:
         """Start to add the `reduced` gradients of the replicas, in the wire dtype; once a step, after `settle`."""
-        if not self.has_replicas:
+        if not self.has_replicas or self.local:
             return
         tiers = self.storage.tiers
         wire = self.reduced_gradient
@@ -450,7 +450,8 @@ class Bucket:
     def squared_norm(self) -> Tensor:
         """Return this rank's part of the squared norm of the reduced gradient: an fp64 scalar, cached."""
         if self._square is None:
-            self._square = _square(self._counted(self.reduced_gradient)) * (self.group.size if self.local else 1)
+            size = self.world.group(self.outer or self.axes).size if self.local else 1
+            self._square = _square(self._counted(self.reduced_gradient)) * size
         return self._square
 
     def gradient_for_norm(self) -> Tensor | None:
@@ -473,7 +474,8 @@ class Bucket:
 
     def _counted(self, reduced: Tensor) -> Tensor:
         shard = reduced if self.storage.reduction.shards_updates or self.local else reduced[slice(*self.shard)]
-        return shard if self.counts else shard[:0]
+        alone = self.local or not self.outer or self.world.group(self.outer).index == 0  # else the first replica counts
+        return shard if self.counts and alone else shard[:0]
 
     def gradient_slices(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Return (optimizer's parameter, view of its part of the reduced gradient) of each slice; see `forget_norm`.
@@ -486,7 +488,7 @@ class Bucket:
         """Return the reduced gradient of the elements that this rank updates, (elements,); sum `local` ones now."""
         if self.local:
             total = self.reduced_gradient.clone()
-            self.world.all_reduce(total, axes=self.axes).wait()
+            self.world.all_reduce(total, axes=self.outer or self.axes).wait()
             return total[slice(*self.owned)]
         reduced = self.reduced_gradient.to(self.device)
         return reduced if self.factor == 1.0 else reduced * self.factor

@@ -9,10 +9,12 @@ Each parameter has an owner among the ranks that hold parts of it. A wave has on
 The largest remaining parameter goes to the owner with the fewest elements so far. docs/large_batch.md has the elements
 that all ranks send ("Optimizers"). If several ranks hold copies (zero=0), the nearest to the owner sends.
 
-`exchange_momenta` sums momenta of R ranks through a codec. Rank r sends beta m / R + (1 - beta) g_r plus its error. The
+`exchange` sums momenta of R ranks through a codec. Rank r sends beta m / R + (1 - beta) g_r plus its error. The
 g_r add up to the gradient. m is the momentum before; zero=1 keeps a full copy, gathered before the first exchange."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple, TypeAlias
 
@@ -21,10 +23,10 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import Work, World
 from meshwise.data_parallel.bucket import Bucket
-from meshwise.data_parallel.bucket_layout import BucketPlace
+from meshwise.data_parallel.bucket_layout import ALIGNMENT, BucketPlace
 from meshwise.data_parallel.checkpoint_slices import optimizer_slices, slice_pieces
 from meshwise.data_parallel.data_parallel_engine import DataParallel
-from meshwise.data_parallel.gradient_reduction import ZERO, Reduction, compressed
+from meshwise.data_parallel.gradient_reduction import ZERO, ReducingRanks, Reduction, compressed
 from meshwise.data_parallel.stage_engines import Engine
 from meshwise.model.parameter_table import ParameterRow
 from meshwise.model.whole_parameters import (
@@ -199,8 +201,8 @@ class LogicalSlices(LogicalTensors):
 
     `squared_norms` is one all-reduce of one fp64 number for each trainable parameter, over all axes but `sync_axes`."""
 
-    def __init__(self, engine: Engine, *, sync_axes: Sequence[str] = ()) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, *, sync_axes: Sequence[str] = (), every: int = 0) -> None:
+        self._engine, self.every, self.replicas = engine, every, engine.world.group(tuple(sync_axes)).size
         self._names = [row.name for row in engine.table.rows if row.trainable]
         self._axes = tuple(axis for axis in engine.world.mesh.names if axis not in sync_axes)
         self._owners: dict[frozenset[str], ParameterOwners] = {}
@@ -235,10 +237,11 @@ class LogicalSlices(LogicalTensors):
         world.all_reduce(totals, axes=self._axes, op="sum" if order == 2 else "max").wait()
         return dict(zip(self._names, totals, strict=True))
 
-    def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:
+    def exchange(self, momenta: SliceTensors, *lost: SliceTensors, betas: Mapping[str, float], codec: str) -> None:
         """Move momenta towards the mean gradient of the replicas, encoded; see `LogicalTensors`."""
         reduction = compressed(ZERO[0], wire=codec, feedback=True)
-        exchanges = [_exchange(bucket, momenta, betas=betas, by=reduction) for bucket in self._engine.buckets]
+        one = partial(_mean, tensors=(momenta, *lost)) if lost else partial(_exchange, momenta=momenta, betas=betas)
+        exchanges = [one(bucket, by=reduction) for bucket in self._engine.buckets]
         for exchange, before in zip_longest(exchanges, [iter(()), *exchanges], fillvalue=iter(())):
             next(exchange, None)  # one bucket travels while the next one is encoded
             next(before, None)
@@ -268,7 +271,7 @@ class LogicalSlices(LogicalTensors):
         return self._owners[names]
 
 
-def _exchange(bucket: Bucket, momenta: SliceTensors, *, betas: Mapping[str, float], by: Reduction) -> Iterator[None]:
+def _exchange(bucket: Bucket, *, momenta: SliceTensors, betas: Mapping[str, float], by: Reduction) -> Iterator[None]:
     """Start to sum the momenta of a bucket's ranks; then put the sum into `momenta`."""
     state, size = bucket.reduction_state, bucket.group.size
     whole = state.get("momentum")
@@ -285,6 +288,26 @@ def _exchange(bucket: Bucket, momenta: SliceTensors, *, betas: Mapping[str, floa
         state["momentum"] = message
     for part, parameter in optimizer_slices(bucket):
         momenta[parameter].copy_(message[part.start : part.stop])
+
+
+def _mean(bucket: Bucket, *, tensors: Sequence[SliceTensors], by: Reduction) -> Iterator[None]:
+    """Start to sum the momenta of a bucket's replicas; then put their mean and the errors into `tensors`."""
+    axes, group = bucket.outer, bucket.world.group(bucket.outer)
+    size = -(-bucket.place.size // (ALIGNMENT * group.size)) * ALIGNMENT * group.size
+    place = dataclasses.replace(bucket.place, size=size, parts=group.size)
+    joined = (torch.cat([each[parameter] for _, parameter in bucket.slices]) for each in tensors)
+    message, own, owner = (nn.functional.pad(one, (0, size - len(one))) / group.size for one in joined)
+    shard = slice(*place.shard(group.index))
+    state = {"error": own, "error/owner": owner[shard].clone()}
+    owner[shard] = 0
+    own.add_(owner)  # 0, unless a load gave every replica the mean of all
+    work = by.start(message, into=None, peers=ReducingRanks(bucket.world, axes, axes, (), shard, state, place)).work
+    yield
+    work.wait()
+    owner.zero_()[shard] = state["error/owner"]
+    for part, parameter in optimizer_slices(bucket):
+        for each, flat, factor in zip(tensors, (message, own, owner), (1, group.size, group.size), strict=True):
+            each[parameter].copy_(flat[part.start : part.stop]).mul_(factor)
 
 
 def whole_tensors(values: SliceTensors, *, engine: DataParallel) -> Iterator[tuple[str, Tensor]]:

@@ -238,7 +238,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         reduction = compressed(reduction, wire=plan.wire, feedback=bool(plan.feedback))
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
     outer, node = (plan.mesh().expand([axis]) for axis in ("outer", "node"))
-    axes = outer, plan.sync_axes, node
+    axes = plan.sync_axes if plan.sync == "momenta" else outer, plan.sync_axes, node
     storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch, plan.overlap_gather > 0)
     task = MicrobatchTask(forward, loss or no_loss, call)
     policy.undo.push(casts.hook(module))
@@ -247,8 +247,8 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
 
 def _scheme(plan: Plan, options: Options, *, module: nn.Module, routers: RouterUpdates) -> SyncScheme | None:
     """Return how the replicas of a plan agree; None under `sync=step`. Raises PlanError if the model excludes it."""
-    if plan.sync == "step" and options.sync:
-        raise PlanError(f"sync settings {dict(options.sync)} need a sync across steps: write sync=local in the plan")
+    if plan.sync in ("step", "momenta") and options.sync:
+        raise PlanError(f"sync={plan.sync} has no settings such as {dict(options.sync)}; write sync=local in the plan")
     if plan.sync == "step" and not plan.server:
         return None
     key, by = ("server", plan.server) if plan.server else ("sync", plan.sync)
@@ -320,7 +320,7 @@ def _optimizer(
     for options, owned in engine.slices().items():
         names = [row.name for row in engine.table.rows if row.trainable and row.options == options]
         groups.append({"params": owned, **dict(options), **({"names": names} if needs_of(optimizer) else {})})
-    logical = LogicalSlices(engine, sync_axes=plan.sync_axes)
+    logical = LogicalSlices(engine, sync_axes=plan.sync_axes, every=plan.every * (plan.sync == "momenta"))
     built = build_optimizer(optimizer, groups=groups, logical=logical, **arguments)
     if engine.owned and plan.sync != "step":
         raise PlanError(f"sync={plan.sync} averages state of slices, but whole() keeps whole tensors; use sync=step")
@@ -361,12 +361,15 @@ class ParallelSetting:
 
     def for_optimizer(self, optimizer: OptimizerClass | None) -> "ParallelSetting":
         """Return the setting with the reduction state of `optimizer`. Raises PlanError if they do not go together."""
+        if self.plan.sync == "momenta" and not getattr(optimizer, "takes_local_steps", False):
+            raise PlanError("sync=momenta is for an optimizer that takes local steps: use ZeroOneAdam, or sync=step")
         if optimizer is None or needs_of(optimizer) != "replicas":
             return self
         self.plan.check(MOMENTUM_EXCHANGE, by=optimizer.__name__)
         if self.options.noise:
             raise PlanError(f"{optimizer.__name__} sums no gradients to measure their noise; use Options(noise=False)")
-        reduction = dataclasses.replace(self.storage.reduction, summed_state=("error",), owner_state=("error",))
+        errors = ("error",) if self.plan.sync == "step" else ()  # else they are state of the optimizer
+        reduction = dataclasses.replace(self.storage.reduction, summed_state=errors, owner_state=errors)
         return dataclasses.replace(self, storage=dataclasses.replace(self.storage, reduction=reduction))
 
     @property

@@ -134,7 +134,7 @@ class TrainingSteps:
         self._recipe = recipe
         self._updating = updating
         self._policy = policy
-        self._replicas = replicas
+        self._replicas = replicas if plan.apart_axes else None
         self._together = engine.world.mesh.others(plan.apart_axes)
         self._ranks = ranks_text(engine.world.group(self._together).ranks) if plan.apart_axes else "every rank"
         self._steps = self._skips = 0

@@ -197,7 +197,7 @@ class Trainer:
 
         weights: a positive whole number for each of the `replicas`, equal on every rank, else ValueError; None: even
         shares. The shares change results only by rounding. Raises PlanError if the plan lets replicas differ."""
-        if self.plan.apart_axes:
+        if self.plan.apart_axes or self.plan.sync_axes:
             raise PlanError(f"'{self.plan}' lets replicas differ, so shares change the result; leave out train.shares")
         if weights is not None and (len(weights) != self.replicas or min(weights) < 1):
             raise ValueError(f"weights {list(weights)} are not {self.replicas} numbers above 0, one for each replica")
@@ -250,7 +250,7 @@ class Trainer:
         self._refuse_averaged()
         if self._recipe.routers.losses:
             raise PlanError("router_losses are added by trainer.step; leave them out, and add losses in the open step")
-        if self.plan.apart_axes:
+        if self.plan.apart_axes or self.plan.sync_axes:
             raise PlanError(f"open_step sums gradients over replicas, and '{self.plan}' does not; use sync=step")
         return OpenStep(self._stepping, runner=self.whole_runner("open_step"), plan=self.plan)
 

@@ -45,13 +45,16 @@ def key_of(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) ->
 
 NEEDS = ("norms", "matrices", "replicas")
 """Values of `needs` in an optimizer class; all give the same access. With `replicas`, a rank also keeps the errors of
-`exchange_momenta`'s codec. If `keeps_gradients` is True when a step begins, replicas do not sum their gradients."""
+`exchange`'s codec. If `keeps_gradients` is True when a step begins, replicas do not sum their gradients."""
 
 
 class LogicalTensors:
     """Access of an optimizer to whole parameters. `values`: a tensor for each slice, for example its gradient.
 
     This class is for one process, where a slice is a parameter itself; `LogicalSlices` is for a plan."""
+
+    every, replicas = 0, 1
+    """The most steps between two exchanges of replicas that take local steps (0: none does), and their number."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._name_of = {parameter: name for name, parameter in parameters.items()}
@@ -67,12 +70,14 @@ class LogicalTensors:
         order: 2, or math.inf for the largest magnitude."""
         return {self._name_of[p]: torch.linalg.vector_norm(x, ord=order).double() ** 2 for p, x in values.items()}
 
-    def exchange_momenta(self, momenta: SliceTensors, *, betas: Mapping[str, float], codec: str) -> None:  # noqa: ARG002
+    def exchange(self, momenta: SliceTensors, *lost: SliceTensors, betas: Mapping[str, float], codec: str) -> None:  # noqa: ARG002
         """Replace momenta by beta · momentum + (1 - beta) · mean gradient of the replicas (collectives).
 
         | momenta   by slice; equal on all replicas, and they stay equal
+        | codec     a value of `wire` that encodes what is sent; its errors are added to the next exchange
         | betas     by name of the parameter
-        | codec     a value of `wire` that encodes what is sent; its errors are added to the next exchange"""
+        | lost      after local steps: errors of each replica, and of the owner of each shard times the replicas. Then
+        |           momenta are each replica's own, and are replaced by their mean"""
         for parameter, momentum in momenta.items():
             assert parameter.grad is not None
             momentum.lerp_(parameter.grad, 1 - betas[self._name_of[parameter]])

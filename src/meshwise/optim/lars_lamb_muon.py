@@ -214,7 +214,7 @@ class MomentOptimizer(LayerwiseRates):
             updates[p] = update.add_(p, alpha=group["weight_decay"])
         self.scale_updates(updates, step=step)
         for group, p in self.pairs():
-            p.sub_(updates[p], alpha=group["lr"])
+            p.sub_(updates[p], alpha=group.get("rate", group["lr"]))
         for group in self.param_groups:
             group["step"] = step
 

@@ -11,12 +11,13 @@ docs/synchronisation.md has the exact steps and the paper of each class.
 
 m̂ and v̂ have Adam's bias correction. A sign cannot be 0, so an element with small gradients gets an m as large as the
 mean of its block in the codec. So from the first encoded step on, m̂ / (sqrt(v̂) + eps) is clamped to ±`limit`, and 0 if
-v is 0. With `codec="none"` all gradients are summed exactly. ZeroOneAdam takes no local steps: replicas stay equal.
+v is 0. With `codec="none"` all gradients are summed exactly. Under `sync=momenta` ZeroOneAdam takes local steps.
 
 OneBitLAMB multiplies an update by c f. c: the mean of LAMB's ratios in the warm-up, weighted by `beta3`. f: the largest
 sqrt(v̂) / sqrt(û) in the parameter, where each step changes the variance u by the gradient that follows from the
 momenta. `factors` has the least f, the largest f, and the largest relative change of f in a step."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -37,11 +38,12 @@ class OneBitAdam(MomentOptimizer):
 
     def __init__(self, params: Iterable[Any], *, logical: LogicalTensors, **arguments: Any) -> None:
         super().__init__(params, logical=logical, **arguments)
-        codec, warmup = self.defaults["codec"], self.defaults["warmup"]
+        codec = self.defaults["codec"]
         if codec != "none" and (type(codec) is not str or Wire.parse(codec).codec in ("none", "powersgd")):
             raise ValueError(f"codec={codec!r} does not encode momenta; write codec='1bit', or 'none' for exact sums")
-        if warmup < 1:
-            raise ValueError(f"warmup={warmup} leaves the variance 0; write warmup=100, about as for the learning rate")
+        for key in ("warmup", "kappa", "doubling"):
+            if self.defaults.get(key, 1) < 1:
+                raise ValueError(f"{key}={self.defaults[key]} is no number of steps; write {key}={self.DEFAULTS[key]}")
 
     def variance_updates(self, step: int) -> int:
         """Return how many of the first `step` steps change the variance."""
@@ -62,13 +64,14 @@ class OneBitAdam(MomentOptimizer):
             return
         momenta = {p: self.state_tensor(p, key="exp_avg") for _, p in self.pairs()}
         betas = {name: group["betas"][0] for group in self.param_groups for name in self.names(group)}
-        self.logical.exchange_momenta(momenta, betas=betas, codec=self.defaults["codec"])
+        self.logical.exchange(momenta, betas=betas, codec=self.defaults["codec"])
 
 
 class ZeroOneAdam(OneBitAdam):
     """AdamW with encoded momenta, except in exact steps. These become rarer, and only they change the variance."""
 
-    DEFAULTS: Mapping[str, Any] = {**OneBitAdam.DEFAULTS, "warmup": 100_000, "kappa": 16}
+    takes_local_steps = True
+    DEFAULTS: Mapping[str, Any] = {**OneBitAdam.DEFAULTS, "warmup": 100_000, "kappa": 16, "doubling": 32_768}
 
     def variance_updates(self, step: int) -> int:
         """Return how many of the first `step` steps change the variance."""
@@ -77,6 +80,43 @@ class ZeroOneAdam(OneBitAdam):
             due += 2 ** (count // self.defaults["kappa"])
             count += 1
         return count
+
+    def _encodes(self, step: int) -> bool:
+        return super()._encodes(step) or (self.logical.every > 0 and self.param_groups[0].get("local", 0) > 0)
+
+    def update_moments(self, step: int) -> None:
+        """Update momenta as `OneBitAdam`, or under `sync=momenta` each replica's own, with exchanges at intervals."""
+        for state in self.state.values() if not self.logical.every else ():
+            if "error" in state:  # of a checkpoint of replicas with local steps
+                state["exp_avg"].add_(state.pop("error")).add_(state.pop("error_owner"))
+        is_local = self.logical.every > 0 and self._encodes(step)
+        begins = step == 1 or not self.param_groups[0].get("local")
+        after = max(0, step - self.defaults["warmup"])
+        longest = 2 ** min(32, max(0, after - 1) // self.defaults["doubling"])
+        ends = is_local and after % min(self.logical.every, longest) == 0
+        if not is_local:
+            super().update_moments(step)
+        for group in self.param_groups:  # sum of the rates since the last exchange, rate of this update
+            group["rates"] = group["lr"] + (0.0 if begins else group["rates"])
+            group["rate"] = group["rates"] if ends else group["lr"]
+            group["local"] = group.get("local", 0) + 1 if is_local and not ends else 0
+        for group, p in self.pairs() if is_local else ():
+            mean, average, agreed = (self.state_tensor(p, key=key) for key in ("exp_avg", "exp_avg_mean", "agreed"))
+            mean.lerp_(p.grad * self.logical.replicas, 1 - group["betas"][0])
+            average.lerp_(mean, group["lr"] / group["rates"] if group["rates"] else 1.0)
+            if begins:
+                agreed.copy_(p)
+        if ends:
+            kept = ("exp_avg_mean", "error", "error_owner")
+            means, *lost = ({p: self.state_tensor(p, key=key) for _, p in self.pairs()} for key in kept)
+            for (group, p), each in itertools.product(self.pairs(), lost):  # errors are of rates times momenta
+                each[p].mul_(group["sent"] / group["rates"] if group.get("sent") and group["rates"] else 1.0)
+            self.logical.exchange(means, *lost, betas={}, codec=self.defaults["codec"].replace("none", "auto"))
+            for _, p in self.pairs():
+                self.state[p]["exp_avg"].copy_(means[p])
+                p.copy_(self.state[p]["agreed"])
+            for group in self.param_groups:
+                group["sent"] = group["rates"]
 
 
 class OneBitLAMB(OneBitAdam):
@@ -99,7 +139,11 @@ class OneBitLAMB(OneBitAdam):
         if refreshed == step:
             found = self.ratios(updates)
         else:
-            growth = {p: self._growth(group, p, refreshed, step) for group, p in self.pairs()}
+            growth: dict[nn.Parameter, Tensor] = {}
+            for group, p in self.pairs():  # sqrt(v̂) / sqrt(û), 0 where v is 0; u is `exp_avg_sq_fresh`
+                square, fresh = self.state[p]["exp_avg_sq"], self.state[p]["exp_avg_sq_fresh"]
+                growth[p] = corrected_root(square, refreshed=refreshed, group=group)
+                growth[p].div_(corrected_root(fresh, refreshed=step, group=group)).masked_fill_(square == 0, 0)
             found = {name: it.sqrt() for name, it in self.logical.squared_norms(growth, order=math.inf).items()}
         for group in self.param_groups:
             names, beta, (low, high, change) = self.names(group), group["beta3"], group["factors"]
@@ -113,9 +157,3 @@ class OneBitLAMB(OneBitAdam):
                 group["ratios"] = torch.stack([kept[0], factor])
                 found |= dict(zip(names, kept[0] / (1 - beta**refreshed) * factor, strict=True))
         self.multiply_by_ratios(updates, ratios=found)
-
-    def _growth(self, group: Mapping[str, Any], p: nn.Parameter, refreshed: int, step: int) -> Tensor:
-        """Return sqrt(v̂) / sqrt(û) of each element, 0 where v is 0; u is `exp_avg_sq_fresh`."""
-        square, fresh = self.state[p]["exp_avg_sq"], self.state[p]["exp_avg_sq_fresh"]
-        frozen = corrected_root(square, refreshed=refreshed, group=group)
-        return frozen.div_(corrected_root(fresh, refreshed=step, group=group)).masked_fill_(square == 0, 0)

@@ -226,7 +226,7 @@ class Plan:
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """Axes whose ranks hold copies of the same parameters under every `tp_mode`, and sum their gradients."""
-        return self.token_axes if self.sync_axes else (*REPLICAS, *self.token_axes)
+        return self.token_axes if self.sync_axes and self.apart_axes else (*REPLICAS, *self.token_axes)
 
     @property
     def sync_axes(self) -> tuple[str, ...]:
@@ -245,8 +245,8 @@ class Plan:
 
     @property
     def apart_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks step independently: replicas that agree across steps, or workers if `asynchronous`."""
-        return REPLICAS if self.asynchronous else self.sync_axes
+        """Axes whose ranks step independently: those of `sync` across steps but `momenta`, or asynchronous workers."""
+        return REPLICAS if self.asynchronous else () if self.sync == "momenta" else self.sync_axes
 
     @property
     def codec(self) -> tuple[str, float] | None:

@@ -371,17 +371,17 @@ class Replicas:
         self.settle()
         counts = self._world.exchange(self._counts, axes=self._axes)
         flying = {str(fragment): list(map(float, sent[-1].total)) for fragment, sent in self._in_flight.items()}
-        kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps}
+        kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps, "counts": counts}
         units = {"scaled_by_lr": self.scheme.scaled_by_lr, "timing": [self.scheme.every, self.scheme.delay]}
-        return {**kept, **units, "mixed": self._mixed, "counts": counts, "in_flight": flying}
+        return {**kept, **units, "mixed": self._mixed, "in_flight": flying}
 
     def _goes_on(self, saved: Mapping[str, Any]) -> bool:
         """Return whether this scheme can continue the round of a result of `state`."""
         scheme, timing = self.scheme, [self.scheme.every, self.scheme.delay]
         differ = {*saved["state"]} ^ {*scheme.state_names}
         same = differ <= {"outer_error"} and len(saved["counts"][0]) == scheme.fragments
-        same = same and saved.get("scaled_by_lr", scheme.scaled_by_lr) == scheme.scaled_by_lr
-        return same and (not saved["in_flight"] or saved.get("timing", timing) == timing)
+        same = same and saved["scaled_by_lr"] == scheme.scaled_by_lr
+        return same and (not saved["in_flight"] or saved["timing"] == timing)
 
     def load_state(self, kept: Mapping[str, Any]) -> None:
         """Continue a round when the tensors are loaded. `kept`: the `extra` values of the checkpoint.
@@ -409,8 +409,6 @@ class Replicas:
                 _SentTensor(_master(bucket), _on_device(bucket, "outer_change").clone(), Work())
                 for bucket in self._fragments[int(fragment)]
             ]
-            if not isinstance(weights, list):  # an older checkpoint has the sum of the weights alone
-                weights = [weights, weights * float(self._optimizer.param_groups[0]["lr"])]
             total = torch.tensor(weights, dtype=torch.float64, device=self._world.device)
             self._in_flight[int(fragment)] = [*sent, _SentTensor(total, total, Work())]
 

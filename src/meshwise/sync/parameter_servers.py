@@ -196,8 +196,7 @@ class ParameterServers:
             if self._factor:
                 late = bucket.owned_parameters - self._sent[worker][number]
                 gradient += self._factor * gradient * gradient * late.to(gradient.dtype)
-            assert bucket.master is not None
-            bucket.reduced = gradient.to(bucket.master.dtype)
+            bucket.reduced = gradient
         for group, lr in zip(self._optimizer.param_groups, header[5 + len(rows) :], strict=True):
             group["lr"] = lr
         self._update.step(lambda _: None)
@@ -206,7 +205,7 @@ class ParameterServers:
 
     def _gradient(self, bucket: Bucket, worker: int, rows: int) -> Tensor:
         """Receive the gradient of this server's shard of a bucket; 0 in rows that are not sent."""
-        (start, stop), dtype = bucket.shard, bucket.storage.precision.accumulation_of(bucket.dtype)
+        (start, stop), dtype = bucket.shard, bucket.storage.precision.master_of(bucket.dtype)
         kept = torch.ones(stop - start, dtype=torch.bool, device=bucket.device)
         if rows:
             codes = torch.empty(rows, dtype=torch.int64, device=bucket.device)

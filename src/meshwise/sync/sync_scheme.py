@@ -231,9 +231,10 @@ SCHEMES: Mapping[str, SyncScheme] = MappingProxyType(
         "diloco": SyncScheme(outer_lr=0.7, outer_momentum=0.9, nesterov=True),
         "gossip": SyncScheme(graph="ring"),
         "easgd": SyncScheme(outer_lr=0.9, elastic=True),
+        "momenta": SyncScheme(),
     }
 )
-"""The row of each value of the plan's key `sync`, except `step`."""
+"""The row of each value of the plan's key `sync`, except `step`. Under `momenta` the optimizer exchanges momenta."""
 
 
 def sync_scheme(plan: Plan, *, settings: Mapping[str, Any]) -> SyncScheme:

@@ -101,7 +101,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         raise JobError(f"emulate = {job.emulate!r} delays ranks on CPUs, and these ranks have GPUs; leave emulate out")
     if job.train.shares == "auto" and world.device.type == "cuda":
         raise JobError('train.shares = "auto" measures the time of CPUs, and these ranks have GPUs; leave it out')
-    if job.train.shares == "auto" and job.plan.apart_axes:
+    if job.train.shares == "auto" and (job.plan.apart_axes or job.plan.sync_axes):
         raise JobError(f'train.shares = "auto" needs ranks that update together, unlike "{job.plan}"; leave it out')
     trainer = parallelize(
         prepared.model,

@@ -26,7 +26,7 @@ from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import row_count, take_rows
 from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.trainer import Trainer
-from meshwise.sync.sync_scheme import SyncScheme, mixing_weights
+from meshwise.sync.sync_scheme import mixing_weights
 from meshwise.testing import ReferenceRun, largest_magnitude
 from meshwise.verify.rounding_bounds import (
     BoundedDifference,
@@ -264,7 +264,7 @@ class ReplayedSide(ReferenceSide):
     algorithm. This class runs the algorithm on full parameters of all replicas, without ranks, buckets and messages.
     Loss, gradients and norm are from the first replica; the parameters are the mean over the replicas."""
 
-    def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, trainer: Trainer, scheme: SyncScheme) -> None:
+    def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, trainer: Trainer) -> None:
         """Make the reference run of each replica. Raises ValueError unless the bound is exact."""
         if not judge.exact:
             raise ValueError(
@@ -277,7 +277,8 @@ class ReplayedSide(ReferenceSide):
         self.runs = [ReferenceRun(subject.prepared(), **arguments) for _ in range(replicas)]
         outputs.listen(*(run.model for run in self.runs))
         self._undecided = {}
-        self._scheme = scheme
+        assert trainer.scheme is not None
+        self._scheme = scheme = trainer.scheme
         units = enumerate(trainer.table.units)
         self._fragment = {row.name: number % scheme.fragments for number, unit in units for row in unit.rows}
         self._agreed = {name: value.clone() for name, value in self.runs[0].parameters()}

@@ -18,7 +18,6 @@ from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.comm.launch.connect import connect
 from meshwise.engine.first_rank import on_first_rank
 from meshwise.engine.parallelize import parallelize
-from meshwise.engine.trainer import Trainer
 from meshwise.model.forward import Loss
 from meshwise.optim.build_optimizer import needs_of
 from meshwise.plan import Plan
@@ -80,16 +79,10 @@ def verify(
     return _verify(world, subject)
 
 
-def _reference(subject: VerificationInputs, trainer: Trainer, judge: BoundJudge) -> ReferenceSide:
-    if trainer.scheme is None:
-        return ReferenceSide(subject, judge=judge, device=trainer.world.device)
-    return ReplayedSide(subject, judge=judge, trainer=trainer, scheme=trainer.scheme)
-
-
 def _verify(world: World, subject: VerificationInputs) -> Report:
     plan = subject.plan
     trial = on_first_rank(lambda: subject.try_out(world.device), world=world)
-    replayed = bool(plan.sync_axes)  # the replay numbers each replica's rows from 0, so draws would differ
+    replayed = bool(plan.sync_axes) and plan.sync != "momenta"  # its rows are numbered anew, so draws differ
     evaluating = trial.random or bool(trial.pooled) or (replayed and bool(trial.drew))
     subject = dataclasses.replace(subject, evaluating=evaluating)
     judge = BoundJudge(subject.coarsest_dtype(trial))
@@ -99,7 +92,8 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
     trainer = parallelize(subject.prepared(), exact, world=world, **subject.arguments(outputs))
     outputs.listen(*trainer.modules)
     references: list[ReferenceSide] = []
-    on_first_rank(lambda: references.append(_reference(subject, trainer, judge)), world=world)
+    replay = partial(ReplayedSide, trainer=trainer) if replayed else partial(ReferenceSide, device=world.device)
+    on_first_rank(lambda: references.append(replay(subject, judge=judge)), world=world)
     reference = references[0] if references else None
     comparison = StepComparison(trainer, outputs=outputs, judge=judge, reference=reference)
     comparison.start()

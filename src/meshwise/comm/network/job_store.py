@@ -27,7 +27,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -158,7 +158,8 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> tuple[list[
     roll = PrefixStore(f"meshwise/roll call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     roll.set(f"entry/{roll.add('count', 1)}", json.dumps(asdict(RollCallEntry(rank, size, dict(facts)))))
     if rank == 0:
-        _await(lambda: _is_complete(_present(roll)), until=time.monotonic() + seconds)
+        all_there = lambda: len(here := _present(roll)) >= max((entry.size for entry in here), default=1)  # noqa: E731
+        _await(all_there, until=time.monotonic() + seconds)
         entries = _present(roll)
         roll.set("all", json.dumps([asdict(entry) for entry in entries]))
     else:
@@ -173,11 +174,6 @@ def roll_call(facts: Mapping[str, str], *, seconds: float = 10.0) -> tuple[list[
 def _present(roll: Store) -> list[RollCallEntry]:
     keys = [f"entry/{ticket}" for ticket in range(1, roll.add("count", 0) + 1)]
     return [RollCallEntry(**json.loads(roll.get(key))) for key in keys if roll.check([key])]
-
-
-def _is_complete(entries: Sequence[RollCallEntry]) -> bool:
-    """Return whether the number of entries has reached the largest world size in them."""
-    return len(entries) >= max((entry.size for entry in entries), default=1)
 
 
 def _await(condition: Callable[[], bool], *, until: float) -> bool:
