@@ -1,5 +1,7 @@
 """Test that the state of a reduction belongs to logical parameters: it counts as memory, is saved and resharded."""
 
+import functools
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from data_parallel.hand_made_engine import HandMade
 from meshwise.base.mesh import Mesh
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.gradient_reduction import ReducedPart, ReducingRanks, Reduction
+from meshwise.engine.parallelize import parallelize
 from meshwise.model.parameter_table import parameter_table
 from meshwise.testing import run
 
@@ -140,3 +143,28 @@ def test_without_it_in_a_checkpoint_it_begins_at_zero(tmp_path: Path) -> None:
 
     run(2, first)
     run(2, second)
+
+
+@pytest.mark.parametrize(
+    "before, after", [("dp=2 wire=1bit", "dp=2"), ("dp=2 sync=diloco every=2 wire=int8", "dp=2 sync=diloco every=2")]
+)
+def test_a_plan_that_drops_saved_errors_names_their_norm(before: str, after: str, tmp_path: Path) -> None:
+    def main(world: World, plan: str, *, loads: bool) -> float:
+        model = nn.Linear(32, 16)
+        trainer = parallelize(model, plan, loss=lambda y, _: (y.square().sum(), len(y)), world=world, lr=1e-2)
+        if loads:
+            trainer.load(tmp_path / "saved")
+            return 0.0
+        for step in range(4):
+            trainer.step(torch.randn(4, 32, generator=torch.Generator().manual_seed(step)))
+        trainer.save(tmp_path / "saved")
+        [bucket] = [bucket for unit in trainer.units for bucket in unit.buckets]
+        lost = bucket.reduction_state.get("outer_error")
+        return float((bucket.summed_state("error") if lost is None else lost).norm())
+
+    norm = run(2, functools.partial(main, loads=False), args=(before,))[0]
+    with pytest.warns(UserWarning, match=rf"errors of a codec, of norm {norm:.3g}, which .* drops\. Resume"):
+        run(2, functools.partial(main, loads=True), args=(after,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(2, functools.partial(main, loads=True), args=(before,))

@@ -16,6 +16,7 @@ from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.step_result import NonFiniteError
 from meshwise.engine.trainer import Trainer
+from meshwise.optim import LAMB
 from meshwise.testing import run
 
 SKIPS = 4
@@ -40,9 +41,9 @@ def square_loss(output: Tensor, given: tuple[Tensor, Tensor]) -> tuple[Tensor, i
     return (output - given[1]).square().mean(1).sum(), len(output)
 
 
-def made(world: World, plan: str, settings: Mapping[str, Any]) -> Trainer:
+def made(world: World, plan: str, settings: Mapping[str, Any], optimizer: Any = torch.optim.AdamW) -> Trainer:
     options = Options(sync=settings, nonfinite=f"skip:{SKIPS}")
-    return parallelize(build, plan, loss=square_loss, world=world, options=options, lr=1e-2)
+    return parallelize(build, plan, loss=square_loss, world=world, options=options, lr=1e-2, optimizer=optimizer)
 
 
 def step(trainer: Trainer, number: int, *, skips: bool = False) -> bool:
@@ -92,8 +93,9 @@ def test_a_round_that_all_skip_changes_no_bit(scheme: str, wire: str) -> None:
     run(2, main)
 
 
+OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "LAMB, averaged": LAMB}  # LAMB counts steps by group
 ALONE = Grid(
-    {"scheme": tuple(SCHEMES), "wire": ("auto", "int4"), "saved": (1, 2, 4, 5)},
+    {"scheme": tuple(SCHEMES), "wire": ("auto", "int4"), "saved": (1, 2, 4, 5), "optimizer": tuple(OPTIMIZERS)},
     exists=lambda cell: cell["scheme"] != "gossip" or cell["wire"] == "auto",
     strength=1,
 )
@@ -101,14 +103,16 @@ ALONE = Grid(
 
 @pytest.mark.grid(ALONE)
 def test_a_training_of_which_one_replica_skips_resumes_in_equal_bits(
-    scheme: str, wire: str, saved: int, tmp_path: Path
+    scheme: str, wire: str, saved: int, optimizer: str, tmp_path: Path
 ) -> None:
     """Replica 1 alone skips steps 1, 4 and 5, so its dropout and its optimizer count other steps."""
     name, settings = SCHEMES[scheme]
 
     def main(world: World) -> None:
         plan = f"dp=3 sync={name} every=3 wire={wire}"
-        one, other = made(world, plan, settings), made(world, plan, settings)
+        one, other = (made(world, plan, settings, OPTIMIZERS[optimizer]) for _ in range(2))
+        for trainer in (one, other) if optimizer != "AdamW" else ():
+            trainer.average(0.9)
         for number in range(1, saved + 1):
             step(one, number, skips=world.rank == 1 and number in (1, 4, 5))
         one.save(tmp_path / "saved")

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.bucket import Bucket
+from meshwise.data_parallel.gradient_reduction import CodecReduction, ReducingRanks
 from meshwise.engine.parallelize import Options
 from meshwise.plan import PlanError
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig, next_token_loss
@@ -333,4 +334,17 @@ def test_a_codec_that_loses_its_errors_fails(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Bucket, "summed_state", lambda bucket, _name: torch.zeros_like(bucket.owned_gradient()))
     report = check(plan="dp=2 wire=int4")
     assert not report.ok
-    assert "first to differ: the sum of the codec's gradient and errors, in step 1" in str(report)
+    assert "first to differ: the sum of the codec's gradient and errors, in step 2" in str(report)
+
+
+def test_a_codec_that_sends_its_errors_in_no_later_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step, what it sends and its error add up; over two they do not."""
+    encode = CodecReduction._encoded
+
+    def forgetful(self: CodecReduction, values: torch.Tensor, peers: ReducingRanks, **how: Any) -> torch.Tensor:
+        if (error := peers.state.get(how["name"])) is not None:
+            error.zero_()
+        return encode(self, values, peers, **how)
+
+    monkeypatch.setattr(CodecReduction, "_encoded", forgetful)
+    assert "the sum of the codec's gradient and errors, in step 2" in str(check(plan="dp=2 wire=int4"))

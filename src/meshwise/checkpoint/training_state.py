@@ -5,6 +5,8 @@ names such as `replica/2/parameter`, of the state of replica 2; the other names 
 `extra` is JSON: the plan, the optimizer's hyperparameters by parameter, and values of the caller, such as the job."""
 
 import itertools
+import math
+import warnings
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from meshwise.checkpoint.checkpoint_folder import fill, newest_valid, on_all_ranks
+from meshwise.checkpoint.checkpoint_folder import CheckpointReader, fill, newest_valid, on_all_ranks
 from meshwise.checkpoint.checkpoint_format import CheckpointIndex, Damage, DamageError, dtype_name, read_index
 from meshwise.checkpoint.hugging_face import is_pretrained, read_pretrained, with_model_names
 from meshwise.checkpoint.save_state import PendingSave
@@ -120,6 +122,7 @@ class TrainingState:
             lambda: self._refill(index, generators, others=others, pretrained=pretrained), world=world
         )
         fill(index, needed=needed, world=world)
+        on_all_ranks(lambda: self._warn_of_errors(index) if world.rank == 0 else None, world=world)
         on_all_ranks(lambda: self._finish_load(index, refill, generators), world=world)
         self._update.broken = False
         self._engine.publish()
@@ -173,6 +176,22 @@ class TrainingState:
         if (index.extra.get("plan"), index.extra.get("ranks")) == (self._plan, engine.world.size):
             needed += (state for state in generators if state.key in index.tensors)
         return refill, needed
+
+    def _warn_of_errors(self, index: CheckpointIndex) -> None:
+        """Warn if a checkpoint has errors of a codec that this plan does not keep, and so never sends."""
+        reduction, squares = self._engine.units[0].buckets[0].storage.reduction, 0.0
+        for key, stored in index.tensors.items():
+            kind, _, name = key.removeprefix("reduction/").partition("/")
+            if kind in {"error", "outer_error"} - {*reduction.owned_state, *reduction.summed_state}:
+                value = torch.empty(stored.shape, dtype=stored.dtype)
+                CheckpointReader(index).fill([StoredSlice.of_full(value, name=name, slot=f"reduction/{kind}")])
+                squares += float(value.double().square().sum())
+        if squares:
+            warnings.warn(
+                f"{index.folder} has errors of a codec, of norm {math.sqrt(squares):.3g}, which '{self._plan}' drops. "
+                f"Resume with the codec of '{index.extra['plan']}' to send them",
+                stacklevel=4,
+            )
 
     def close(self) -> None:
         """Remove the hook from the optimizer, and let an unfinished save end in its thread (`PendingSave.detach`)."""

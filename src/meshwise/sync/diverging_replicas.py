@@ -370,10 +370,11 @@ class Replicas:
         """Return the JSON state of the round (a collective): steps, counts by replica, and weights in flight."""
         self.settle()
         counts = self._world.exchange(self._counts, axes=self._axes)
+        counted = self._world.exchange([group.get("step") for group in self._optimizer.param_groups], axes=self._axes)
         flying = {str(fragment): list(map(float, sent[-1].total)) for fragment, sent in self._in_flight.items()}
         kept = {"replicas": self.size, "state": list(self.scheme.state_names), "steps": self.steps, "counts": counts}
         units = {"scaled_by_lr": self.scheme.scaled_by_lr, "timing": [self.scheme.every, self.scheme.delay]}
-        return {**kept, **units, "mixed": self._mixed, "in_flight": flying}
+        return {**kept, **units, "mixed": self._mixed, "in_flight": flying, "group_steps": counted}
 
     def _goes_on(self, saved: Mapping[str, Any]) -> bool:
         """Return whether this scheme can continue the round of a result of `state`."""
@@ -399,6 +400,8 @@ class Replicas:
         same = saved["replicas"] == self.size
         totals = [sum(each) / self.size for each in zip(*saved["counts"], strict=True)]
         self._counts = list(saved["counts"][self.index]) if same else totals
+        for group, step in zip(self._optimizer.param_groups, saved["group_steps"][self.index * same], strict=True):
+            group.update({"step": step} if same and step else {})  # LAMB counts its steps there
         for bucket, name in itertools.product(self._buckets, self.scheme.state_names):
             value = _on_device(bucket, name)
             factor = saved["replicas"] / self.size if name == "outer_error" else 1.0  # all errors add up as before

@@ -5,6 +5,7 @@ So before a costly run, `verify` trains the user's model for a few steps, under 
 compares the loss, every gradient and every parameter."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -139,9 +140,9 @@ def _verify(world: World, subject: VerificationInputs) -> Report:
 def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, Divergence | None]:
     """Return a note on the codec of the plan, and the divergence if its contract is broken (collectives).
 
-    From equal parameters, one step is run with the codec and one without, both without clipping. For every bucket, the
-    gradient with the codec, plus the sum of the ranks' errors divided by the loss count, must equal the gradient
-    without the codec. Replicas agree after this step, and their agreed parameters are compared in the same way. With
+    All steps are run with the codec and without, from parameters that no step changes, without clipping. For every
+    bucket, the sum of the gradients with the codec, and the errors after the last step, must equal the sum without.
+    Replicas that agree across steps run one step, and their agreed parameters are compared in the same way. With
     feedback=0 no rank keeps errors, and nothing is checked."""
     plan, what = subject.plan, "change" if subject.plan.sync_axes else "gradient"
     note = f"note: wire={plan.wire} makes the training inexact; the plan was compared with wire=auto"
@@ -152,9 +153,9 @@ def codec_contract(subject: VerificationInputs, *, world: World) -> tuple[str, D
     largest = [float((one - other).abs().max() / other.abs().max().clamp(min=1e-30)) for one, other in pairs]
     worst = max(world.exchange(max(largest, default=0.0)))
     rounding = max(world.exchange(max((torch.finfo(one.dtype).eps for one in true), default=0.0)))
-    figure = BoundedDifference(worst, _ROUNDINGS * rounding, 1)
-    note += f"; the codec's {what} and errors add up to the true {what}, at most {worst:.1e} apart"
-    return note, Divergence(f"the sum of the codec's {what} and errors", 1, figure) if figure.over else None
+    figure = BoundedDifference(worst, _ROUNDINGS * rounding, 1 if plan.sync_axes else len(subject.batches))
+    note += f"; the codec's {what} and errors add up to the true {what}, at most {worst:.1e} apart (step {figure.step})"
+    return note, Divergence(f"the sum of the codec's {what} and errors", figure.step, figure) if figure.over else None
 
 
 def staleness_contract(
@@ -225,26 +226,30 @@ def gather_contract(subject: VerificationInputs, *, world: World) -> tuple[str, 
 
 
 def _gradients(subject: VerificationInputs, plan: Plan, world: World) -> list[Tensor]:
-    """Return the gradients of a first step that this rank owns, by bucket, with the errors of a codec added.
+    """Return the sums of the gradients that this rank owns, by bucket, with the errors of a codec added.
 
     Of replicas that agree across steps, return the agreed parameters after a round of one step, less the errors."""
     arguments = subject.arguments(subject.listener())
     sync = {key: value for key, value in arguments["options"].sync.items() if key not in ("fragments", "delay")}
     arguments["options"] = dataclasses.replace(arguments["options"], clip_norm=None, sync=sync)
     trainer = parallelize(subject.prepared(), dataclasses.replace(plan, every=1), world=world, **arguments)
-    tokens = sum(trainer.world.exchange(trainer.step(next(subject.converted())).tokens, axes=plan.sync_axes))
-    found, scheme = [], trainer.scheme
-    for bucket in (bucket for unit in trainer.units for bucket in unit.buckets if bucket.trainable):
+    scheme, buckets = trainer.scheme, [each for unit in trainer.units for each in unit.buckets if each.trainable]
+    for group in trainer.optimizer.param_groups if scheme is None else ():
+        group["lr"] = 0.0  # all steps begin with the same parameters
+    found: list[Any] = [0.0] * len(buckets)
+    for batch in itertools.islice(subject.converted(), None if scheme is None else 1):
+        tokens = sum(trainer.world.exchange(trainer.step(batch).tokens, axes=plan.sync_axes))
+        found = [total + bucket.owned_gradient() * tokens for total, bucket in zip(found, buckets, strict=True)]
+    for number, bucket in enumerate(buckets):
         state = bucket.reduction_state
-        value = bucket.owned_gradient() if scheme is None else state.get("agreed", bucket.owned_parameters)
+        if scheme is not None:
+            found[number] = state.get("agreed", bucket.owned_parameters).clone()
         if "error" in state:
-            value = value + bucket.summed_state("error") / tokens
+            found[number] += bucket.summed_state("error")
         if scheme is not None and "outer_error" in state:
             error = state["outer_error"].clone()
             trainer.world.all_reduce(error, axes=plan.sync_axes).wait()
-            rate = scheme.outer_lr * (1 + scheme.outer_momentum * scheme.nesterov)
-            value = value - rate / tokens * error
-        found.append(value.clone())
+            found[number] -= scheme.outer_lr * (1 + scheme.outer_momentum * scheme.nesterov) / tokens * error
     trainer.close()
     return found
 
