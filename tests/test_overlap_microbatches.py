@@ -1,9 +1,13 @@
 """Test `overlap_microbatches=1`: the bits of the same plan without it, and the numbers of one process."""
 
+import contextlib
 import functools
 import re
+import signal
 import statistics
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from last_outcome import alone, outcome
+from meshwise.comm.api.flight_recorder import FlightRecorder
+from meshwise.comm.api.side_by_side import SideBySide
+from meshwise.comm.api.streams import streams_of
 from meshwise.comm.api.world import EmulatedLink, World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.pipeline.schedules.schedule_table import Action
@@ -183,19 +190,111 @@ def test_an_error_of_either_side_ends_the_step_and_the_next_step_runs(where: str
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_model_that_repeats_parts_of_its_forward_is_refused(reentrant: bool) -> None:
-    def made() -> nn.Module:
-        model = build(dropout=0.0)
-        attention = model.get_submodule("blocks.1.attention")
-        attention.forward = functools.partial(checkpoint, attention.forward, use_reentrant=reentrant)
-        return model
+@pytest.mark.parametrize("since", [0, 1])
+@pytest.mark.parametrize("plan", ["dp=2 ep=2", "cp=2"])
+def test_a_model_that_repeats_parts_of_its_forward_is_refused_in_every_step(
+    plan: str, since: int, reentrant: bool
+) -> None:
+    """Each model checkpoints from its step number `since` on."""
 
     def main(world: World) -> None:
-        trainer = parallelize(made, f"dp=2 ep=2 microbatches=3 {KEY}", world=world, **training())
-        with pytest.raises(RuntimeError, match=r"overlap_microbatches=0, or let the model not checkpoint"):
+        model = build(dropout=0.0)
+        attention = model.get_submodule("blocks.1.attention")
+        compute = attention.forward
+        repeated = functools.partial(checkpoint, compute, use_reentrant=reentrant)
+
+        def forward(x: Tensor) -> Any:
+            return (repeated if vars(attention).get("gradient_checkpointing") else compute)(x)
+
+        attention.forward = forward if since else repeated
+        trainer = parallelize(model, f"{plan} microbatches=3 {KEY}", world=world, **training())
+        if since:
+            trainer.step(batches()[0])
+            attention.gradient_checkpointing = True  # type: ignore[assignment]
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"overlap_microbatches=0, or let the model not checkpoint"):
+                trainer.step(batches()[0])
+
+    run(2, main)
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.randn_like(gradient)
+
+
+@pytest.mark.parametrize("key", ["", KEY])
+def test_draws_of_a_backward_are_refused_as_without_the_key(key: str) -> None:
+    def loss(output: Tensor, batch: Any) -> tuple[Tensor, Any]:
+        return next_token_loss(NoisyGradient.apply(output), batch)
+
+    def main(world: World) -> None:
+        given = {**training(), "loss": loss}
+        trainer = parallelize(build, f"dp=2 ep=2 microbatches=3 {key}", world=world, **given)
+        with pytest.raises(ValueError, match="draws random numbers in a repeated forward"):
             trainer.step(batches()[0])
 
     run(2, main)
+
+
+def test_batch_norms_over_several_ranks_are_refused() -> None:
+    def main(world: World) -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+        with pytest.raises(PlanError, match="use overlap_microbatches=0, or GroupNorm or LayerNorm"):
+            parallelize(model, f"dp=2 microbatches=2 {KEY}", world=world, **training())
+
+    run(2, main)
+
+
+def test_the_recorder_names_the_thread_that_computes() -> None:
+    """A report of a hang shows the stack of this thread."""
+
+    def main(world: World) -> None:
+        seen: list[bool] = []
+
+        def look(*_: Any) -> None:
+            seen.append(world.flight_recorder.thread == threading.get_ident())
+
+        model = build()
+        for block in model.get_submodule("blocks").children():
+            block.register_forward_hook(look)
+            next(block.parameters()).register_hook(look)
+        trainer = parallelize(model, f"dp=2 ep=2 microbatches=3 {KEY}", world=world, **training())
+        trainer.step(batches()[0])
+        assert len(seen) == 3 * 3 * 2
+        assert all(seen)
+
+    run(2, main)
+
+
+@pytest.mark.parametrize("forward_ends", [False, True])
+def test_an_interrupt_of_a_waiting_forward_ends_the_backward_where_it_next_hands_over(forward_ends: bool) -> None:
+    reached: list[str] = []
+    sides, main_thread = SideBySide(FlightRecorder()), threading.get_ident()
+
+    def backward() -> None:
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        time.sleep(0.2)  # the main thread, which waits, has raised KeyboardInterrupt by now
+        sides.hand_over()
+        reached.append("the next computation")
+
+    turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+    def forward(backward: Callable[[], None]) -> None:
+        with sides.running(backward, turn=turn, streams=streams_of(torch.device("cpu"))):
+            if not forward_ends:
+                sides.hand_over()
+
+    with pytest.raises(KeyboardInterrupt):
+        forward(backward)
+    assert not reached
+    forward(lambda: reached.append("the next step"))
+    assert reached == ["the next step"]
 
 
 @pytest.mark.parametrize(

@@ -221,8 +221,8 @@ class WholeModelRunner:
         self.task = self._task = task
         self.engine = self._engine = live.engine
         self._live = live
-        self._shares_rows, self._overlaps = shares_rows, overlaps and not live.statistics.active
-        self._tried = False  # whether a backward has shown that it repeats no part of the forward
+        self._shares_rows, self._overlaps = shares_rows, overlaps
+        self._repeats_nothing = False  # a backward has shown that it repeats no part of the forward
         self.runs_empty = shares_rows or live.statistics.joined or any(unit.is_sharded for unit in live.engine.units)
         self.begin, self.finish, self.close = live.draws.begin, live.draws.finish, live.draws.close
 
@@ -231,21 +231,22 @@ class WholeModelRunner:
         sums, world = zeros(self._engine.world), self._engine.world
         beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._engine.begin_step()
+        self._repeats_nothing &= not (self._overlaps and _checkpoints(self._engine.module))
         for index, micro_batch in enumerate(micro_batches):
             last = index + 1 == len(micro_batches)
             with beside:
-                loss = self._train_forward(index, micro_batch, sums)
+                world.flight_recorder.doing = Action(0, ActionKind.F, index)
+                loss = self._add_forward(micro_batch, sums)
             backward = functools.partial(self._train_backward, index, micro_batch, loss, scale=scale, last=last)
-            if self._overlaps and self._tried and not last:
+            if self._overlaps and self._repeats_nothing and not last:
                 beside = world.side_by_side.running(backward, turn=world.turn, streams=world.streams)
             else:
                 beside = contextlib.nullcontext()
                 backward()
         return sums
 
-    def _train_forward(self, index: int, micro_batch: MicroBatch, sums: Sums) -> Tensor | None:
+    def _add_forward(self, micro_batch: MicroBatch, sums: Sums) -> Tensor | None:
         """Return the loss of a micro-batch, after adding it and its count to `sums`; None without rows."""
-        self._engine.world.flight_recorder.doing = Action(0, ActionKind.F, index)
         if micro_batch.rows is None:
             return None
         with self._running(micro_batch):
@@ -266,28 +267,20 @@ class WholeModelRunner:
         # If ranks split the rows of one matmul, a backward carries gradients from one rank's rows to another rank.
         # So the gradients of a spare row, whose loss is multiplied by 0, must be kept: other ranks' are among them.
         keep, by = micro_batch.counts or self._shares_rows, scale if micro_batch.counts else 0.0
-        with self._backward_state(micro_batch):
+        with contextlib.ExitStack() as state:
+            if not (self._overlaps and self._repeats_nothing):  # else draws and tokens have the state of the forward beside it
+                state.enter_context(self._running(micro_batch, again=True))
+            if self._overlaps and not self._repeats_nothing:
+                state.enter_context(_no_repeated_forward(self._engine.module))
             self._engine.backward(scaled(loss, by=by), last=last, keep=keep)
-
-    def _backward_state(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[Any]:
-        if not self._overlaps:
-            return self._running(micro_batch, again=True)
-        if self._tried:  # draws and split tokens have the state of the forward beside this backward
-            return contextlib.nullcontext()
-        self._tried = True
-        return _no_repeated_forward(self._engine.module)
+        self._repeats_nothing = True
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Sums:
         """Run the forward of every micro-batch, and return the loss and count of this rank's rows."""
-        total, tokens = zeros(self._engine.world)
+        sums = zeros(self._engine.world)
         for micro_batch in micro_batches:
-            if micro_batch.rows is not None:
-                with self._running(micro_batch):
-                    loss, count = self._run(micro_batch.rows)
-                if micro_batch.counts:
-                    total += loss.double()
-                    tokens += count
-        return total, tokens
+            self._add_forward(micro_batch, sums)
+        return sums
 
     def inspect(self, micro_batches: Sequence[MicroBatch], *, on_gradient: OnGradient) -> None:
         """Run forward and backward again, and pass each gradient to `on_gradient`; no gradient is kept or reduced."""
@@ -348,6 +341,12 @@ class WholeModelRunner:
     def _begin_forward(self, rows: Any) -> Any:
         self._engine.gatherer.begin_forward()
         return placed(rows, world=self._engine.world)
+
+
+def _checkpoints(model: nn.Module) -> bool:
+    """Return whether a module has a flag such as `gradient_checkpointing`, which a script may set between two steps."""
+    flags = (item for module in model.modules() for item in vars(module).items())
+    return any(value is True and "checkpointing" in name for name, value in flags)
 
 
 @contextlib.contextmanager

@@ -581,4 +581,9 @@ def _batch_norms_join(module: nn.Module, setting: ParallelSetting, world: World)
             f"{norms[0]} takes statistics over the batch for each feature, and tp_mode={setting.plan.tp_mode} splits "
             "features and rows; use tp_mode=1d, or GroupNorm or LayerNorm"
         )
+    if norms and is_split and setting.plan.overlap_microbatches:
+        raise PlanError(
+            f"{norms[0]} takes statistics over the rows of several ranks, which cannot wait beside a backward; use "
+            "overlap_microbatches=0, or GroupNorm or LayerNorm"
+        )
     return bool(norms) and is_split

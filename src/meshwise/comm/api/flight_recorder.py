@@ -218,7 +218,7 @@ class FlightRecorder:
     | counts       number of calls so far on each line
     | recent       the last 1024 calls
     | position     collective that the rank waits for, or the last collective that it called
-    | thread       identifier of the thread that made the last call
+    | thread       identifier of the thread that made the last call or began the current activity
     | called_at    time of the last call, by `time.monotonic`
     | waited       seconds that the rank has spent waiting in collectives so far
     | digests      for each group, by its ranks: CRC32 of the signatures of all its collectives so far"""
@@ -247,6 +247,7 @@ class FlightRecorder:
     @doing.setter
     def doing(self, what: Activity) -> None:
         self._doing = what
+        self.thread = threading.get_ident()
         if self._stopwatch is not None:
             self._stopwatch.begins(what)
         if self._range is not None:

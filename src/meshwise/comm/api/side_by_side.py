@@ -6,7 +6,7 @@ the order of a rank's calls does not depend on times, and is the same on every r
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,22 +37,28 @@ class SideBySide:
         self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="backward")
         self._turn, self._forward = turn, threading.get_ident()
         self._gates = threading.Semaphore(0), threading.Semaphore(0)
-        self._both, self._failed = True, False
+        self._both = True
         ended = self._worker.submit(self._run_backward, backward, streams, streams.current())
         try:
             yield
+            self._let_end(ended)
         except OtherSideFailed:
             pass  # the exception of the backward is raised below
-        except BaseException:
+        except BaseException:  # also a KeyboardInterrupt while this thread waits
             self._failed = True
             raise
         finally:
-            self._both = False
-            self._gates[1].release()
-            turn.__exit__(None, None, None)
-            wait([ended])
-            turn.__enter__()
+            self._let_end(ended)
+            self._failed = False
         ended.result()
+
+    def _let_end(self, backward: Future[None]) -> None:
+        """Wait until the backward, which nothing runs beside any more, has ended."""
+        self._both = False
+        self._gates[1].release()
+        self._turn.__exit__(None, None, None)
+        wait([backward])
+        self._turn.__enter__()
 
     def _run_backward(self, backward: Callable[[], None], streams: Streams, stream: Any) -> None:
         self._gates[1].acquire()
@@ -72,14 +78,13 @@ class SideBySide:
         """Let the other computation run until it hands over or ends; without another one, do nothing.
 
         Raises OtherSideFailed if the other one has failed."""
-        if not self._both:
-            return
-        # A GPU's backward has a thread of its own, so only the forward's is known.
-        side, doing = int(self._forward != threading.get_ident()), self._flight_recorder.doing
-        self._turn.__exit__(None, None, None)
-        self._gates[1 - side].release()
-        self._gates[side].acquire()
-        self._turn.__enter__()
-        self._flight_recorder.doing = doing
+        if self._both:
+            # A GPU's backward has a thread of its own, so only the forward's is known.
+            side, doing = int(self._forward != threading.get_ident()), self._flight_recorder.doing
+            self._turn.__exit__(None, None, None)
+            self._gates[1 - side].release()
+            self._gates[side].acquire()
+            self._turn.__enter__()
+            self._flight_recorder.doing = doing
         if self._failed:
             raise OtherSideFailed

@@ -383,7 +383,7 @@ class Watchdog:
         )
 
     def _stacks(self) -> list[str]:
-        """Return the stacks of the main thread and of the thread that made the last call."""
+        """Return the stacks of the main thread, and of the thread that made the last call or began the activity."""
         stacks = [stack_of(thread) for thread in dict.fromkeys((self._main, self._world.flight_recorder.thread))]
         return [stack for stack in stacks if stack]
 
