@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from meshwise.checkpoint.checkpoint_folder import CheckpointReader, fill, newest_valid, on_all_ranks

@@ -268,7 +268,8 @@ class WholeModelRunner:
         # So the gradients of a spare row, whose loss is multiplied by 0, must be kept: other ranks' are among them.
         keep, by = micro_batch.counts or self._shares_rows, scale if micro_batch.counts else 0.0
         with contextlib.ExitStack() as state:
-            if not (self._overlaps and self._repeats_nothing):  # else draws and tokens have the state of the forward beside it
+            # Beside a forward, draws and split tokens have the state of that forward.
+            if not (self._overlaps and self._repeats_nothing):
                 state.enter_context(self._running(micro_batch, again=True))
             if self._overlaps and not self._repeats_nothing:
                 state.enter_context(_no_repeated_forward(self._engine.module))
