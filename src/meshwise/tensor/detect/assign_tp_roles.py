@@ -93,7 +93,12 @@ def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -
     found = _read(module, plan=plan, rules=rules)
     if found.left:
         raise ValueError(_no_role(module, found, plan=plan, rules=rules))
-    return _fitting(found, plan=plan)
+    parts = _fitting(found, plan=plan)
+    if wrong := found.structure.wrong_splits(parts):
+        first = [name for name, part in parts.items() if part.role == "colwise" and enclosing(name)[0] in wrong]
+        left = [name for name, _ in module.named_parameters() if enclosing(name)[0] in first]
+        raise ValueError(_no_role(module, dataclasses.replace(found, left=left), plan=plan, rules=rules))
+    return parts
 
 
 def planned_roles(module: nn.Module, *, plan: Plan, rules: Rules | None) -> Mapping[str, Part]:
@@ -315,15 +320,14 @@ def refuse_unfit_attentions(
                 f"{around} calls self.{last}.forward(…), which leaves out the hooks that sum gradients under '{plan}'. "
                 f"Call self.{last}(…) there"
             )
-        if plan.sequence_parallel and not attention.reads_right_sizes:
+        if plan.sequence_parallel and not attention.tried:
             raise PlanError(
-                f"{attention.name} reads sizes of its input x, but under '{plan}' x has only some of the tokens. All "
-                "tokens are gathered only if nothing but its first matrices reads x: call self.q(x), self.k(x), "
-                "self.v(x), and read x nowhere else. Nearest that works as it is: sequence_parallel=0"
+                f"{attention.name} needs other arguments than a trial has, so it may read sizes of its input, which "
+                f"has only some tokens under '{plan}'. Nearest that works: sequence_parallel=0"
             )
-        if not _fits(attention, ranks=ranks, plan=plan):
+        if not attention.fits(ranks=ranks, plan=plan):
             heads = attention.heads
-            rules = _whole([other for other in attentions if not _fits(other, ranks=ranks, plan=plan)], attentions)
+            rules = _whole([other for other in attentions if not other.fits(ranks=ranks, plan=plan)], attentions)
             whole = f"; or keep it whole on every rank, by the rules {rules}"
             raise PlanError(
                 f"{attention.name} has {heads.count} heads over {heads.key_count} KV heads, which '{plan}' can neither "
@@ -441,14 +445,6 @@ def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
     return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
 
 
-def _fits(attention: FoundAttention, *, ranks: int, plan: Plan) -> bool:
-    """Return whether the ranks can split the heads: each gets whole KV heads, with all or some of their queries."""
-    keys = attention.heads.key_count
-    if keys >= ranks:
-        return keys % ranks == 0 or not (attention.cut_as_one and attention.heads.group > 1)
-    return plan.tp_mode != "3d" and not attention.cut_as_one and attention.heads.kv_replicas(ranks) > 0
-
-
 def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]) -> str:
     """Return the text of rules that keep the `unfit` attentions whole and change no other attention."""
     names = [attention.name for attention in unfit]
@@ -460,7 +456,7 @@ def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]
 def _nearest(attentions: Sequence[FoundAttention], plan: Plan) -> str:
     """Return a text with the one or two nearest values of tp that fit all attentions."""
     ranks, most = head_degree(plan), max(attention.heads.count for attention in attentions)
-    works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, plan=plan) for each in attentions)]
+    works = [n for n in range(1, most + 1) if all(each.fits(ranks=n, plan=plan) for each in attentions)]
     near = sorted(sorted(works, key=lambda n: abs(math.log(n / ranks)))[:2])
     return f"Nearest that works: {' or '.join(f'tp={_ranks(plan, n)}' for n in near)}"
 
