@@ -3,7 +3,7 @@
 Between its matrices a forward may mix heads or features, use its input, or cut a fused matrix in any order. So a copy
 of the module runs whole, and again for a rank, as `tensor_parallel` splits it. Its matrices do not multiply. They
 return random numbers, and on a rank the rank's part of the same numbers. The inputs of rowwise matrices and the output
-must then be the rank's part of those of the whole module:
+must then equal the rank's part of the whole module's:
 
     x ── random numbers for colwise ── code of the module ── compared at rowwise ── random numbers ── output, compared
 
@@ -13,9 +13,10 @@ heads, so their gradients must be summed. It uses others like every rank, and th
 import contextlib
 import inspect
 import itertools
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from meshwise.tensor.tp_schemes import KV_REPLICA, Axes, mesh_with_kv_replicas, 
 _NEAR = 1e-4
 """Largest difference, relative to the largest value: a module may compute in float32. A wrong split differs more."""
 _MOST = 2**22
-"""Most numbers in parameters and buffers of a module that is tried, besides its matrices."""
+"""Most numbers in a parameter of a module that is tried, besides its matrices."""
 _TRIED = "block.tried"
 _Arguments: TypeAlias = tuple[Tensor, Sequence[Any], Mapping[str, Any]]
 _Call: TypeAlias = tuple[str, int]
@@ -73,18 +74,12 @@ class SplitTrials:
         return self._known[kind]
 
 
-class _Run:
-    """Tensors of one run of a copy of the module.
+class _Run(NamedTuple):
+    """Tensors of one run: inputs of the matrices, the first output, and the input (as "") and parameters by name."""
 
-    | root      the copy, as `block.tried`
-    | given     inputs of the matrices
-    | output    first tensor of the output
-    | sources   the input as "", and the parameters by name"""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root, self.given = root, dict[_Call, Tensor]()
-        self.output = torch.empty(0)
-        self.sources: Mapping[str, Tensor] = {}
+    given: dict[_Call, Tensor]
+    output: Tensor
+    sources: Mapping[str, Tensor]
 
     def behind(self, results: Iterable[Tensor]) -> set[str]:
         """Return the names of the sources on which `results` depend."""
@@ -95,7 +90,7 @@ class _Run:
 
 
 class _Trial:
-    """Trial of one module, whose `parts` have names as in `_Run.root`."""
+    """Trial of one module. In `parts`, `_Run` and the copies of the module its name is `block.tried`."""
 
     def __init__(self, module: nn.Module, parts: Mapping[str, Part], plan: Plan) -> None:
         self._module, self._parts = module, parts
@@ -104,8 +99,12 @@ class _Trial:
         self._matrices = {one.name: one for one in matrices(module, name=_TRIED)}
         self._roles = {name: parts[name].role if name in parts else "" for name in self._matrices}
         self._width = next(one.inputs for name, one in self._matrices.items() if self._roles[name] == "colwise")
+        norms = {name: as_norm(inner) for name, inner in module.named_modules(prefix=_TRIED)}
+        within = [name for name, part in parts.items() if part.role == "norm" and part.inner]
+        self._norms = [name for name, norm in norms.items() if norm and (norm[0] == self._width or name in within)]
         self._generator = torch.Generator("cpu").manual_seed(1)
         self._numbers = self._random_numbers()
+        self._rows = 2 * math.prod(map(self._mesh.degree, self._scheme.rows))
         self._answers: dict[_Call, Tensor] = {}
         self._placed: Mapping[str, Placement] = {}
 
@@ -113,7 +112,7 @@ class _Trial:
         """Return the reason why the module computes something else on a rank, "", or None for random outputs."""
         arguments, whole = self._first_run()
         again = self._run(arguments, rank=None)
-        if any(_apart(one, again.given[key]) for key, one in whole.given.items()):
+        if any(_apart(one, again.given[key]) or not one.isfinite().all() for key, one in whole.given.items()):
             return None
         places = {tuple(self._mesh.index(r, axis=a) for a in self._scheme.inner): r for r in range(self._mesh.size)}
         for rank in dict.fromkeys([*places.values()][1:2] + [*places.values()][-1:]):
@@ -127,20 +126,21 @@ class _Trial:
 
     def _first_run(self) -> tuple[_Arguments, _Run]:
         """Return arguments with which the module runs, and its run. Raises ValueError if it runs with none."""
-        rows, tokens = 2 * self._mesh_degree(self._scheme.rows), max(6, 2 * self._plan.tp)
+        rows, tokens = self._rows, max(6, self._plan.tp)
         closing = [one.inputs for name, one in self._matrices.items() if self._roles[name] == "rowwise"]
         heads = max(1, *(part.heads for part in self._parts.values()))
         angles = self._random(tokens, min(closing or [self._width]) // heads)
         rotations = torch.polar(torch.ones_like(angles), angles)[:, : angles.size(1) // 2]
-        pairs = [(wave[None].cos(), wave[None].sin()) for wave in (angles, angles[:, : angles.size(1) // 4])]
+        turned = [angles[None, :, : angles.size(1) // part] for part in (1, 2, 4)]
+        pairs = [(wave.cos(), wave.sin()) for wave in turned]
         special: dict[str, list[Any]] = {
             "position_embeddings": pairs,
             "position_ids": [torch.arange(tokens)[None]],
             "attention_mask": [None, torch.ones(rows, 1, tokens, tokens)],
             "alibi": [self._random(rows * heads, 1, tokens)],
         }
-        mask = torch.ones(1, tokens, dtype=torch.bool)
-        usual = [None, mask, self._random(rows, tokens, self._width), angles, rotations, *pairs]
+        states = [self._random(rows, tokens + more, self._width) for more in (0, 1)]
+        usual = [None, torch.ones(1, tokens, dtype=torch.bool), *states, angles, rotations, *pairs]
         taken = [*inspect.signature(self._module.forward).parameters.values()][1:]
         required = [one for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
         fillers = [special.get(one.name, usual) for one in required]
@@ -157,71 +157,61 @@ class _Trial:
 
     def _run(self, arguments: _Arguments, *, rank: int | None) -> _Run:
         """Run a copy of the module: whole, or split as on `rank`. Whole, its input and parameters need gradients."""
-        run = _Run(nn.Module())
-        run.root.block = nn.Module()
-        run.root.block.tried = tried = copy_modules(self._module, tensors=self._numbers).eval()
+        root, given = nn.Module(), dict[_Call, Tensor]()
+        root.block = nn.Module()
+        root.block.tried = tried = copy_modules(self._module, tensors=self._numbers).eval()
         for inner in tried.modules():
             inner._forward_hooks.clear()
             inner._forward_pre_hooks.clear()
-        x, more, by_name = arguments
-        if rank is not None:
-            x, more, by_name = self._split(run.root, arguments, rank)
+        x, more, by_name = arguments if rank is None else self._split(root, arguments, rank)
         for name, inner in tried.named_modules(prefix=_TRIED):
             if name in self._matrices:
-                vars(inner)["forward"] = self._answer(name, rank, run)
-            elif name in self._parts and self._parts[name].role == "norm" and self._parts[name].inner:
+                vars(inner)["forward"] = self._answer(name, rank, given)
+            elif name in self._norms:
                 vars(inner)["forward"] = lambda y: y  # its formula and its split are known
         x = x.clone().requires_grad_(rank is None)
         with torch.set_grad_enabled(rank is None):
-            run.output = next(tensors(tried(x, *more, **by_name)))
-        run.sources = {"": x, **dict(run.root.named_parameters())}
-        return run
+            output = next(tensors(tried(x, *more, **by_name)))
+        return _Run(given, output, {"": x, **dict(root.named_parameters())})
 
     def _split(self, root: nn.Module, arguments: _Arguments, rank: int) -> _Arguments:
         """Split a copy of the module as on `rank`, and return the rank's part of the arguments."""
         world, scheme = TraceWorld(rank=rank, mesh=self._mesh, device="cpu"), self._scheme
         context = SplitContext(world, scheme_on(self._mesh, plan=self._plan, blocks=False))
-        parts = {"block": Part("block", hidden_width=self._width), **self._other_parts(), **self._parts}
+        parts = {"block": Part("block", hidden_width=self._width), **self._parts}
+        names = [(name, enclosing(name)) for name, _ in root.named_parameters()]
+        placed = [key for key, part in parts.items() if part.role not in ("block", "attention", "pair")]
+        parts |= {name: Part("whole") for name, around in names if not {name, *around}.intersection(placed)}
         self._placed = tensor_parallel(root, plan=self._plan, parts=parts, outside=context)
         for name, parameter in list(root.named_parameters()):
             owner, _, key = name.rpartition(".")
             own = self._part(parameter, self._placed[name].layout, rank)
             root.get_submodule(owner)._parameters[key] = nn.Parameter(own)
 
-        def take(value: Tensor, tokens: Axes = ()) -> Tensor:
-            """Return the part of a tensor that has rows, and features of hidden states."""
-            rows = scheme.rows if value.size(0) == x.size(0) else ()
-            return self._cut(value, rank, rows, tokens, scheme.hidden if value.size(-1) == self._width else ())
+        def take(value: Tensor) -> Tensor:
+            """Return the part of an argument that has rows, or rows and heads in one dim, or is shaped as the input."""
+            rows = value.size(0) == x.size(0) or (value.dim() == 3 and value.size(0) % x.size(0) == 0)
+            tokens = scheme.tokens if value.shape == x.shape else ()
+            features = scheme.hidden if value.size(-1) == self._width else ()
+            return self._cut(value, rank, scheme.rows if rows else (), tokens, features)
 
         x, more, by_name = arguments
         if scheme.tokens:
             tokens = Layout((scheme.tokens,))
             sizes = [tokens.local_shape((x.size(-2),), mesh=self._mesh, rank=r)[0] for r in range(self._mesh.size)]
             context.shard_sizes.tokens = tuple(sizes)
-        own, part = take(x, scheme.tokens), self._parts.get(_TRIED)
+        own, part = take(x), self._parts.get(_TRIED)
         if scheme.inner_rows != scheme.rows and part is not None and not part.even_rows:
             own = own[1:]  # the other ranks, whose rows the matrices return, have more
         return own, map_tensors(take, more), map_tensors(take, by_name)
 
-    def _other_parts(self) -> dict[str, Part]:
-        """Return parts of modules and parameters that have none yet: norms of hidden states, and others kept whole."""
-        found: dict[str, Part] = {}
-        for name, inner in self._module.named_modules(prefix=_TRIED):
-            around = [self._parts[key].role for key in (name, *enclosing(name)) if key in self._parts]
-            norm = as_norm(inner)
-            if norm is not None and norm[0] == self._width:
-                found[name] = Part("norm", norm=norm[1])
-            elif "whole" not in around and around[:1] in ([], ["attention"], ["pair"]):
-                found |= {key: Part("whole") for key, _ in inner.named_parameters(prefix=name, recurse=False)}
-        return found
-
-    def _answer(self, name: str, rank: int | None, run: _Run) -> Any:
+    def _answer(self, name: str, rank: int | None, given: dict[_Call, Tensor]) -> Any:
         """Return a forward for a matrix that notes its input, and returns random numbers."""
         role, part = self._roles[name], self._parts.get(name, Part("whole"))
 
         def forward(x: Tensor, *_: Any) -> Tensor:
-            call = name, sum(key[0] == name for key in run.given)
-            run.given[call] = x
+            call = name, sum(key[0] == name for key in given)
+            given[call] = x
             if rank is None:
                 y = self._random(*x.shape[:-1], self._matrices[name].outputs)
                 return self._answers.setdefault(call, y).clone()
@@ -239,6 +229,8 @@ class _Trial:
         return self._cut(y, rank, self._scheme.inner_rows, (), axes, cut)
 
     def _cut(self, y: Tensor, rank: int, rows: Axes, tokens: Axes, features: Axes, cut: DimSplit = ANYWHERE) -> Tensor:
+        if y.dim() == 2 and tokens:  # rows and tokens in one dim
+            return self._cut(y.unflatten(0, (self._rows, -1)), rank, rows, tokens, features, cut).flatten(0, 1)
         splits = [rows, *[()] * (y.dim() - 2), features]
         splits[-2] = tokens or splits[-2]
         return self._part(y, Layout(tuple(splits), cuts=(*[ANYWHERE] * (y.dim() - 1), cut)), rank)
@@ -248,7 +240,7 @@ class _Trial:
         return torch.cat([y[piece.slices] for piece in pieces], layout.section_dim)
 
     def _different(self, whole: _Run, part: _Run, rank: int) -> str:
-        """Return a text if the inputs of rowwise matrices, or the outputs, of a rank are not those of the module."""
+        """Return a text if the inputs of rowwise matrices, or the outputs, differ from the whole module's."""
         closing = {key: x for key, x in whole.given.items() if self._roles[key[0]] == "rowwise"}
         for key, x in closing.items():
             if _apart(self._inner(x, self._parts[key[0]].cut, rank), part.given[key]):
@@ -283,12 +275,6 @@ class _Trial:
                 return f"it uses {shown} for all heads or features"
         return ""
 
-    def _mesh_degree(self, axes: Axes) -> int:
-        degree = 1
-        for axis in axes:
-            degree *= self._mesh.degree(axis)
-        return degree
-
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
@@ -296,15 +282,16 @@ class _Trial:
         """Return the new parameters and buffers. Raises ValueError if they are too many."""
         found: dict[Tensor, Tensor] = {}
         for name, old in (*self._module.named_parameters(), *self._module.named_buffers()):
+            learned = isinstance(old, nn.Parameter)
             if f"{_TRIED}.{name.rpartition('.')[0]}" in self._matrices:
                 new = torch.zeros((), dtype=torch.float64).expand(old.shape)  # takes no memory
-            elif isinstance(old, nn.Parameter) or (old.is_meta and old.is_floating_point()):
+            elif learned or (old.is_meta and old.is_floating_point()):
+                if old.numel() > _MOST:
+                    raise ValueError("the module is too large")
                 new = self._random(*old.shape)
-            else:
-                new = torch.full_like(old, old.dtype == torch.bool, device="cpu") if old.is_meta else old
-            found[old] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
-        if sum(new.numel() for new in found.values() if new.is_contiguous()) > _MOST:
-            raise ValueError("the module is too large")
+            else:  # a table of positions, or a mask
+                new = torch.full_like(old, old.dtype == torch.bool, device="cpu") if old.is_meta else old.cpu().clone()
+            found[old] = nn.Parameter(new) if learned else new
         return found
 
 

@@ -215,23 +215,20 @@ class FoundAttention:
         return plan.tp_mode != "3d" and not self.cut_as_one and self.heads.kv_replicas(ranks) > 0
 
 
-def _ways_to_share(
-    found: Mapping[str, Part], home: str, branch: BlockBranch, *, plan: Plan
-) -> Sequence[Mapping[str, Part]]:
+def _ways_to_share(found: Mapping[str, Part], home: str, branch: BlockBranch) -> Sequence[Mapping[str, Part]]:
     """Return the parts to try for the input of an attention: each matrix gathers it, or the attention at its entry.
 
     A third way also gives the forward as many features as the rank has heads. Under 3d rows inside a pair differ from
     rows outside, so each matrix gathers; `even_rows` is tried last."""
-    own = found[home]
-    if plan.tp_mode == "3d":
+    own, width = found[home], branch.colwise[0].inputs
+    if own.even_rows:
         return [{home: replace(own, even_rows=False)}, {}]
-    inside = [one for one in branch.colwise if not found[one.name].whole_tokens]
     if any(one.parent_name != home for one in branch.colwise):
         return [{}]
-    gathered = {one.name: replace(found[one.name], gathered=True) for one in inside}
-    width, heads = branch.colwise[0].inputs, own.heads
-    narrow = {home: replace(own, narrow_grain=own.grain * (width // heads))}
-    return [{}, gathered, {**gathered, **narrow}][: 2 + (width % heads == 0)]
+    inside = [one.name for one in branch.colwise if not found[one.name].whole_tokens]
+    gathered = {name: replace(found[name], gathered=True) for name in inside}
+    narrow = {home: replace(own, narrow_grain=own.grain * (width // own.heads))}
+    return [{}, gathered, {**gathered, **narrow}][: 2 + (width % own.heads == 0)]
 
 
 @dataclass(frozen=True)
@@ -341,7 +338,7 @@ class ColumnRowPairs:
         found |= self._parts_between(branch, heads=heads, group=group, shared=kv_replicas > 1)
         attention = FoundAttention(home, heads, cut_as_one=cut_as_one)
         if attention.fits(ranks=head_degree(self.plan), plan=self.plan):
-            ways = _ways_to_share(found, home, branch, plan=self.plan)
+            ways = _ways_to_share(found, home, branch)
             found, tried = self._tried(home, found, cuts=cuts, ways=ways)
             attention = replace(attention, tried=tried)
         self.attentions.append(attention)

@@ -1,8 +1,7 @@
 """Find out from the source of a module's forward which outputs of its children a child reads.
 
-That shows the place of a matrix in a pair, and of a norm between its matrices (`read_outputs`). It is read without
-branches that an attribute excludes (`if self.is_cross_attention:`, False in this module). It proves nothing: a trial
-shows if the parts that follow from it are right (`tensor/split_trial.py`)."""
+That shows the place of a matrix in a pair, and of a norm between its matrices (`read_outputs`). It proves nothing: a
+trial shows if the parts that follow from it are right (`tensor/split_trial.py`)."""
 
 import ast
 import inspect
@@ -80,29 +79,18 @@ def _child_called(called: ast.AST) -> str:
 
 
 def _forward(module: nn.Module) -> tuple[ast.AST, ...]:
-    """Return the nodes of a module's forward, its definition first, without branches that its attributes exclude.
-
-    Return () if it has no source, or no argument besides self."""
-    flags = {name: value for name, value in vars(module).items() if type(value) is bool and name != "training"}
-    return _live_nodes(inspect.unwrap(type(module).forward), frozenset(flags.items()))
+    """Return the nodes of a module's forward, its definition first; () without source or without arguments."""
+    return _nodes(inspect.unwrap(type(module).forward))
 
 
 @lru_cache(256)
-def _live_nodes(forward: Any, flags: frozenset[tuple[str, bool]]) -> tuple[ast.AST, ...]:
+def _nodes(forward: Any) -> tuple[ast.AST, ...]:
     try:
         definition = source_of(forward).body[0]
     except (OSError, SyntaxError, TypeError):
         return ()
-    live: list[ast.AST] = [definition]
-    for node in live:  # it grows
-        match node:
-            case ast.If(test=test, body=body, orelse=other):
-                negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-                taken = dict(flags).get(_child_called(test.operand if isinstance(test, ast.UnaryOp) else test))
-                live += ast.iter_child_nodes(node) if taken is None else body if taken != negated else other
-            case _:
-                live += ast.iter_child_nodes(node)
-    return tuple(live) if isinstance(definition, ast.FunctionDef) and len(definition.args.args) > 1 else ()
+    found = isinstance(definition, ast.FunctionDef) and len(definition.args.args) > 1
+    return tuple(ast.walk(definition)) if found else ()
 
 
 def _argument(nodes: Sequence[ast.AST]) -> str:
