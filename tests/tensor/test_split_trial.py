@@ -45,7 +45,8 @@ class HeadsInnermost(Attention):
         return x.view(x.size(0), x.size(1), -1, self.num_heads).permute(0, 3, 1, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = functional.scaled_dot_product_attention(*self.parts(x))
+        q, k, v = self.parts(x)
+        y = functional.scaled_dot_product_attention(q, k, v)
         output: Tensor = self.out(y.permute(0, 2, 3, 1).flatten(2))
         return output
 
@@ -183,7 +184,7 @@ class SoftmaxOfFeatures(Mlp):
 
 class LengthOfFeatures(Mlp):
     def inner(self, y: Tensor) -> Tensor:
-        return y / y.norm(dim=-1, keepdim=True)
+        return y / y.square().sum(-1, keepdim=True).sqrt()
 
 
 class Rolled(Mlp):
@@ -304,7 +305,7 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 24), nn.LayerNorm(24), nn.Tanh(), nn.Linear(24, WIDTH))
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "heads innermost": {"attention": HeadsInnermost},
     "norms in a list": {"attention": functools.partial(NormOfEachHead, nn.ModuleList)},
     "norms in a Sequential": {"attention": functools.partial(NormOfEachHead, lambda norms: nn.Sequential(*norms))},
