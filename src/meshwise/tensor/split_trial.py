@@ -181,7 +181,8 @@ class _Trial:
         parts = {"block": Part("block", hidden_width=self._width), **self._parts}
         names = [(name, enclosing(name)) for name, _ in root.named_parameters()]
         placed = [key for key, part in parts.items() if part.role not in ("block", "attention", "pair")]
-        parts |= {name: Part("whole") for name, around in names if not {name, *around}.intersection(placed)}
+        self._open = {name for name, around in names if not {name, *around}.intersection(placed)}
+        parts |= dict.fromkeys(self._open, Part("whole"))
         self._placed = tensor_parallel(root, plan=self._plan, parts=parts, outside=context)
         for name, parameter in list(root.named_parameters()):
             owner, _, key = name.rpartition(".")
@@ -236,8 +237,8 @@ class _Trial:
         return self._part(y, Layout(tuple(splits), cuts=(*[ANYWHERE] * (y.dim() - 1), cut)), rank)
 
     def _part(self, y: Tensor, layout: Layout, rank: int) -> Tensor:
-        pieces = layout.pieces(y.shape, mesh=self._mesh, rank=rank)
-        return torch.cat([y[piece.slices] for piece in pieces], layout.section_dim)
+        pieces = [y[piece.slices] for piece in layout.pieces(y.shape, mesh=self._mesh, rank=rank)]
+        return torch.cat(pieces, layout.section_dim) if y.dim() else y
 
     def _different(self, whole: _Run, part: _Run, rank: int) -> str:
         """Return a text if the inputs of rowwise matrices, or the outputs, differ from the whole module's."""
@@ -266,7 +267,7 @@ class _Trial:
             return "it uses its input besides calling its first matrices with it"
         if gathered and any("" in whole.behind([x]) for x in first if not any(x is one for one in gathered)):
             return "some of its first matrices gather their input, and others do not"
-        for name in sorted({*inside, *outside} - {""}):
+        for name in sorted({*inside, *outside} - {"", *self._open}):  # those without a part are refused elsewhere
             placement, shown = self._placed[name], name.removeprefix(_TRIED)[1:]
             by_head = {*self._scheme.inner} <= {*placement.layout.axes, *placement.summed}
             if (name in inside and not by_head) or name in whole.behind(gathered):

@@ -95,9 +95,12 @@ def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -
         raise ValueError(_no_role(module, found, plan=plan, rules=rules))
     parts = _fitting(found, plan=plan)
     if wrong := found.structure.wrong_splits(parts):
-        first = [name for name, part in parts.items() if part.role == "colwise" and enclosing(name)[0] in wrong]
-        left = [name for name, _ in module.named_parameters() if enclosing(name)[0] in first]
-        raise ValueError(_no_role(module, dataclasses.replace(found, left=left), plan=plan, rules=rules))
+        pairs = {name: enclosing(name)[0] for name, part in parts.items() if part.role in ("colwise", "rowwise")}
+        around = [home for home in wrong if any(other.startswith(f"{home}.") for other in pairs.values())]
+        kept = [home for home in wrong if home not in around] + [name for name in pairs if pairs[name] in around]
+        left = [name for name, _ in module.named_parameters() if pairs.get(enclosing(name)[0]) in wrong]
+        found = dataclasses.replace(found, left=left)
+        raise ValueError(_no_role(module, found, plan=plan, rules=rules, kept=kept))
     return parts
 
 
@@ -219,15 +222,18 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
-    """Return an error message about parameters without a role, with rules to copy that were tried and work."""
+def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules, kept: Sequence[str] | None = None) -> str:
+    """Return an error message about parameters without a role, with rules to copy that were tried and work.
+
+    `kept`: modules to keep whole; None for modules around these parameters."""
     structure = found.structure
     of_any_block = list({of_all_blocks(name): name for name in reversed(found.left)}.values())[::-1]
     reasons = {name: f"  ({why})" if (why := structure.reason(name)) else "" for name in of_any_block[:_SHOWN]}
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{why}" for name, why in reasons.items()]
     more = [f"  and {len(of_any_block) - _SHOWN} more"] if len(of_any_block) > _SHOWN else []
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
-    examples = _rules_to_copy(module, found)
+    units = [_to_keep_whole(module, name, found) for name in found.left] if kept is None else kept
+    examples = {pattern_of(unit, module=module): "whole" for unit in dict.fromkeys(units)}
     plans = dict.fromkeys((plan, plainer))
     works = [each for each in plans if _rules_work(module, plan=each, rules={**rules, **examples})]
     shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
@@ -253,12 +259,6 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
         return bool(_fitting(found, plan=plan)) and split
     except ValueError:
         return False
-
-
-def _rules_to_copy(module: nn.Module, found: _Found) -> dict[str, str]:
-    """Return rules that keep modules whole, for the parameters without a role."""
-    units = dict.fromkeys(_to_keep_whole(module, name, found) for name in found.left)
-    return {pattern_of(unit, module=module): "whole" for unit in units}
 
 
 def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
