@@ -131,23 +131,26 @@ class _Trial:
         heads = max(1, *(part.heads for part in self._parts.values()))
         angles = self._random(tokens, min(closing or [self._width]) // heads)
         rotations = torch.polar(torch.ones_like(angles), angles)[:, : angles.size(1) // 2]
-        turned = [angles[None, :, : angles.size(1) // part] for part in (1, 2, 4)]
+        turned = [angles[None, :, : angles.size(1) // part] for part in (1, 2, 4)] + [angles]
         pairs = [(wave.cos(), wave.sin()) for wave in turned]
+        taken = [*inspect.signature(self._module.forward).parameters.values()][1:]
+        packed = any(one.name == "cu_seqlens" for one in taken)  # images side by side, without rows
         special: dict[str, list[Any]] = {
-            "position_embeddings": pairs,
+            "position_embeddings": pairs[::-1] if packed else pairs,
             "position_ids": [torch.arange(tokens)[None]],
             "attention_mask": [None, torch.ones(rows, 1, tokens, tokens)],
+            "cu_seqlens": [torch.tensor([0, tokens], dtype=torch.int32)],
             "alibi": [self._random(rows * heads, 1, tokens)],
         }
         states = [self._random(rows, tokens + more, self._width) for more in (0, 1)]
         usual = [None, torch.ones(1, tokens, dtype=torch.bool), *states, angles, rotations, *pairs]
-        taken = [*inspect.signature(self._module.forward).parameters.values()][1:]
         required = [one for one in taken if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
         fillers = [special.get(one.name, usual) for one in required]
         alike = [tuple(each[min(place, len(each) - 1)] for each in fillers) for place in range(len(usual))]
         named = {one.name: special[one.name] for one in taken if one.name in special and one not in required}
         choices = [{}, *(dict(zip(named, each, strict=True)) for each in itertools.product(*named.values()))]
-        for x in (self._random(rows, tokens, self._width), self._random(rows, 4, 4, self._width)):
+        for shape in [(tokens,)] if packed else [(rows, tokens), (rows, 4, 4)]:
+            x = self._random(*shape, self._width)
             for more in itertools.chain(alike, itertools.islice(itertools.product(*fillers), 64)):
                 for by_name in choices:
                     self._answers.clear()
@@ -191,6 +194,8 @@ class _Trial:
 
         def take(value: Tensor) -> Tensor:
             """Return the part of an argument that has rows, or rows and heads in one dim, or is shaped as the input."""
+            if value.dim() < 2:
+                return value
             rows = value.size(0) == x.size(0) or (value.dim() == 3 and value.size(0) % x.size(0) == 0)
             tokens = scheme.tokens if value.shape == x.shape else ()
             features = scheme.hidden if value.size(-1) == self._width else ()
