@@ -254,6 +254,7 @@ MAY_WAIT: Mapping[str, str] = {
     "meshwise.memory.swap_file": "memory of the host",
     "meshwise.optim.build_optimizer": "settings that are tensors; the optimizer is tried before the first step",
     "meshwise.optim.one_bit_optimizers": "ratios that a checkpoint had, in the first step after it",
+    "meshwise.tensor.split_trial": "a split is tried before the first step",
     "meshwise.sync.diverging_replicas.Replicas._values": "the state that a job which joins copies",
     "meshwise.sync.diverging_replicas.Replicas.load_state": "a checkpoint is read",
     # In a step, where sizes or the work to do depend on values.

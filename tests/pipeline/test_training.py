@@ -265,6 +265,10 @@ def test_errors_name_what_a_pipeline_needs() -> None:
 
     with pytest.raises(ValueError, match=r"pp=2: to be cut, the model must run once; .* Options\(example=batch\)"):
         run(2, main, args=("pp=2", None))
+    with pytest.raises(
+        ValueError, match=r"pp=2: .* give a loss function for trainer\.step \(pp allows no open_step\), and a"
+    ):
+        run(2, lambda world: parallelize(gpt, "pp=2", world=world, lr=1e-2))
     with pytest.raises(PlanError, match="needs at least virtual_stages=2"):
         run(2, main, args=("pp=2 microbatches=4 schedule=interleaved", batches()[0]))
     with pytest.raises(PlanError, match="at most pp·virtual_stages"):

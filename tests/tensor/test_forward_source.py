@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,7 +11,6 @@ from torch.nn import functional
 from meshwise.plan import Plan
 from meshwise.tensor.core.module_role import Part
 from meshwise.tensor.detect.assign_tp_roles import planned_roles
-from meshwise.tensor.detect.forward_source import fused_children, only_read_by
 from meshwise.tensor.detect.layer_formulas import as_norm
 
 WIDTH, HEADS = 16, 4
@@ -86,11 +83,6 @@ def roles() -> Mapping[str, Part]:
     return planned_roles(Model(), plan=Plan(tp=2), rules=None)
 
 
-def test_a_branch_that_may_run_later_reads_the_input() -> None:
-    """With `skip` set after the roles were read, a shared gather counted the gradient of `x` once too often."""
-    assert not only_read_by(Attention(), children=("q", "k", "v"))
-
-
 def test_norms_before_the_output_are_split_and_norms_after_it_are_not() -> None:
     found = roles()
     assert all(found[f"blocks.0.attention.{which}_norm"].inner for which in "qk")
@@ -101,24 +93,6 @@ def test_norms_before_the_output_are_split_and_norms_after_it_are_not() -> None:
 def test_numbers_and_flags_of_a_forward_keep_an_mlp_split() -> None:
     found = roles()
     assert (found["blocks.0.mlp.up"].role, found["blocks.0.mlp.down"].role) == ("colwise", "rowwise")
-
-
-class Fused(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.qkv = kind, nn.Linear(WIDTH, 3 * WIDTH)
-        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.qkv(x)
-        if self.kind == "heads":
-            return y.view(*x.shape[:2], self.num_heads, 3 * self.head_dim).split(self.head_dim, dim=-1)
-        return y.chunk(3, dim=-1)
-
-
-@pytest.mark.parametrize("kind", ["heads", "sections"])
-def test_two_orders_of_a_fused_matrix_are_no_order(kind: str) -> None:
-    assert fused_children(Fused(kind)) == {}
 
 
 def test_a_group_norm_of_one_group_is_no_layer_norm() -> None:

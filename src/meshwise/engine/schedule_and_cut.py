@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwise.base import tensor_tree as tree
 from meshwise.model.deferred_init import ParameterSource
-from meshwise.model.forward import Forward, Loss, call_loss
+from meshwise.model.forward import Forward, Loss, call_loss, no_loss
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, ModelCut, cut_model
 from meshwise.pipeline.cut.probe_result import CutError
 from meshwise.pipeline.schedules.named_schedules import planned_schedule
@@ -57,7 +57,10 @@ def cut_source(
     The example is copied to the model's device, or to `device` for a model without values. A model with values also
     computes the `loss`, if there is one. Raises PlanError without an example with rows, or for a model without cut."""
     if example is None:
-        raise PlanError(f"pp={plan.pp}: to be cut, the model must run once; give a batch: Options(example=batch)")
+        needs = "a loss function for trainer.step (pp allows no open_step), and " if loss is no_loss else ""
+        raise PlanError(
+            f"pp={plan.pp}: to be cut, the model must run once; give {needs}a batch: Options(example=batch)"
+        )
     if not tree.row_count(example):
         raise PlanError("the batch in Options(example=batch) has no rows, so the model cannot be run on it to be cut")
     rows = max(1, tree.row_count(example) // (plan.microbatches * plan.row_parts))

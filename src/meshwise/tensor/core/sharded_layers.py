@@ -119,6 +119,8 @@ class Projection(BoundToRank):
         """Return input `x` as an operand. Linears with the same input share one gather."""
         context = self.context
         arrived = context.shared_gather.take(x) if self._shares or self.part.gathered else None
+        if arrived is None and self.part.gathered:  # it may read another tensor, such as an encoder's output
+            x = sum_gradient_over_heads(x, context=context)
         if arrived is not None or not self._shares:
             return arrived or MatmulInput(x)
         return context.gather_shared(x, moved=self.input_move, readers=self.part.readers - 1)

@@ -93,7 +93,15 @@ def assign_roles(module: nn.Module, *, plan: Plan, rules: Rules | None = None) -
     found = _read(module, plan=plan, rules=rules)
     if found.left:
         raise ValueError(_no_role(module, found, plan=plan, rules=rules))
-    return _fitting(found, plan=plan)
+    parts = _fitting(found, plan=plan)
+    if wrong := found.structure.wrong_splits(parts):
+        pairs = {name: enclosing(name)[0] for name, part in parts.items() if part.role in ("colwise", "rowwise")}
+        around = [home for home in wrong if any(other.startswith(f"{home}.") for other in pairs.values())]
+        kept = [home for home in wrong if home not in around] + [name for name in pairs if pairs[name] in around]
+        left = [name for name, _ in module.named_parameters() if pairs.get(enclosing(name)[0]) in wrong]
+        found = dataclasses.replace(found, left=left)
+        raise ValueError(_no_role(module, found, plan=plan, rules=rules, kept=kept))
+    return parts
 
 
 def planned_roles(module: nn.Module, *, plan: Plan, rules: Rules | None) -> Mapping[str, Part]:
@@ -214,15 +222,18 @@ def _declared(module: nn.Module, *, stated: Collection[str]) -> dict[str, str]:
     return found
 
 
-def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules) -> str:
-    """Return an error message about parameters without a role, with rules to copy that were tried and work."""
+def _no_role(module: nn.Module, found: _Found, *, plan: Plan, rules: Rules, kept: Sequence[str] | None = None) -> str:
+    """Return an error message about parameters without a role, with rules to copy that were tried and work.
+
+    `kept`: modules to keep whole; None for modules around these parameters."""
     structure = found.structure
     of_any_block = list({of_all_blocks(name): name for name in reversed(found.left)}.values())[::-1]
     reasons = {name: f"  ({why})" if (why := structure.reason(name)) else "" for name in of_any_block[:_SHOWN]}
     lines = [f"  {name}  {tuple(module.get_parameter(name).shape)}{why}" for name, why in reasons.items()]
     more = [f"  and {len(of_any_block) - _SHOWN} more"] if len(of_any_block) > _SHOWN else []
     plainer = dataclasses.replace(plan, tp_mode="1d", tp_depth=1, sequence_parallel=0)
-    examples = _rules_to_copy(module, found)
+    units = [_to_keep_whole(module, name, found) for name in found.left] if kept is None else kept
+    examples = {pattern_of(unit, module=module): "whole" for unit in dict.fromkeys(units)}
     plans = dict.fromkeys((plan, plainer))
     works = [each for each in plans if _rules_work(module, plan=each, rules={**rules, **examples})]
     shown = ", ".join(f'"{name}": "{role}"' for name, role in examples.items())
@@ -248,12 +259,6 @@ def _rules_work(module: nn.Module, *, plan: Plan, rules: Rules) -> bool:
         return bool(_fitting(found, plan=plan)) and split
     except ValueError:
         return False
-
-
-def _rules_to_copy(module: nn.Module, found: _Found) -> dict[str, str]:
-    """Return rules that keep modules whole, for the parameters without a role."""
-    units = dict.fromkeys(_to_keep_whole(module, name, found) for name in found.left)
-    return {pattern_of(unit, module=module): "whole" for unit in units}
 
 
 def _to_keep_whole(module: nn.Module, name: str, found: _Found) -> str:
@@ -315,15 +320,14 @@ def refuse_unfit_attentions(
                 f"{around} calls self.{last}.forward(…), which leaves out the hooks that sum gradients under '{plan}'. "
                 f"Call self.{last}(…) there"
             )
-        if plan.sequence_parallel and not attention.reads_right_sizes:
+        if plan.sequence_parallel and not attention.tried:
             raise PlanError(
-                f"{attention.name} reads sizes of its input x, but under '{plan}' x has only some of the tokens. All "
-                "tokens are gathered only if nothing but its first matrices reads x: call self.q(x), self.k(x), "
-                "self.v(x), and read x nowhere else. Nearest that works as it is: sequence_parallel=0"
+                f"{attention.name} needs other arguments than a trial has, so it may read sizes of its input, which "
+                f"has only some tokens under '{plan}'. Nearest that works: sequence_parallel=0"
             )
-        if not _fits(attention, ranks=ranks, plan=plan):
+        if not attention.fits(ranks=ranks, plan=plan):
             heads = attention.heads
-            rules = _whole([other for other in attentions if not _fits(other, ranks=ranks, plan=plan)], attentions)
+            rules = _whole([other for other in attentions if not other.fits(ranks=ranks, plan=plan)], attentions)
             whole = f"; or keep it whole on every rank, by the rules {rules}"
             raise PlanError(
                 f"{attention.name} has {heads.count} heads over {heads.key_count} KV heads, which '{plan}' can neither "
@@ -441,14 +445,6 @@ def _reads_all(module: nn.Module | None, part: Part, width: int | None) -> bool:
     return part.role == "whole" and isinstance(module, nn.Linear) and module.in_features == width
 
 
-def _fits(attention: FoundAttention, *, ranks: int, plan: Plan) -> bool:
-    """Return whether the ranks can split the heads: each gets whole KV heads, with all or some of their queries."""
-    keys = attention.heads.key_count
-    if keys >= ranks:
-        return keys % ranks == 0 or not (attention.cut_as_one and attention.heads.group > 1)
-    return plan.tp_mode != "3d" and not attention.cut_as_one and attention.heads.kv_replicas(ranks) > 0
-
-
 def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]) -> str:
     """Return the text of rules that keep the `unfit` attentions whole and change no other attention."""
     names = [attention.name for attention in unfit]
@@ -460,7 +456,7 @@ def _whole(unfit: Sequence[FoundAttention], attentions: Sequence[FoundAttention]
 def _nearest(attentions: Sequence[FoundAttention], plan: Plan) -> str:
     """Return a text with the one or two nearest values of tp that fit all attentions."""
     ranks, most = head_degree(plan), max(attention.heads.count for attention in attentions)
-    works = [n for n in range(1, most + 1) if all(_fits(each, ranks=n, plan=plan) for each in attentions)]
+    works = [n for n in range(1, most + 1) if all(each.fits(ranks=n, plan=plan) for each in attentions)]
     near = sorted(sorted(works, key=lambda n: abs(math.log(n / ranks)))[:2])
     return f"Nearest that works: {' or '.join(f'tp={_ranks(plan, n)}' for n in near)}"
 

@@ -33,11 +33,8 @@ from meshwise.tensor.detect.attention_names import (
     FEATURES,
     HEAD_WIDTHS,
     HEADS,
-    INTERLEAVED,
     KEY_HEADS,
-    full_name,
 )
-from meshwise.tensor.detect.forward_source import fused_children
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm
 from meshwise.tensor.tp_schemes import scheme
 
@@ -111,22 +108,6 @@ def find_heads(
                 if count % key_count == 0 and _fits(heads, outputs, sure=sure):
                     return heads
     return None
-
-
-def order_of_fused(owner: nn.Module, *, child: str, sizes: Sequence[int], width: int) -> str | None:
-    """Return the order of the output features of the fused matrix `owner.<child>`.
-
-    "sections": all of q, then k, then v. "interleaved": q, k and v head by head. None: unknown. `sizes`: features of
-    each section. `width`: features of a head. The evidence is a known class, an attribute (tuple or list) with the
-    sizes in features or heads, or a forward that splits the output (`fused_children`)."""
-    for kind in type(owner).__mro__:
-        if INTERLEAVED.get(full_name(kind)) == child:
-            return "interleaved"
-    kept = [tuple(value) for value in vars(owner).values() if isinstance(value, tuple | list)]
-    if tuple(sizes) in kept or tuple(size // width for size in sizes) in kept:
-        return "sections"
-    by_head = fused_children(owner).get(child)
-    return None if by_head is None else "interleaved" if by_head else "sections"
 
 
 def sections_of(matrix: MatrixModule, *, heads: AttentionHeads, separate: bool) -> tuple[int, ...]:

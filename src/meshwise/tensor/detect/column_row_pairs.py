@@ -21,11 +21,13 @@ one is rowwise, their order does not matter. Stated roles take precedence over s
 `ColumnRowPairs` gives a part to each module of a branch. The modules between the matrices are norms over all of their
 features, hold one number per head, or treat all heads equally (`_parts_between`)."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
+from typing import TypeAlias
 
 from torch import nn
 
@@ -41,12 +43,21 @@ from meshwise.tensor.detect.attention_heads import (
     cut_by_rule,
     find_heads,
     head_degree,
-    order_of_fused,
     sections_of,
 )
-from meshwise.tensor.detect.attention_names import BY_HEAD, GROUPS, HEADS, KEY_HEADS, MASKS, enclosing
-from meshwise.tensor.detect.forward_source import is_gated, only_read_by, read_outputs, reads_no_sizes, splits_by_width
+from meshwise.tensor.detect.attention_names import (
+    BY_HEAD,
+    GROUPS,
+    HEADS,
+    INTERLEAVED,
+    KEY_HEADS,
+    MASKS,
+    enclosing,
+    full_name,
+)
+from meshwise.tensor.detect.forward_source import read_outputs
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
+from meshwise.tensor.split_trial import SplitTrials
 
 _Q_OR_K = re.compile(r"(^|_)(q|k|query|key)(_|$)")
 """Names of norms of queries and keys, where the forward does not show what they read."""
@@ -178,6 +189,8 @@ def _branch(items: Sequence[BranchItem]) -> BlockBranch:
     return BlockBranch(tuple(colwise), rowwise)
 
 
+Cut: TypeAlias = tuple[tuple[int, ...], int]
+"""Sections and grain of a colwise matrix."""
 _GATED = 2
 """Largest output of an MLP matrix, as a multiple of the input of the next matrix: a gate and a value."""
 
@@ -191,8 +204,31 @@ class FoundAttention:
 
     cut_as_one: bool
     """True if q, k and v are split equally, as in a fused matrix; then no two ranks hold the same KV head."""
-    reads_right_sizes: bool
-    """True if the forward reads no sizes of its input, or the input is whole. Else the sizes are those of a part."""
+    tried: bool = True
+    """False if no trial could show that the forward reads no sizes of a rank's part of its input."""
+
+    def fits(self, *, ranks: int, plan: Plan) -> bool:
+        """Return whether the ranks can split the heads: each gets whole KV heads, with all or some of their queries."""
+        keys = self.heads.key_count
+        if keys >= ranks:
+            return keys % ranks == 0 or not (self.cut_as_one and self.heads.group > 1)
+        return plan.tp_mode != "3d" and not self.cut_as_one and self.heads.kv_replicas(ranks) > 0
+
+
+def _ways_to_share(found: Mapping[str, Part], home: str, branch: BlockBranch) -> Sequence[Mapping[str, Part]]:
+    """Return the parts to try for the input of an attention: each matrix gathers it, or the attention at its entry.
+
+    A third way also gives the forward as many features as the rank has heads. Under 3d rows inside a pair differ from
+    rows outside, so each matrix gathers; `even_rows` is tried last."""
+    own, width = found[home], branch.colwise[0].inputs
+    if own.even_rows:
+        return [{home: replace(own, even_rows=False)}, {}]
+    if any(one.parent_name != home for one in branch.colwise):
+        return [{}]
+    inside = [one.name for one in branch.colwise if not found[one.name].whole_tokens]
+    gathered = {name: replace(found[name], gathered=True) for name in inside}
+    narrow = {home: replace(own, narrow_grain=own.grain * (width // own.heads))}
+    return [{}, gathered, {**gathered, **narrow}][: 2 + (width % own.heads == 0)]
 
 
 @dataclass(frozen=True)
@@ -202,6 +238,7 @@ class ColumnRowPairs:
     | modules    the model's modules by name
     | options    the options of rules, such as heads=8, by module name
     | plan       the plan, whose ranks share the heads
+    | trials     the trials under this plan
     | reasons    mapping to which a text is added, by name, for each module that gets no role
     | attentions the attentions found so far"""
 
@@ -209,6 +246,7 @@ class ColumnRowPairs:
     options: Mapping[str, Mapping[str, int]]
     reasons: dict[str, str]
     plan: Plan
+    trials: SplitTrials
     attentions: list[FoundAttention] = field(default_factory=list)
 
     def parts(self, branches: Iterable[BlockBranch], *, block: str) -> dict[str, Part]:
@@ -254,10 +292,8 @@ class ColumnRowPairs:
                             f"{matrix} writes only {matrix.outputs}; state fewer kv_heads"
                         )
                 return heads
-        others = [one for one in branch.colwise if not _is_gate(one)]
-        gated = is_gated(self.modules[homes[0]], names=[one.own_name for one in branch.colwise])
-        if len(branch.colwise) > 3 and (len(others) > 3 or not gated):
-            return None  # a gate reads the hidden states, as q, k and v do
+        if sum(not _is_gate(one) for one in branch.colwise) > 3:
+            return None
         modules = [self.modules[name] for name in homes]
         outputs = [matrix.outputs for matrix in branch.colwise]
         return find_heads(modules, around=[self.modules[n] for n in around], outputs=outputs, features=features)
@@ -268,13 +304,8 @@ class ColumnRowPairs:
         cut_as_one = len(branch.colwise) < 3 or any(isinstance(vars(owner).get(name), tuple) for name in HEADS)
         kv_replicas = 1 if cut_as_one or self.plan.tp_mode == "3d" else heads.kv_replicas(head_degree(self.plan)) or 1
         group = 1 if cut_as_one else heads.group // kv_replicas
-        grain = group * heads.width
-        # A single matrix gathers its input itself and keeps only this rank's part, unless its module reads sizes.
-        alone = len(branch.colwise) == 1 and reads_no_sizes(owner)
+        cuts: dict[str, Sequence[Cut]] = {}
         outside = [matrix for matrix in branch.colwise if cross and "q" not in matrix.own_name.lower()]
-        gathers = not alone and self._share_input(branch, outside)
-        narrows = gathers and heads.features == branch.colwise[0].inputs and splits_by_width(owner)
-        right_sizes = gathers or reads_no_sizes(owner)
         found = {
             home: Part(
                 "attention",
@@ -282,8 +313,7 @@ class ColumnRowPairs:
                 key_counts=attributes_equal_to(owner, names=KEY_HEADS, number=heads.key_count),
                 group_counts=attributes_equal_to(owner, names=GROUPS, number=heads.group),
                 kv_replicas=kv_replicas,
-                even_rows=self.plan.tp_mode == "3d" and not reads_no_sizes(owner),
-                narrow_grain=grain if narrows else 0,
+                even_rows=self.plan.tp_mode == "3d",
                 by_head=tuple(
                     n for n in signature(owner.forward).parameters if n in BY_HEAD or any(word in n for word in MASKS)
                 ),
@@ -297,21 +327,55 @@ class ColumnRowPairs:
         for matrix in branch.colwise:
             keys, sections = matrix in of_keys, sections_of(matrix, heads=heads, separate=separate)
             each = sections[0] // (heads.key_count if keys else heads.count // group) if separate else heads.width
-            cut = self._cut(matrix, sections, grain=each, heads=heads)
-            if cut is not None:
-                found[matrix.name] = Part(
-                    "colwise",
-                    sections=cut[0],
-                    grain=cut[1],
-                    transposed=matrix.weight_is_transposed,
-                    whole_tokens=matrix in outside,
-                    readers=len(outside) if matrix in outside else len(branch.colwise) - len(outside),
-                    gathered=gathers and matrix not in outside,
-                    shared=keys and kv_replicas > 1,
-                )
+            cuts[matrix.name] = self._cuts(matrix, sections, grain=each, heads=heads)
+            found[matrix.name] = Part(
+                "colwise",
+                transposed=matrix.weight_is_transposed,
+                whole_tokens=matrix in outside,
+                readers=len(outside) if matrix in outside else len(branch.colwise) - len(outside),
+                shared=keys and kv_replicas > 1,
+            )
         found |= self._parts_between(branch, heads=heads, group=group, shared=kv_replicas > 1)
-        self.attentions.append(FoundAttention(home, heads, cut_as_one=cut_as_one, reads_right_sizes=right_sizes))
+        attention = FoundAttention(home, heads, cut_as_one=cut_as_one)
+        if attention.fits(ranks=head_degree(self.plan), plan=self.plan):
+            ways = _ways_to_share(found, home, branch)
+            found, tried = self._tried(home, found, cuts=cuts, ways=ways)
+            attention = replace(attention, tried=tried)
+        self.attentions.append(attention)
         return found
+
+    def _tried(
+        self,
+        home: str,
+        found: dict[str, Part],
+        *,
+        cuts: Mapping[str, Sequence[Cut]],
+        ways: Sequence[Mapping[str, Part]],
+    ) -> tuple[dict[str, Part], bool]:
+        """Return the first parts with which the module `home` computes the same in a trial, and True if there are any.
+
+        `cuts`: for each matrix, sections and grain to try. `ways`: parts to try in place of those in `found`. Without a
+        right one, return `found` with the first cuts and without matrices that have several, and note the reason."""
+        for chosen in itertools.product(*cuts.values()):
+            for way in ways:
+                parts = {**found, **way}
+                parts |= {
+                    name: replace(parts[name], sections=s, grain=g) for name, (s, g) in zip(cuts, chosen, strict=True)
+                }
+                error = self.trials.error(self.modules[home], name=home, parts=parts)
+                if error == "":
+                    return parts, True
+        for name, several in cuts.items():
+            found[name] = replace(found[name], sections=several[0][0], grain=several[0][1])
+            if len(several) > 1:
+                del found[name]
+                (sections, _), (_, grain) = several
+                self.reasons[name] = (
+                    f"it looks like {len(sections)} fused matrices, in an order that a trial did not find; "
+                    f"'colwise sections={len(sections)}' if they follow each other, 'colwise grain={grain}' if they do "
+                    "so in each head"
+                )
+        return found, error is not None
 
     def _parts_between(
         self, branch: BlockBranch, *, heads: AttentionHeads, group: int, shared: bool
@@ -328,10 +392,7 @@ class ColumnRowPairs:
             if isinstance(module, nn.Embedding) and module.embedding_dim == heads.count:
                 found[inner_name] = Part("inner", grain=group)
             elif norm := as_norm(module):
-                holder = self.modules[enclosing(inner_name)[0]]
-                if isinstance(holder, nn.ModuleList) and len(holder) in (heads.count, heads.key_count):
-                    self.reasons[inner_name] = "a list has one norm for each head"
-                elif norm[0] in widths:
+                if norm[0] in widths:
                     found[inner_name] = Part("each_head")
                 elif norm[0] in grains and (inner_name in between or _Q_OR_K.search(inner_name.rpartition(".")[2])):
                     own_keys = shared and norm[0] < heads.features
@@ -367,58 +428,40 @@ class ColumnRowPairs:
         normed = [name for name, one in inside if isinstance(one, BatchNorm) and one.num_features == hidden]
         if normed or any(name.endswith("=") for name in reads.get(branch.rowwise.own_name, before) - before):
             return {name: Part("whole") for name in (*(one.name for one in (*branch.colwise, branch.rowwise)), *normed)}
+        cuts: dict[str, Sequence[Cut]] = {}
         norms = {name: as_norm(self.modules[name]) for name in self._between(branch)}
         found = {key: Part("norm", norm=one[1], inner=True) for key, one in norms.items() if one and one[0] == hidden}
         found[branch.rowwise.name] = Part("rowwise", transposed=branch.rowwise.weight_is_transposed)
         for matrix in branch.colwise:
             if matrix.outputs % hidden or matrix.outputs > _GATED * hidden:
                 self.reasons[matrix.name] = f"{matrix} does not fit {branch.rowwise}"
-            elif cut := self._cut(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None):
+            else:
+                cuts[matrix.name] = self._cuts(matrix, (hidden,) * (matrix.outputs // hidden), grain=1, heads=None)
                 found[matrix.name] = Part(
-                    "colwise", sections=cut[0], transposed=matrix.weight_is_transposed, readers=len(branch.colwise)
+                    "colwise", transposed=matrix.weight_is_transposed, readers=len(branch.colwise)
                 )
-        return found
+        return self._tried(branch.colwise[0].parent_name, found, cuts=cuts, ways=[{}])[0]
 
-    def _share_input(self, branch: BlockBranch, outside: Sequence[MatrixModule]) -> bool:
-        """Return whether all colwise matrices except `outside` read the input of the module that holds them.
-
-        False under 3d: rows inside a pair differ from rows outside, so each linear gathers its own input."""
-        homes = {matrix.parent_name for matrix in branch.colwise}
-        inside = [matrix.own_name for matrix in branch.colwise if matrix not in outside]
-        return (
-            self.plan.tp_mode != "3d"
-            and len(homes) == 1
-            and only_read_by(self.modules[homes.pop()], children=inside, others=[m.own_name for m in outside])
-        )
-
-    def _cut(
+    def _cuts(
         self, matrix: MatrixModule, sections: tuple[int, ...], *, grain: int, heads: AttentionHeads | None
-    ) -> tuple[tuple[int, ...], int] | None:
-        """Return sections and grain of a colwise matrix; None, and note the reason, if its order is unknown."""
+    ) -> Sequence[Cut]:
+        """Return the possible sections and grains of a colwise matrix: two if it is fused, in an unknown order."""
         given = self.options.get(matrix.name, {})
         if "sections" in given or "grain" in given:
-            return cut_by_rule(matrix, sections=sections, given=given, default=grain)
+            return [cut_by_rule(matrix, sections=sections, given=given, default=grain)]
         if len(sections) == 1:
-            return (), grain
-        width = heads.width if heads else 1
-        order = order_of_fused(self.modules[matrix.parent_name], child=matrix.own_name, sizes=sections, width=width)
-        if order == "sections":
-            return sections, grain
-        if order == "interleaved" and heads:
-            by_query = len(set(sections)) == 1 and sections[0] == heads.features
-            return (), grain * len(sections) if by_query else matrix.outputs // heads.key_count
-        self.reasons[matrix.name] = (
-            f"{matrix} looks like {len(sections)} fused matrices, in an order that its module does not show; "
-            f"'colwise sections={len(sections)}' if they follow each other"
-            + (f", 'colwise grain={matrix.outputs // heads.key_count}' if they do so in each head" if heads else "")
-        )
-        return None
+            return [((), grain)]
+        by_query = heads is None or (len(set(sections)) == 1 and sections[0] == heads.features)
+        by_head = ((), grain * len(sections) if by_query or heads is None else matrix.outputs // heads.key_count)
+        owner = self.modules[matrix.parent_name]
+        known = any(INTERLEAVED.get(full_name(kind)) == matrix.own_name for kind in type(owner).__mro__)
+        return [by_head] if known else [(sections, grain), by_head]
 
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
         """Return the parts of torch's MultiheadAttention, whose input matrices are its own parameters, by name."""
         width = module.head_dim
         heads = AttentionHeads(module.num_heads, module.num_heads, width, width)
-        self.attentions.append(FoundAttention(name, heads, cut_as_one=True, reads_right_sizes=True))
+        self.attentions.append(FoundAttention(name, heads, cut_as_one=True))
         fused, below = (module.embed_dim,) * 3, f"{name}." if name else ""
         found = {
             "in_proj_weight": Part("colwise", sections=fused, grain=width),

@@ -22,6 +22,7 @@ from meshwise.tensor.detect.layer_formulas import (
     mixes_no_features,
     returns_table_rows,
 )
+from meshwise.tensor.split_trial import SplitTrials
 
 _KNOWN = ("torch", "transformers", "meshwise")
 """Packages in whose modules no buffer has a dim of all features of the hidden states."""
@@ -48,7 +49,8 @@ class ModelStructure:
         self._reasons: dict[str, str] = {}
         self._branches: set[str] = set()
         self._splits_features = plan.tp_mode != "1d"
-        self._pairs = ColumnRowPairs(self.modules, options=options, reasons=self._reasons, plan=plan)
+        self._trials = SplitTrials(plan)
+        self._pairs = ColumnRowPairs(self.modules, options, self._reasons, plan, self._trials)
         self._regions = self.blocks or {"": module}
         outside = [p for name, p in module.named_parameters() if p.dim() and not self._in_block(name)]
         sizes = {parameter.size(-1) for parameter in outside}
@@ -78,6 +80,13 @@ class ModelStructure:
     def reason(self, name: str) -> str:
         """Return the reason why a parameter has no role, or ""."""
         return next((self._reasons[key] for key in (name, *enclosing(name)) if key in self._reasons), "")
+
+    def wrong_splits(self, parts: Mapping[str, Part]) -> list[str]:
+        """Return the names of attentions and MLPs that compute something else under `parts`, and note the reasons."""
+        homes = {enclosing(name)[0]: None for name, part in parts.items() if part.role == "colwise"}
+        errors = {name: self._trials.error(self.modules[name], name=name, parts=parts) for name in homes}
+        self._reasons |= {name: f"in a trial, {error}" for name, error in errors.items() if error}
+        return [name for name, error in errors.items() if error]
 
     def writes_hidden_states(self, name: str) -> bool:
         """Return whether `name` is a matrix in a block, with an output as wide as the hidden states."""
