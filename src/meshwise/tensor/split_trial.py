@@ -126,7 +126,15 @@ class _Trial:
 
     def _first_run(self) -> tuple[_Arguments, _Run]:
         """Return arguments with which the module runs, and its run. Raises ValueError if it runs with none."""
-        rows, tokens = self._rows, max(6, self._plan.tp)
+        least = math.prod(map(self._mesh.degree, self._scheme.tokens))
+        for tokens in dict.fromkeys((max(6, least), max(2, least))):  # a table of positions may be short
+            if found := self._run_of_tokens(tokens):
+                return found
+        raise ValueError("no arguments fit")
+
+    def _run_of_tokens(self, tokens: int) -> tuple[_Arguments, _Run] | None:
+        """Return arguments of so many tokens with which the module runs, and its run; None if it runs with none."""
+        rows = self._rows
         closing = [one.inputs for name, one in self._matrices.items() if self._roles[name] == "rowwise"]
         heads = max(1, *(part.heads for part in self._parts.values()))
         angles = self._random(tokens, min(closing or [self._width]) // heads)
@@ -156,7 +164,7 @@ class _Trial:
                     self._answers.clear()
                     with contextlib.suppress(Exception):
                         return (x, more, by_name), self._run((x, more, by_name), rank=None)
-        raise ValueError("no arguments fit")
+        return None
 
     def _run(self, arguments: _Arguments, *, rank: int | None) -> _Run:
         """Run a copy of the module: whole, or split as on `rank`. Whole, its input and parameters need gradients."""
