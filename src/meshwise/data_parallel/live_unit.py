@@ -4,15 +4,9 @@
 
 Autograd leaves a new gradient in `.grad` without a copy. A hook on one parameter of the unit runs when its gradient
 arrives. If other gradients of the unit are still missing, the hook moves to a parameter without one. So after the first
-backward it is on the parameter whose gradient arrives last:
-
-    | backward 1   on a: b and c are missing, move to b    on b: c is missing, move to c    on c: complete
-    | backward 2                                                                            on c: complete
-
-Hooks also stay on the first and the last parameter of the unit, where this rank makes progress in collectives. A
-parameter with the user's own hook for accumulated gradients keeps a hook of the unit too, which notices when the user's
-hook has removed the gradient. In a later backward that reduces nothing, `.grad` is a view of the bucket to which
-autograd adds. While this is so for all parameters of a unit, the unit has no hook.
+backward it is on the parameter whose gradient arrives last (docs/architecture.md, "Hooks of the model"). Hooks also
+stay on the first and the last parameter, where this rank makes progress in collectives, and on those with the user's
+own hook for accumulated gradients, which may remove the gradient.
 
 ZeRO-3 gathers: the parameters of a unit are gathered before its modules run, and freed when the next unit runs.
 

@@ -13,19 +13,8 @@ are not recorded. Two modes observe the constructor, in the calling thread only:
 - `_CpuPretence` makes meta tensors report the CPU as their device, because initializers and models do less on
   meta tensors. When the constructor reads values (`.tolist()`, `print`), the mode computes them.
 
-The values of any single tensor follow from the record:
-
-    | index   operation          writes   reads        what w needs: 0, 3, 4
-    |   0     empty()            a                     (1 and 2 were overwritten by 3; u is another tensor)
-    |   1     uniform_(a)        a
-    |   2     mul_(a, 2)         a        a            w = nn.Parameter(a), u = nn.Parameter(b)
-    |   3     normal_(a)         a
-    |   4     zero_(a[0])        a        a
-    |   5     empty()            b
-    |   6     copy_(b, a)        b        a
-
-Only the operations on which the wanted tensors depend run, in order; memory is freed after its last use. So at most
-the tensor and the inputs of one operation are in memory.
+The values of any single tensor follow from the record: only the operations on which it depends run, in order, and
+memory is freed after its last use. docs/architecture.md has an example ("The life of a parameter").
 
 Every random operation draws from its own generator. The generator's seed is a hash of the model's seed, a tensor's name
 and a number. The tensor is the first parameter or buffer that depends on the operation, and the number counts its

@@ -5,23 +5,19 @@ than a whole model, and the two could not be compared. Here a draw is a function
 
     seed · step · number of the sample in the global batch · place in the model · index of the element
 
-alone. So it is the same under every plan, in every repeated forward and after a resume; the step number is the only
-state. A rank computes the slice of the full draw that its tensor needs. Key and slice follow from three facts:
+alone, and the step number is the only state (docs/architecture.md, "Random draws"). A rank computes the slice of the
+full draw that its tensor needs. Key and slice follow from three facts:
 
     samples    `SampleRows`, from the trainer: the samples of the current micro-batch. They lie along dim 0 of the drawn
                tensor; the size of dim 0 is samples, samples · heads or samples · tokens. They lie along dim 1 if a
-               module has `batch_first=False`, or if only the size of dim 1 is the number of samples. A tensor without
-               such a dim is drawn once for all samples.
+               module has `batch_first=False`, or if only the size of dim 1 is the number of samples.
     place      the module that draws, and the number of the draw in this call; for the module and each of its callers
                the number of the call, counted inside its caller. Hooks on the modules keep a stack of running calls.
     region     `ActivationRegion`, from tensor parallelism: the slice of the activations that the rank has
 
 A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, without callers
 on the stack. Its first module gets the place of its call in the first forward. Draws raise an error if the module was
-called in two places, or if the repeated function is no module: then the place is ambiguous.
-
-A mask takes about forty operations, whatever its size, so for a small tensor nearly all time goes into starting them.
-So the small masks of equal slices that the step before drew are drawn together when a step begins."""
+called in two places, or if the repeated function is no module: then the place is ambiguous."""
 
 import contextlib
 import functools

@@ -245,7 +245,7 @@ class Plan:
 
     @property
     def apart_axes(self) -> tuple[str, ...]:
-        """Axes whose ranks step independently: those of `sync` across steps but `momenta`, or asynchronous workers."""
+        """Axes whose ranks step independently: replicas that agree across steps (not by `momenta`), or late workers."""
         return REPLICAS if self.asynchronous else () if self.sync == "momenta" else self.sync_axes
 
     @property

@@ -12,17 +12,8 @@ works when collectives do not. A thread needs no help from the main thread, whic
     | the launcher is gone                  end this rank alone
     | the store is gone                     end this rank alone when it waits
 
-Times are for `stall_seconds` = 300. A disagreement, a finished rank or a deadlock is reported after 10 s of waiting. A
-rank that does not answer is reported 30 s later, or 6 s later when its connection broke.
-
-One waiting rank does not show the cause: another rank may just compile, load data or write a checkpoint. So a
-`RankSurvey` compares the answers of all ranks. It tries these causes in this order:
-
-    | disagreement      ranks made different calls where they have to make the same call
-    | lost rank         a rank does not answer: it was stopped or killed, or its machine failed
-    | finished rank     a rank has finished, and other ranks wait for it
-    | deadlock          ranks wait for each other in a circle
-    | slow rank         a rank answers, and computes: waiting may help. In the other cases waiting cannot help"""
+Times are for `stall_seconds` = 300. One waiting rank does not show the cause, so a `RankSurvey` compares the answers of
+all ranks. docs/faults.md has the causes and the times of their reports ("Detection")."""
 
 import contextlib
 import os

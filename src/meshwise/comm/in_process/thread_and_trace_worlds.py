@@ -10,12 +10,8 @@ With processes a test starts slowly, is hard to debug and may hang. Here ranks a
 Sums are computed in group order, and all ranks get the same bits. The state of every rank is known. So three errors are
 reported at once, without a timeout: calls that differ, a wait for a finished rank, and a deadlock.
 
-`ThreadWorld` is stricter than other worlds where c10d leaves the behaviour undefined. An output tensor is filled with
-0xFF bytes (NaN) until `wait`. Writing to a tensor of a collective before `wait` is an error. After a `reduce` the
-tensor is NaN on all ranks but the target. `send` waits for its `recv`.
-
-All tensors are on the CPU. On a GPU the backward of all ranks would share one autograd thread, and the first collective
-in the backward would block all ranks. Grad mode, autocast and default device belong to a thread: each rank starts with
+`ThreadWorld` is stricter than other worlds where c10d leaves the behaviour undefined (docs/architecture.md, "Worlds").
+All tensors are on the CPU. Grad mode, autocast and default device belong to a thread: each rank starts with
 torch's defaults, and its changes do not affect other ranks. Default dtype and number of threads are global; they are
 left unchanged. Within a rank, one thread at a time may call collectives.
 

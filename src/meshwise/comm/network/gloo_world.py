@@ -10,9 +10,7 @@ The first messages are started before the call returns. A collective of one phas
 of two phases is completed by a thread, so that the second phase starts before a call of `wait`. There is one thread
 for each group, which runs its calls in order. Every rank sends to every other rank directly, which suits few ranks.
 
-gloo's own collectives copy more than necessary, run on two threads one after the other, and sum in an order that
-depends on the size. If two ranks pass different sizes, gloo ends the process (SIGABRT). So `GlooTransport` uses
-gloo's sends and receives. They are started at once, in any number, and use the memory of the tensors without a copy.
+docs/architecture.md says why `GlooTransport` uses gloo's sends and receives alone ("Worlds").
 
 The tag of a message is a hash of the call: ranks (not of a send), kind, operation, phase, size, dtype. So a rank never
 receives a message of a different collective: it waits, and the hang report names the ranks that differ.

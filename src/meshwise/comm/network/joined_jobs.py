@@ -9,12 +9,7 @@ one attempt, or more after failures. The first writer of a key of attempt n wins
     | the last member has them            n/decision     commit: each member applies the sums
     | a member has failed, or was lost    n/decision     retry: no member applies them
 
-Every job counts heartbeats at the store. What a job waits for, and when it stops waiting:
-
-    | for missing members, once one that can sum has come          after `patience` seconds; they are dropped
-    | for them before that, or after a round with joining jobs     `patience` seconds after their last heartbeat
-    | for members that sum, also in a long transfer                `patience` seconds after their last heartbeat
-    | for `least` living jobs, before the first round              never
+Every job counts heartbeats at the store. docs/local_steps.md has what a job waits for, and how long ("Jobs that join").
 
 Members sum if their state includes all committed rounds. The others join: when the sums are applied, they copy the
 state of the source, the heaviest of the members that sum. Without any, the member with the most steps is the source."""
