@@ -143,7 +143,7 @@ FAULTS = (
         STAGES,
         FREED,
     ),
-    Fault("data_parallel.stage_engines:Engine._sum_tie", "wait_all(works)", STAGES, f"{UNREAD}|{FREED}"),
+    Fault("data_parallel.stage_engines:Engine.sum_ties", "wait_all(works)", STAGES, f"{UNREAD}|{FREED}"),
     Fault(
         "pipeline.run.schedule_interpreter:_row_order",
         "receive_starts(Schedule(tuple(map(tuple, rows))))",

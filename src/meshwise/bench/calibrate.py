@@ -83,14 +83,10 @@ class _Stopwatch:
 
     def __init__(self, world: World, *, rounds: int) -> None:
         self.world = world
+        self.on_gpu = world.device.type == "cuda"
         self._rounds = rounds
         self.launch = 0.0
         """Seconds of a launch, which `without_launch` subtracts."""
-
-    @property
-    def on_gpu(self) -> bool:
-        """True if the ranks compute on GPUs."""
-        return self.world.device.type == "cuda"
 
     def __call__(self, run: Callable[[], object], *, repeat: int = 1) -> float:
         """Return the median seconds of a call of `run`, called `repeat` times in a row in each round."""

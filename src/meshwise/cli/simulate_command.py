@@ -97,7 +97,7 @@ def _print_times(predictions: Sequence[Prediction], *, step: MeasuredStep | None
     if job.draw:
         longest = max(account.timeline.seconds for account in accounts)
         for account in accounts:
-            mesh = "" if account.mesh is None else f"\n{account.mesh.picture()}"
+            mesh = "" if account.plan is None else f"\n{account.plan.mesh().picture()}"
             seconds = time_text(account.timeline.seconds, unit=account.unit)
             console.show(f"\n{account.title}: step {seconds}{mesh}")
             console.show(draw_to_scale(account.timeline, width=console.width, seconds=longest, rows=account.names))

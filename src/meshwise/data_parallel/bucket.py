@@ -339,14 +339,9 @@ class Bucket:
         if self.gradient is None:
             dtype = self.storage.precision.accumulation_of(self.dtype)
             self.gradient, self._views = self.world.empty(self.place.size, dtype=dtype), None
-            self.clear_padding()
-        return self.gradient
-
-    def clear_padding(self) -> None:
-        """Zero the padding of the gradients, which the norm includes."""
-        if self.gradient is not None:
             for gap in self.place.padding:
-                self.gradient[slice(*gap)].zero_()
+                self.gradient[slice(*gap)].zero_()  # the norm includes the padding
+        return self.gradient
 
     def start_reduce(self) -> None:
         """Start to sum the gradients over the group; `settle` waits. Parameters without a gradient count as zero."""
@@ -382,7 +377,16 @@ class Bucket:
         arriving.work.wait()
         self.factor = 1.0
         self._square = None
-        self._arrived(arriving.values)
+        if self.storage.tiers.is_offloaded("gradients"):
+            self._store_reduced(self._updating(arriving.values))
+        elif not self.storage.reduction.shards_gradients:
+            self.reduced = self._updating(arriving.values)
+        else:
+            if self._rounds > 1:
+                self.reduced_gradient.add_(arriving.values)
+            elif arriving.values is not self.reduced:
+                self.reduced_gradient.copy_(arriving.values)
+            self.gradient = self._views = None
 
     def start_replicas(self) -> None:
         """Start to add the `reduced` gradients of the replicas, in the wire dtype; once a step, after `settle`."""
@@ -411,19 +415,6 @@ class Bucket:
             self._store_reduced(between.values.to(self.reduced_gradient.dtype))
         elif between.values is not self.reduced:
             self.reduced_gradient.copy_(between.values)
-
-    def _arrived(self, target: Tensor) -> None:
-        if self.storage.tiers.is_offloaded("gradients"):
-            self._store_reduced(self._updating(target))
-            return
-        if not self.storage.reduction.shards_gradients:
-            self.reduced = self._updating(target)
-            return
-        if self._rounds > 1:
-            self.reduced_gradient.add_(target)
-        elif target is not self.reduced:
-            self.reduced_gradient.copy_(target)
-        self.gradient = self._views = None
 
     def _updating(self, arrived: Tensor) -> Tensor:
         """Return reduced gradients in the dtype of the masters, in the accumulation buffer if it has this dtype."""

@@ -50,6 +50,8 @@ class DataParallel:
         here = table.on(world.mesh, rank=world.rank)
         self.units = [LiveUnit(unit, world=world, storage=storage) for unit in here.units]
         new = lambda row, value: install(self.module, row=row, tensor=value)  # noqa: E731
+        self.buckets = [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable]
+        """The buckets with trainable parameters, in table order."""
         for unit in self.units:
             unit.load(source, place=new if source.deferred else self._replace)
         self.gatherer = ParameterGatherer(self.module, units=self.units if by_module else (), prefetch=storage.prefetch)
@@ -59,23 +61,16 @@ class DataParallel:
         self._order = [UnitGradients(unit, on_complete=self._arrived, progress=progress) for unit in trained]
         self._started = 0
         self._in_flight: list[LiveUnit] = []
-        self._between: list[Bucket] = []
         self._last = True
         self._reducing = False
         self._on_gradient: GradientCallback | None = None
         self._incomplete = True  # some gradients did not arrive in the last backward, or it is not known
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets with trainable parameters, in table order."""
-        return [bucket for unit in self.units for bucket in unit.buckets if bucket.trainable]
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Discard all earlier gradients, and wait for transfers and reductions that are still running."""
         self._in_flight.clear()
-        self._between.clear()
         with contextlib.suppress(TierError):
             self.tiers.settle()
         for gradients in self._order:
@@ -147,7 +142,6 @@ class DataParallel:
         """Sum over the replicas of the shards, if no backward of the step was the last one (`zero` 2 and 3)."""
         for bucket in self.buckets:
             bucket.start_replicas()
-            self._between.append(bucket)
         self._settle_replicas()
 
     def settle(self) -> None:
@@ -233,11 +227,10 @@ class DataParallel:
                 bucket.settle()
                 if self._last and bucket.trainable and bucket.has_replicas:
                     bucket.start_replicas()
-                    self._between.append(bucket)
 
     def _settle_replicas(self) -> None:
-        while self._between:
-            self._between.pop(0).settle_replicas()
+        for bucket in (bucket for gradients in self._order for bucket in gradients.unit.buckets):
+            bucket.settle_replicas()
 
     # ---- full tensors ------------------------------------------------------------------------------------------
 

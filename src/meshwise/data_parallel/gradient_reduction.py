@@ -21,9 +21,8 @@ What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The 
 owners' of step 3, add up to the sums of the true gradients. PowerSGD (Vogels et al., arXiv 1905.13727) takes Q of the
 last step for the next one; after a load it begins anew.
 
-A codec makes rows of bytes from rows of floating-point numbers, and approximate numbers again. docs/synchronisation.md
-has the bytes of each. A block of 256 elements has its own fp32 scale: its largest magnitude, or its mean magnitude for
-`1bit` (Tang et al., arXiv 2102.02888). `qsgd` rounds up with a probability that makes the expected value exact
+docs/synchronisation.md has the bytes of each codec. A block of 256 elements has its own fp32 scale: its largest
+magnitude, or its mean magnitude for `1bit`. `qsgd` rounds up with a probability that makes the expected value exact
 (Alistarh et al., arXiv 1610.02132). Its random numbers are hashed from value, place and scale, without state."""
 
 import zlib

@@ -59,7 +59,10 @@ class LiveUnit:
     Under `overlap_gather` trained parameters are NaN too, from an update until `ready` has waited for them.
 
     | spec         the unit's rows of the parameter table
+    | rows         rows of the parameters, in the order of `parameters`: bucket by bucket
     | parameters   parameters of the module, per bucket in piece order
+    | is_sharded   True if some parameters exist only as shards between uses (ZeRO-3)
+    | overlaps     True if some parameters are awaited in the forward after their update (`overlap_gather`)
     | whole        True while the parameters have their values; always True without ZeRO-3 and `overlap_gather`
     | stays_gathered   True if the unit is freed only at the end of a pass, not when the next unit runs"""
 
@@ -68,6 +71,9 @@ class LiveUnit:
         kind = partial(_kind, mesh=world.mesh)
         alike = [list(group) for _, group in groupby(sorted(spec.rows, key=kind), key=kind)]
         self.buckets = [Bucket(rows, world=world, storage=storage) for rows in alike]
+        self.rows = [piece.row for bucket in self.buckets for piece in bucket.place.pieces]
+        self.is_sharded = any(bucket.is_sharded for bucket in self.buckets)
+        self.overlaps = any(bucket.overlaps for bucket in self.buckets)
         self.parameters: list[list[nn.Parameter]] = []
         self._unused: list[list[Tensor]] = []
         self._used: list[list[Tensor]] | None = None
@@ -76,21 +82,6 @@ class LiveUnit:
         self.whole = True
         self.stays_gathered = False
         self._gathering: list[Work] = []
-
-    @property
-    def rows(self) -> list[ParameterRow]:
-        """Rows of the parameters, in the order of `parameters`: bucket by bucket."""
-        return [piece.row for bucket in self.buckets for piece in bucket.place.pieces]
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if some parameters exist only as shards between uses (ZeRO-3)."""
-        return any(bucket.is_sharded for bucket in self.buckets)
-
-    @property
-    def overlaps(self) -> bool:
-        """True if some parameters are awaited in the forward after their update (`overlap_gather`)."""
-        return any(bucket.overlaps for bucket in self.buckets)
 
     def load(self, source: ParameterSource, *, place: Callable[[ParameterRow, Tensor], nn.Parameter]) -> None:
         """Fill the buckets with values from `source` (collectives), and make the module's parameters view them.
@@ -409,7 +400,7 @@ def _weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 class ParameterGatherer:
-    """Gathers and frees ZeRO-3 units by hooks on their modules. `peak`: most bytes of gathered units at once.
+    """Gathers and frees ZeRO-3 units by hooks on their modules, until `close()`. `peak`: most gathered bytes at once.
 
     Units with `overlaps` are awaited before the forwards of their modules."""
 
@@ -426,16 +417,17 @@ class ParameterGatherer:
         self._passes: dict[bool, list[LiveUnit]] = {False: [], True: []}
         self._seen: list[LiveUnit] = []
         self.peak = 0
-        self._handles: list[RemovableHandle] = []
+        self._hooks = contextlib.ExitStack()
+        self.close = self._hooks.close
         modules = dict(module.named_modules(remove_duplicate=False))
         for unit in self._units:
             for name in unit.spec.modules:
                 self._watch(modules[name], unit)
         for unit in awaited:
             for name in unit.spec.modules:
-                self._handles.append(modules[name].register_forward_pre_hook(unit.ready, prepend=True))
+                self._hooks.callback(modules[name].register_forward_pre_hook(unit.ready, prepend=True).remove)
         if self._units:
-            self._handles.append(module.register_forward_hook(self._after_model, always_call=True))
+            self._hooks.callback(module.register_forward_hook(self._after_model, always_call=True).remove)
 
     @property
     def gather_on_use(self) -> contextlib.AbstractContextManager[Any]:
@@ -476,11 +468,6 @@ class ParameterGatherer:
             unit.free()
         self._whole = []
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
     def _watch(self, module: nn.Module, unit: LiveUnit) -> None:
         passed: list[dict[int, tuple[weakref.ref[torch.Tensor], int]]] = []
 
@@ -510,9 +497,9 @@ class ParameterGatherer:
                     if tensor.requires_grad and changed:
                         tensor.register_hook(lambda _gradient: self._need(unit, stays=not self._backward))
 
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         # always_call: activation checkpointing stops a repeated forward early by an exception.
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._hooks.callback(module.register_forward_hook(after, always_call=True).remove)
 
     def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not torch.is_grad_enabled() and not self._recorded:
@@ -526,7 +513,10 @@ class ParameterGatherer:
             self._seen.append(unit)
         coming = self._coming(self._prefetch)
         if not (again or unit.stays_gathered):  # again: a second module of the same unit, so prefetched units stay
-            self._free_all_but(unit, *coming)
+            for other in [each for each in self._whole if each not in (unit, *coming, *self._open)]:
+                if not other.stays_gathered:
+                    other.free()
+                    self._whole.remove(other)
         self._make_whole(unit)
         for follower in coming:
             if follower not in self._whole:
@@ -548,12 +538,6 @@ class ParameterGatherer:
         unit.ready()
         if unit not in self._whole:
             self._whole.append(unit)
-
-    def _free_all_but(self, *kept: LiveUnit) -> None:
-        for other in list(self._whole):
-            if other not in kept and other not in self._open and not other.stays_gathered:
-                other.free()
-                self._whole.remove(other)
 
     def _coming(self, count: int) -> Sequence[LiveUnit]:
         """Return the next units by the order of the last pass, at most `count`; none if this pass differs from it."""

@@ -39,6 +39,14 @@ class Engine:
         """Number of times that slices were cut, or frozen, or unfrozen."""
         self.frozen_digest = 0
         """CRC-32 of the names of frozen parameters, from a change until the ranks have agreed on it; then 0."""
+        self.modules = [engine.module for engine in stages.values()]
+        """Modules of this rank's stages, in the order of the stages."""
+        self.module = self.modules[0] if len(stages) == 1 else nn.ModuleList(self.modules)
+        """Module of this rank's stage; a ModuleList if the rank has several stages."""
+        self.units: list[LiveUnit] = [unit for engine in stages.values() for unit in engine.units]
+        """Units of this rank's stages: parameters that are gathered and reduced together."""
+        self.buckets: list[Bucket] = [bucket for engine in stages.values() for bucket in engine.buckets]
+        """Buckets with gradients, of all stages of this rank."""
         self._stages = stages
         self._ranks = ranks
         own = {}
@@ -57,37 +65,15 @@ class Engine:
             for unit in table.units
         ]
         self.table = ParameterTable(tuple(unit for unit in units if unit.rows))
-
-    @property
-    def tied(self) -> frozenset[str]:
+        rows = (row for table in self._tables.values() for row in table.rows)
+        self.tied = frozenset(row.name for row in rows if row.counted_elsewhere)
         """Names of the parameters that several stages hold."""
-        return frozenset(row.name for table in self._tables.values() for row in table.rows if row.counted_elsewhere)
 
     @property
     def lines(self) -> frozenset[tuple[int, int]]:
         """(source, target) of the messages between the copies of tied parameters, as indices along `pp`."""
         ends = [(self._ranks[stages[0]], self._ranks[index]) for stages in self._tied.values() for index in stages]
         return frozenset((a, b) for first, other in ends for a, b in ((first, other), (other, first)) if a != b)
-
-    @property
-    def module(self) -> nn.Module:
-        """Module of this rank's stage; a ModuleList if the rank has several stages."""
-        return self.modules[0] if len(self._stages) == 1 else nn.ModuleList(self.modules)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Modules of this rank's stages, in the order of the stages."""
-        return [engine.module for engine in self._stages.values()]
-
-    @property
-    def units(self) -> list[LiveUnit]:
-        """Units of this rank's stages: parameters that are gathered and reduced together."""
-        return [unit for engine in self._stages.values() for unit in engine.units]
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """Buckets with gradients, of all stages of this rank."""
-        return [bucket for engine in self._stages.values() for bucket in engine.buckets]
 
     def slices(self) -> dict[Options, list[nn.Parameter]]:
         """Return the slices that this rank updates, by optimizer options of all stages, in one order on every rank."""
@@ -222,8 +208,28 @@ class Engine:
 
     def sum_ties(self) -> None:
         """Sum the gradients of each tied parameter over its stages; all of them then hold the sum (collective)."""
+        here = self.world.group("pp").index
         for name, stages in self._tied.items():
-            self._sum_tie(name, stages)
+            own = {index: engine.accumulated(name) for index, engine in self._stages.items() if index in stages}
+            first = stages[0]
+            if first in own:
+                total = own[first]
+                for index in stages[1:]:
+                    other = own.get(index)
+                    if other is None:
+                        other = torch.empty_like(total)
+                        self.world.recv(other, axis="pp", source=self._ranks[index]).wait()
+                    total.add_(other)
+                away = {self._ranks[index] for index in stages} - {here}
+                works = [self.world.send(total, axis="pp", to=rank) for rank in sorted(away)]
+            else:
+                total = torch.empty_like(next(iter(own.values()))) if own else torch.empty(0)
+                works = [self.world.send(mine.clone(), axis="pp", to=self._ranks[first]) for mine in own.values()]
+                if own:
+                    self.world.recv(total, axis="pp", source=self._ranks[first]).wait()
+            wait_all(works)
+            for index in own.keys() - {first}:
+                own[index].copy_(total)
 
     @cached_property
     def _tied(self) -> dict[str, list[int]]:
@@ -234,25 +240,3 @@ class Engine:
                 if row.trainable:
                     holders.setdefault(row.name, []).append(index)
         return {name: stages for name, stages in holders.items() if len(stages) > 1}
-
-    def _sum_tie(self, name: str, stages: Sequence[int]) -> None:
-        own = {index: engine.accumulated(name) for index, engine in self._stages.items() if index in stages}
-        here, first = self.world.group("pp").index, stages[0]
-        if first in own:
-            total = own[first]
-            for index in stages[1:]:
-                other = own.get(index)
-                if other is None:
-                    other = torch.empty_like(total)
-                    self.world.recv(other, axis="pp", source=self._ranks[index]).wait()
-                total.add_(other)
-            away = {self._ranks[index] for index in stages} - {here}
-            works = [self.world.send(total, axis="pp", to=rank) for rank in sorted(away)]
-        else:
-            total = torch.empty_like(next(iter(own.values()))) if own else torch.empty(0)
-            works = [self.world.send(mine.clone(), axis="pp", to=self._ranks[first]) for mine in own.values()]
-            if own:
-                self.world.recv(total, axis="pp", source=self._ranks[first]).wait()
-        wait_all(works)
-        for index in own.keys() - {first}:
-            own[index].copy_(total)

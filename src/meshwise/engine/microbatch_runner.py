@@ -44,10 +44,6 @@ class MicroBatch:
     samples: SampleRows
     """Numbers of the rows in the global batch, from which dropout is drawn."""
 
-    def skipped(self) -> "MicroBatch":
-        """Return this micro-batch without rows, so that it is not run."""
-        return dataclasses.replace(self, rows=None, counts=False)
-
 
 @dataclass(frozen=True)
 class BatchShards:
@@ -361,12 +357,10 @@ def _no_repeated_forward(model: nn.Module) -> Iterator[None]:
             "transformers: model.gradient_checkpointing_disable())"
         )
 
-    handles = [module.register_forward_pre_hook(refuse) for module in model.modules()]
-    try:
+    with contextlib.ExitStack() as undo:
+        for module in model.modules():
+            undo.callback(module.register_forward_pre_hook(refuse).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def whole_output(output: Any) -> Any:

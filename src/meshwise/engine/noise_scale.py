@@ -10,12 +10,12 @@ The gradient G_b of a micro-batch of a replica (b samples) differs from the step
 norms, by layer, are part of the step's own all-reduce. docs/large_batch.md has the parameters that are left out."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from meshwise.data_parallel.bucket import Bucket
 from meshwise.data_parallel.bucket_layout import BucketPiece
@@ -56,7 +56,9 @@ class NoiseMeter:
         self._parts = engine.world.group(plan.replica_axes).size * plan.microbatches
         self._small = torch.zeros(len(self.layers), dtype=torch.float64, device=engine.world.device)
         self._measured: list[tuple[Bucket, BucketPiece, int]] = []
-        self._handles: list[RemovableHandle] = []
+        hooks = ExitStack()
+        self.close = hooks.close
+        """Function that removes the hooks from the parameters."""
         for unit in engine.units:
             for bucket, index, parameter in unit.trainable():
                 piece = bucket.place.pieces[index]
@@ -65,7 +67,7 @@ class NoiseMeter:
                     layer = self.layers.index(layer_of(piece.row.name))
                     self._measured.append((bucket, piece, layer))
                     add = partial(_add_square, self._small[layer])
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(add))
+                    hooks.callback(parameter.register_post_accumulate_grad_hook(add).remove)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -97,11 +99,6 @@ class NoiseMeter:
             square = (rows * whole - size * small) / (rows - size)
             found[name] = ((small - whole) / (1 / size - 1 / rows), square)
         return NoiseScale(sum(trace for trace, _ in found.values()), sum(one for _, one in found.values()), found)
-
-    def close(self) -> None:
-        """Remove the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def _add_square(total: Tensor, parameter: Tensor) -> None:

@@ -174,7 +174,8 @@ class TrainingSteps:
                 "for their update; leave short batches out, as in DataLoader(…, drop_last=True)"
             )
         if only is not None:
-            micro_batches = [one if index in only else one.skipped() for index, one in enumerate(micro_batches)]
+            for index in set(range(len(micro_batches))).difference(only):
+                micro_batches[index] = replace(micro_batches[index], rows=None, counts=False)
         with self.attempt() as attempt:
             self._estimate_count(batch, local=local)
             given = batch_digest(batch, contents=not self._compared)
@@ -243,7 +244,14 @@ class TrainingSteps:
             self._before.put_back()
             attempt.problem = self._left_out(totals.problem, totals, inspect)
             return
-        self._apply(totals)
+        totals.warn_if_gradient_is_zero(self._world.rank)
+        clip = self._recipe.clip_norm
+        self.clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
+        factor = self.clipped / totals.count / self.factor
+        if self._scale is not None:
+            self._scale = self._scale.updated().expecting(totals.count)
+        self._updating.apply(factor)
+        self._recipe.routers.update(self._world)
         self.applied = attempt.applied = True
         self._skips, self._steps = 0, self._steps + 1
 
@@ -259,16 +267,6 @@ class TrainingSteps:
         if self._skips > self._recipe.nonfinite.most:
             raise NonFiniteError(problem + self._recipe.nonfinite.advice(counted=bool(totals.count)))
         return problem
-
-    def _apply(self, totals: StepTotals) -> None:
-        totals.warn_if_gradient_is_zero(self._world.rank)
-        clip = self._recipe.clip_norm
-        self.clipped = 1.0 if clip is None else min(1.0, clip / (totals.norm + 1e-6))
-        factor = self.clipped / totals.count / self.factor
-        if self._scale is not None:
-            self._scale = self._scale.updated().expecting(totals.count)
-        self._updating.apply(factor)
-        self._recipe.routers.update(self._world)
 
     @property
     def factor(self) -> float:

@@ -3,9 +3,8 @@
     most tokens of a sample for one expert = ceil(capacity · tokens of the sample · choices / experts)
 
 It is the expert capacity of Switch Transformers (Fedus et al., arXiv 2101.03961, section 2.2), for one sample instead
-of a batch. The first tokens of a sample are kept, and a token's first choice before its second. So neither
-other samples nor later tokens decide which tokens are dropped, and every plan drops the same tokens. A dropped pair of
-a token and an expert adds nothing to the output. The weights of the token's other experts stay as they are.
+of a batch. docs/experts.md says which tokens an expert keeps ("Drop tokens"); a token's first choice goes before its
+second.
 
 Hooks decide before a module of experts runs. On one process a dropped pair has the weight 0; where experts are
 divided it is not sent."""
@@ -84,8 +83,8 @@ def limit_experts(
         around, experts = module.get_submodule(module_around(name)), module.get_submodule(name)
         count = partial(routers.count_drops, name=name)
         own = ExpertCapacity(capacity or 0, mixture=mixture, over_tokens=over_tokens, count=count)
-        routers.handles.append(around.register_forward_pre_hook(own._note_tokens, with_kwargs=True))
-        routers.handles.append(experts.register_forward_pre_hook(own._drop, with_kwargs=True))
+        routers.undo.callback(around.register_forward_pre_hook(own._note_tokens, with_kwargs=True).remove)
+        routers.undo.callback(experts.register_forward_pre_hook(own._drop, with_kwargs=True).remove)
 
 
 def check_experts(

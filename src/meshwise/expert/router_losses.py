@@ -1,25 +1,20 @@
 """Add losses of the routers to the loss of a step: they keep the load of the experts even, and the scores small.
 
-    | balance, over="sequence"   experts · Σ share · probability       DeepSeek-V3, arXiv 2412.19437, equations 17 to 20
-    | balance, over="batch"      the same, with shares of the batch before      Qiu et al., arXiv 2501.11873
-    | z                          (log Σ exp score)²                             ST-MoE, arXiv 2202.08906, equation 5
-
-Each is a number for each token and mixture. Multiplied by its weight, it is added to the sum that the loss returns. So
-no plan changes it. `probability` is the softmax of a token's scores. `share` is an expert's part of all choices in the
-sequence or in the batch; no gradient flows through it.
+docs/experts.md has the losses and their papers ("Keep the load even"). Each is a number for each token and mixture.
+Multiplied by its weight, it is added to the sum that the loss returns. So no plan changes it.
 
 Hooks compute the losses before the experts run. `attach` lets the backward begin at them too. So they work in every
 pipeline stage and recomputed block, for models that return no scores of their routers."""
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from meshwise.base.tensor_tree import tensors
 from meshwise.comm.api.autograd_collectives import uncompiled
@@ -65,7 +60,9 @@ class RouterLosses:
         return bool(self.balance) and self.over == "batch"
 
     def total(self, scores: Tensor, *, shares: Tensor) -> Tensor:
-        """Return the weighted sum over all tokens: a scalar. `scores`: (…, experts); `shares` broadcasts to them."""
+        """Return the weighted sum over all tokens: a scalar. `scores`: (…, experts); `shares` broadcasts to them.
+
+        For a token: balance = experts · Σ share · probability, and z = (log Σ exp score)²."""
         balance = scores.size(-1) * (shares * scores.softmax(-1)).sum(-1) if self.balance else 0.0
         return (self.balance * balance + self.z * scores.logsumexp(-1).square()).sum()
 
@@ -133,14 +130,14 @@ class MixtureLoss:
         self._tokens = 0
         self._scores: Tensor | None = None
 
-    def install(self, module: nn.Module, *, name: str) -> Iterator[RemovableHandle]:
-        """Add the hooks to a model, in which the mixture is called `name`; yield their handles."""
+    def install(self, module: nn.Module, *, name: str, undo: ExitStack) -> None:
+        """Add the hooks to a model, in which the mixture is called `name`, until `undo` is closed."""
         self._router = router_of(module, name=name, experts=self._mixture.experts)
         assert self._router is not None
         around = module.get_submodule(module_around(name))
-        yield around.register_forward_pre_hook(self._note_tokens, with_kwargs=True)
-        yield self._router.register_forward_hook(self._note_scores)
-        yield module.get_submodule(name).register_forward_pre_hook(self._add, with_kwargs=True)
+        undo.callback(around.register_forward_pre_hook(self._note_tokens, with_kwargs=True).remove)
+        undo.callback(self._router.register_forward_hook(self._note_scores).remove)
+        undo.callback(module.get_submodule(name).register_forward_pre_hook(self._add, with_kwargs=True).remove)
 
     def _note_tokens(self, around: nn.Module, *arguments: Any) -> None:
         self._tokens = tokens_of_sample(around, arguments=arguments, option="router_losses")

@@ -4,16 +4,15 @@
     | e_score_correction_bias     += rate · sign(mean count - count)     DeepSeek-V3, arXiv 2412.19437, section 2.1.2
     | expert_shares               = count / sum of the counts            for a balance loss over the batch
 
-The counts of all micro-batches and ranks are summed by one all-reduce a step, for all layers of a rank together. Under
-tp every rank counts each token. This factor is the same for all experts, so it changes neither signs nor shares."""
+Under tp every rank counts each token: a factor that all experts share, and that changes neither signs nor shares."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from meshwise.comm.api.autograd_collectives import uncompiled
 from meshwise.comm.api.world import World
@@ -38,7 +37,6 @@ class RouterUpdates:
         self.losses = losses or RouterLosses()
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
         self.scale = 1.0
-        self._added: list[nn.Module] = []
         self._counts: list[tuple[nn.Module, tuple[str, ...], Tensor]] = []
         """Router, names of its buffers, and pairs (experts,) of each expert in this step."""
         self.loads: dict[str, Tensor] = {}
@@ -49,8 +47,9 @@ class RouterUpdates:
         """Function that returns False while a forward runs whose rows do not count."""
         self.active = False
         """True while the forwards and backwards of a step run."""
-        self.handles: list[RemovableHandle] = []
-        """Handles of all hooks of mixtures, which `close` removes."""
+        self.undo = contextlib.ExitStack()
+        """Callbacks that remove all hooks of mixtures, and the buffers that `prepare` has added."""
+        self.close = self.undo.close
 
     def routers(self, module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
         """Yield the name of each module of experts, its router, and the names of the router's buffers to update.
@@ -71,7 +70,7 @@ class RouterUpdates:
             beside = router_of(module, name=name, experts=mixture.experts)
             needs = self.losses.needs_shares and self._device.type != "meta"
             if beside is not None and needs and SHARES not in beside._buffers:
-                self._added.append(beside)
+                self.undo.callback(beside._buffers.pop, SHARES)
                 dtype = torch.promote_types(beside.get_parameter("weight").dtype, torch.float32)
                 beside.register_buffer(SHARES, torch.full((mixture.experts,), 1 / mixture.experts, dtype=dtype))
             for router in module.get_submodule(module_around(name)).modules() if self._rate else ():
@@ -99,17 +98,10 @@ class RouterUpdates:
             self._counts.append((router, keys, totals[name][-1]))
         for name, mixture in mixtures.items() if self._device.type != "meta" else ():
             count = functools.partial(self._count, mixture=mixture, totals=totals[name])
-            self.handles.append(module.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True))
+            self.undo.callback(module.get_submodule(name).register_forward_pre_hook(count, with_kwargs=True).remove)
             if self.losses:
                 hooks = MixtureLoss(self.losses, mixture=mixture, over_tokens=over_tokens, attach=self._attach)
-                self.handles += hooks.install(module, name=name)
-
-    def close(self) -> None:
-        """Remove the hooks, and the buffers that `prepare` has added."""
-        while self.handles:
-            self.handles.pop().remove()
-        while self._added:
-            del self._added.pop()._buffers[SHARES]
+                hooks.install(module, name=name, undo=self.undo)
 
     @property
     def _counts_now(self) -> bool:

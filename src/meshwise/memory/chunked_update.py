@@ -83,11 +83,6 @@ class StagedRound:
                 if name in written:
                     self._reads.append(tiers.read(tensor, into=memory[name]))
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the masters in the round."""
-        return sum(one.master.nbytes for one in self.round)
-
     def bind_values(self) -> None:
         """Wait for the reads; then give the optimizer masters, gradients (times their factor) and state in memory.
 
@@ -230,7 +225,7 @@ class ChunkedUpdate:
                     group.update(values)  # an optimizer may count steps in the group, but all rounds are one step
                 began = time.monotonic()
                 self.optimizer.step()
-                self._tiers.record_update(staged.bytes, since=began)
+                self._tiers.record_update(sum(one.master.nbytes for one in staged.round), since=began)
                 writes += staged.write()
                 staged_rounds.popleft().release()
                 for one in staged.round:

@@ -57,8 +57,14 @@ class Tiers:
         self.offload = offload or Offload()
         self._streams = streams or streams_of(torch.device("cpu"))
         self.device = self._streams.device
+        self._on_gpu = self.device.type == "cuda"
+        self.updates_on = torch.device("cpu") if self.offload.updates_on_cpu and self._on_gpu else self.device
+        """Device on which the optimizer runs: the CPU if the plan's tiers require it, otherwise `device`."""
         self.swap = swap or SwapConfig()
-        self._updates_on_cpu = self.offload.updates_on_cpu
+        moves = any(self.is_offloaded(what) for what in ("optimizer", "masters", "gradients", "params"))
+        self.chunk_limit = max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if moves else None
+        """Largest number of elements in a chunk of the update, a multiple of 4096; None (no limit) without offloading.
+        So four fp32 tensors of a chunk fit into a staging buffer: the master, its gradient, two optimizer states."""
         self.file: SwapFile | None = None
         if self.offload.uses_disk:
             self.file = RehearsedFile() if self.device.type == "meta" else SwapFile(self.swap.folder)
@@ -71,21 +77,9 @@ class Tiers:
         self._pools: list[BufferPool] = []
         self._stored: list[SwapTransfer] = []
         self._updates: deque[TierActivity] = deque(maxlen=REMEMBERED)
-        create = self._streams.create if self._on_gpu and self._moves else HostStream
+        create = self._streams.create if self._on_gpu and moves else HostStream
         self._out, self._in = create(), create()
         self._pinned = PinnedSlabs(self._streams)
-
-    @property
-    def updates_on(self) -> torch.device:
-        """Device on which the optimizer runs: the CPU if the plan's tiers require it, otherwise `device`."""
-        return torch.device("cpu") if self._updates_on_cpu and self._on_gpu else self.device
-
-    @property
-    def chunk_limit(self) -> int | None:
-        """Largest number of elements in a chunk of the update, a multiple of 4096; None (no limit) without offloading.
-
-        So four fp32 tensors of a chunk fit into a staging buffer: the master, its gradient, two optimizer states."""
-        return max(BLOCK, self.swap.buffer // 16 // BLOCK * BLOCK) if self._moves else None
 
     @cached_property
     def staging(self) -> BufferPool:
@@ -155,7 +149,7 @@ class Tiers:
 
     def record_update(self, size: int, *, since: float) -> None:
         """Record an update of `size` bytes of masters, from `since` (`time.monotonic`) to now, if the CPU updates."""
-        if self._updates_on_cpu:
+        if self.offload.updates_on_cpu:
             self._updates.append(TierActivity("update", size, since, time.monotonic()))
 
     # ---- movement ----------------------------------------------------------------------------------------------
@@ -209,14 +203,6 @@ class Tiers:
         """Close the swap file when its transfers have ended."""
         if self.file is not None:
             self.file.close()
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def _moves(self) -> bool:
-        return any(self.is_offloaded(what) for what in ("optimizer", "masters", "gradients", "params"))
 
     def _read(self, tensor: Tensor, offset: int, buffer: Tensor) -> BorrowedTensor:
         assert self.file is not None

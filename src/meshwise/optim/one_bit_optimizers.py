@@ -7,11 +7,9 @@ the codec. e_r and e: the codec's errors in earlier steps, on replica r and on t
     | encoded    m <- C(e + Σ C(e_r + beta1 m / R + (1 - beta1) g_r)),   v stays
     | both       w <- w - lr (m̂ / (sqrt(v̂) + eps) + decay w)
 
-docs/synchronisation.md has the exact steps and the paper of each class.
-
-m̂ and v̂ have Adam's bias correction. A sign cannot be 0, so an element with small gradients gets an m as large as the
-mean of its block in the codec. So from the first encoded step on, m̂ / (sqrt(v̂) + eps) is clamped to ±`limit`, and 0 if
-v is 0. With `codec="none"` all gradients are summed exactly. Under `sync=momenta` ZeroOneAdam takes local steps.
+docs/synchronisation.md has the exact steps, the local steps under `sync=momenta`, and the paper of each class. m̂ and v̂
+have Adam's bias correction. A sign cannot be 0, so an element with small gradients gets an m as large as the mean of
+its block. So from the first encoded step on, m̂ / (sqrt(v̂) + eps) is clamped to ±`limit`, and 0 if v is 0.
 
 OneBitLAMB multiplies an update by c f. c: the mean of LAMB's ratios in the warm-up, weighted by `beta3`. f: the largest
 sqrt(v̂) / sqrt(û) in the parameter, where each step changes the variance u by the gradient that follows from the

@@ -62,6 +62,8 @@ class _Stage:
     | states                   bytes of the stage on a rank between steps, by category, without sharding over dp
     | forward                  minimum seconds of a forward
     | backward, weight         minimum seconds of the two parts of a backward; if it has one part, `weight` is 0
+    | parts                    seconds of a backward until the input's gradient can be sent, and of the rest
+    | whole                    minimum seconds of the forward and the backward
     | busy                     seconds of operations and waits, without launches by the host
     | waits                    seconds in which the stage only waits for collectives
     | keeps                    bytes of activations that are kept from a forward to its backward
@@ -80,18 +82,9 @@ class _Stage:
         self.busy, self.waits = sum(busy), sum(work.waits for each in works for work in each)
         self.keeps = sum(work.keeps for work in forwards)
         self.top_forward, self.top_backward = _top(forwards), _top(backwards[::-1])
-
-    @property
-    def parts(self) -> tuple[float, float]:
-        """Seconds of a backward until the input's gradient can be sent, and seconds of the rest of the backward.
-
-        A backward in one part counts half for each, because a matrix product's two gradients take equally long."""
-        return (self.backward, self.weight) if self.weight else (self.backward / 2, self.backward / 2)
-
-    @property
-    def whole(self) -> float:
-        """Minimum seconds of the forward and the backward."""
-        return self.forward + self.backward + self.weight
+        self.whole = self.forward + self.backward + self.weight
+        # A backward in one part counts half for each, because a matrix product's two gradients take equally long.
+        self.parts = (self.backward, self.weight) if self.weight else (self.backward / 2, self.backward / 2)
 
 
 def _top(works: Sequence[PieceWork]) -> int:

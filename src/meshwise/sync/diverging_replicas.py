@@ -10,18 +10,12 @@ w_r = n_r / sum(n). A replica without an update in the round has weight 0; if no
     |                              x_r = (1 - blend) a + blend x_r; `elastic`: with the old a
     | neighbours of a graph        x_r = sum over neighbours q of W[r, q] x_q
 
-With a codec as `wire`, the changes are sent encoded: each replica sends n_r (a - x_r) + e_r, and keeps in e_r what the
-codec loses. The owner of each shard adds up the decoded shards, and sends the sum on, encoded too. So all replicas
-decode the same bytes, and have the same bits of d and a.
-
 v is u, or d / s + momentum u in Nesterov's form. s is 1; under `scaled_by_lr` it is the mean of the learning rates at
 the round's end, weighted by n_r. With a rate of 0 there is no momentum in this round.
 
-A rank gives P bytes to the all-reduces of a round, or P + S with `state=mean`. P: its masters. S: the state tensors of
-its optimizer. Between two agreements no message goes from replica to replica.
-
-With the setting `join`, the first replica sums its messages over the jobs that have joined, and gives the others the
-sums (`JoinedJobs`). A job that joins copies parameters, outer state and optimizer state of another job."""
+docs/local_steps.md has the changes that are encoded with a codec as `wire`, and the bytes of a round. With the setting
+`join`, the first replica sums its messages over the jobs that have joined, and gives the others the sums
+(`JoinedJobs`)."""
 
 import contextlib
 import dataclasses
@@ -78,6 +72,7 @@ class Replicas:
         self._fragments: list[list[Bucket]] = [[] for _ in range(scheme.fragments)]
         for bucket in engine.buckets:
             self._fragments[unit_of[bucket.place.pieces[0].row.name] % scheme.fragments].append(bucket)
+        self._buckets = [bucket for fragment in self._fragments for bucket in fragment]
         alone = scheme.join in ("", "alone") or isinstance(self._world, TraceWorld)
         self.jobs = None if alone else self._joined()
         """The other jobs; None without the setting `join`, and in a rehearsal."""
@@ -107,10 +102,6 @@ class Replicas:
                 bucket.reduction_state[name].zero_()
             if self.scheme.has_anchor:
                 bucket.reduction_state["agreed"].copy_(_master(bucket))
-
-    @property
-    def _buckets(self) -> list[Bucket]:
-        return [bucket for fragment in self._fragments for bucket in fragment]
 
     # ---- a round ------------------------------------------------------------------------------------------------
 

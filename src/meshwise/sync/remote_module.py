@@ -11,10 +11,7 @@ The rank that has the module serves: it waits for messages of its callers and an
     | CLOSE       serves until all callers have sent one               none
 
 A caller gets answers in the order of its messages. A call is two autograd functions, one that sends and one that
-receives. So two calls that begin before the first `wait` run at the same time, and so do their backwards.
-
-Messages go through the World. The transport of torch.distributed.rpc has no watchdog and no flight recorder, and does
-not work between ranks that are threads."""
+receives. So two calls that begin before the first `wait` run at the same time, and so do their backwards."""
 
 import pickle
 from collections import deque

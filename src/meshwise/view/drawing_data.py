@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from meshwise.base.mesh import Mesh
 from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.base.text_format import time_text
 from meshwise.pipeline.run.measured_step import MeasuredStep
@@ -46,11 +45,6 @@ class PlanAccount:
     """Bytes by category at the peak of the rank that needs most."""
     prediction: Prediction | None = None
     """The prediction that is drawn; None for a measured step and for a schedule."""
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """Mesh of the plan; None without a plan."""
-        return None if self.plan is None else self.plan.mesh()
 
     @cached_property
     def histories(self) -> tuple[MemoryHistory, ...]:

@@ -252,8 +252,8 @@ def pictures(accounts: Sequence[PlanAccount]) -> Iterator[list[Picture]]:
         title = f"step {time_text(seconds, unit=unit)}, bubble {100 * account.timeline.spent['bubble'] / seconds:.1f} %"
         drawn = [timeline_picture(account.timeline, title=title, rows=account.names, span=span, unit=unit)]
         drawn += memory_pictures(account.histories, names=account.names, span=span, most=most, limit=account.room)
-        if account.mesh is not None:
-            drawn.append(mesh_picture(account.mesh, ranks_per_node=account.ranks_per_node))
+        if account.plan is not None:
+            drawn.append(mesh_picture(account.plan.mesh(), ranks_per_node=account.ranks_per_node))
         yield drawn
 
 

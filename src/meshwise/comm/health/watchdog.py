@@ -112,7 +112,9 @@ class RankSurvey:
 
     def finding(self) -> HangFinding | None:
         """Return the cause of the wait, or None if no rank waits."""
-        return self._disagreement() or self._lost() or self._finished() or self._circle() or self._slow()
+        if difference := first_difference({rank: answer.recent for rank, answer in self.answers.items()}):
+            return HangFinding(*difference, certain=True)
+        return self._lost() or self._finished() or self._circle() or self._slow()
 
     def report(self, finding: HangFinding) -> str:
         """Return the text of a report: the finding, the position of each rank (of at most 16), and up to 4 stacks."""
@@ -126,10 +128,6 @@ class RankSurvey:
         last_seen = [absent.stack for absent in self.absent.values() if absent.stack]
         last_seen = [*last_seen, *stacks][:_MOST_STACKS]
         return "\n".join([f"meshwise: {finding.headline}", *map(self._place, ranks), *more, *last_seen])
-
-    def _disagreement(self) -> HangFinding | None:
-        difference = first_difference({rank: answer.recent for rank, answer in self.answers.items()})
-        return difference and HangFinding(*difference, certain=True)
 
     def _lost(self) -> HangFinding | None:
         silent = sorted(rank for rank, absent in self.absent.items() if not absent.finished)

@@ -1,9 +1,8 @@
 """Queue the collectives of one group of ranks in shared memory, and do this rank's part of each.
 
-To post a call, a rank writes on its board the locations of its tensors, or the contents of small tensors. Its part
-of the call is to read the tensors of other ranks and add them up. There is no background thread, which would compete
-with the computation. When the other ranks have posted, a rank does its part at one of three moments: when it waits for
-the call, makes another call, or calls `World.progress`:
+To post a call, a rank writes on its board the locations of its tensors, or the contents of small tensors. When the
+other ranks have posted, it reads their tensors and adds them up: when it waits for the call, makes another call, or
+calls `World.progress` (docs/architecture.md, "Worlds"):
 
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8

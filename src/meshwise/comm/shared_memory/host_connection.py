@@ -12,9 +12,7 @@ A waiting rank first polls a few times, because the other rank may be about to p
 polls, because the other rank may need this core. Last it sleeps until the other rank's bell rings. So the wait keeps no
 core busy, whatever the number of ranks. A barrier of 4 ranks on 4 busy cores takes 30 us, of 8 ranks 100 us. With
 polling alone the barriers take 1 ms and 3 ms.
-
-A rank that has read a counter must see everything that was written before the counter. x86 always keeps this order.
-On other processors a lock is taken and released in between, because reads and writes are never moved across a lock."""
+docs/architecture.md has the rules of the shared memory, as for the order of data and their count ("Worlds")."""
 
 import ctypes
 import enum

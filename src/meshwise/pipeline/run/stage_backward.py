@@ -200,11 +200,8 @@ class _Graph:
         for node, (below, _) in ((one, edge) for one in self.nodes for edge in one.next_functions):
             if below is not None:
                 self._above.setdefault(below, set()).add(node)
-
-    @property
-    def is_reentrant(self) -> bool:
+        self.is_reentrant = any(node.name() == "CheckpointFunctionBackward" for node in self.nodes)
         """True if a node is torch's reentrant checkpoint: it runs a whole backward, which cannot be split."""
-        return any(node.name() == "CheckpointFunctionBackward" for node in self.nodes)
 
     def above(self, starts: Iterable[Node], *, until: AbstractSet[Node] = frozenset()) -> tuple[set[Node], set[Node]]:
         """Search from `starts` towards the outputs, and stop at nodes of `until`.
