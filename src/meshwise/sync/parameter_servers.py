@@ -12,12 +12,6 @@ k is `staleness` (SSP, Ho et al., NIPS 2013); under `async` a server answers at 
 rows of one worker. `correction=dc:L` adds L g² (w_now - w_read) to it (DC-ASGD, Zheng et al., arXiv 1609.08326). For
 this a server keeps the parameters that it has sent to each worker.
 
-A push to a server has, for P elements in S shards:
-
-    | header    numbers: kind, clock, loss, count, squared norm, rows by bucket, learning rates
-    | rows      of parameters with sparse gradients (`torch.nn.Embedding(sparse=True)`): the rows that are not zero
-    | values    P / S elements in the accumulation dtype, without the other rows; the answer has P / S parameters
-
 A worker whose step raises sends a header without values: it has left, and no worker waits for it until it pushes again.
 Collectives of all ranks (evaluation, checkpoints) come after equally many steps of each rank, so no push is under way.
 They bring every rank to the newest version (`pull`)."""

@@ -132,24 +132,15 @@ def two_d(rows: Axes = ("row",)) -> Scheme:
         X  T/row, K/col ── gathered over col ──┐
         W  K/row, N/col ── gathered over row ──┴── Y  T/row, N/col          the layout of X in the next linear
 
-    A rank holds 1/q² of all parameters and activations. A linear gathers T·K/q elements of X and K·N/q of W in the
-    forward, and reduce-scatters as many in the backward. Unless the gathered operands are kept, the backward gathers
-    them again. For a block of width h with an MLP of 4h and b·s tokens, all linears move in total (Optimus' formula):
-
-        forward   (7 b·s·h + 12 h²) / q elements     backward   the same if operands are kept, else twice as many
+    docs/tensor.md has what a rank holds and moves ("Communication").
 
     Heads and rows of the batch are both local, so attention needs no communication. The embedding's table is stored
     like the head's weight, so that the two may be tied. A rank has a part of the vocabulary and of the features. It
     gathers the features over row, and looks up its tokens. Results are reduce-scattered over col, by feature.
 
     Scheme 2.5D has d such grids (Wang et al., "Tesseract", arXiv 2105.14500; Solomonik and Demmel, 2011) along the axis
-    depth. They hold copies of the parameters and split the rows of the batch. So a rank's activations, and the traffic
-    of activations, are smaller by a factor of d. With d = 1 the scheme is 2D; with q = 1 it is data parallelism:
-
-        X  T/(depth·row), K/col          W  K/row, N/col, on every grid          Y  T/(depth·row), N/col
-
-        forward of a block    7 b·s·h / (q·d) + 12 h² / q elements      on one grid (7 b·s·h + 12 h²) / q
-        gradient of W         12 h² / q² elements per block, summed over depth once per step"""
+    depth. They hold copies of the parameters and split the rows of the batch: X is T/(depth·row), K/col. With d = 1 the
+    scheme is 2D; with q = 1 it is data parallelism."""
     features, inputs = OperandLayoutMove(("col",), "features"), OperandLayoutMove(("row",), "in")
     linear = SchemeProduct(out=("col",), within=("row",), x=features, w=inputs, rows=rows)
     return Scheme(
@@ -167,10 +158,6 @@ def three_d() -> Scheme:
         |          Y  T/(i·l), N/j     as X of rowwise
         | rowwise  X  T/(i·l), K/j     W  K/j, N/(l·i)     gather X over l, W over i; reduce Y over j, scattered on T
         |          Y  T/(i·j), N/l     as X of colwise
-
-        | forward of one linear   (T·K + K·N + T·N) / p² elements    backward: as many if operands are kept,
-        |                                                            else X, W twice
-        | forward of one block    (16 b·s·h + 12 h²) / p² elements   7 b·s·h of inputs, 9 b·s·h of outputs, 12 h² of W
 
     In both linears, i splits W along the features of the hidden states, so heads are never cut. Inside a pair the rows
     of the batch are split over (i, l). So other tensors with a batch dim, such as an attention mask, must be moved.

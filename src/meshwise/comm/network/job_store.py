@@ -5,14 +5,8 @@ MASTER_ADDR is a loopback address, the store here gets a socket that is bound to
 address torch's store is used unchanged.
 
 After a restart the store may still have all keys of earlier attempts. The launchers of several machines may also number
-the restarts differently. So the ranks of an attempt agree on a new prefix for their keys (`unused_store`):
-
-    | every rank      takes a ticket, a number that no rank has had, and writes its rank under this number
-    | rank 0          makes the prefix from its own ticket, and offers it to every ticket with its world size
-    | other ranks     accept the prefix that is offered to their ticket
-    | rank 0          returns when every rank has accepted
-
-Tickets of an earlier attempt may receive an offer too, but their ranks have ended and never accept.
+the restarts differently. So the ranks of an attempt agree on a new prefix for their keys (`unused_store`).
+docs/faults.md says how ("Network").
 
 Ranks can only connect when all have started, with the same world size and the same software. Otherwise torch waits or
 fails with an unclear error. `roll_call` shows the cause before, through the store. Each rank writes its entry. Rank 0
