@@ -130,10 +130,10 @@ FAULTS = (
     Fault("attention.kv_exchange:DirectExchange.backward", "wait_all(works)", "cp=2 context=window", UNWRITTEN),
     Fault(
         "expert.token_exchange:ExpertExchange._exchange_counts",
-        "axes=self._axes.experts).wait()",
+        "work.wait()",
         "dp=2 ep=2",
         UNWRITTEN,
-        "axes=self._axes.experts)",
+        "",
     ),
     # stages
     Fault("pipeline.run.schedule_interpreter:_ScheduleRun._receive", "wait_all(works)", STAGES, UNWRITTEN),

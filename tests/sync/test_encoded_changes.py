@@ -246,9 +246,12 @@ def test_a_codec_continues_a_round_without_one(tmp_path: Path) -> None:
             assert after == "auto" or not bucket.reduction_state["outer_error"].any()
         return agreed(trainer), agreed(other)
 
-    for before, after in (("auto", "int8"), ("int8", "auto")):
-        for ours, theirs in run(2, main, args=(before, after)):
-            assert torch.equal(ours, theirs)
+    found = run(2, main, args=("auto", "int8"))
+    with pytest.warns(
+        UserWarning, match=r"has errors of a codec, of norm 0\.\d+, which 'dp=2 sync=diloco every=4' drops"
+    ):
+        found += run(2, main, args=("int8", "auto"))
+    assert all(torch.equal(ours, theirs) for ours, theirs in found)
 
 
 @pytest.mark.parametrize("skipping", [(0,), (0, 1)])

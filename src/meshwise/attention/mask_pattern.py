@@ -3,13 +3,7 @@
 A pattern does not hold a mask of (queries, keys). It says of a tile of queries and keys whether the tile is empty, full
 or partial, and makes the mask of a partial tile. So the work of an attention is in proportion to the tiles that are not
 empty, and a rank needs masks only for its own queries. Positions are global: a pattern means the same on every rank.
-
-    | causal() & window(1024)                                       sliding window (Mistral)
-    | causal() | prefix(64)                                         prefix language model
-    | window(256) | global_tokens(32)                               Longformer, arXiv 2004.05150
-    | blocks(64) | random_blocks(64, every=8) | global_tokens(64)   BigBird, arXiv 2007.14062
-    | causal() & fixed(128, summary=8)                              Sparse Transformers, arXiv 1904.10509
-    | causal() & documents(ids)                                     packed documents: no attention across"""
+docs/context.md has the patterns of published models ("Sparse attention")."""
 
 import enum
 from collections.abc import Callable, Mapping

@@ -1,8 +1,7 @@
 """Named axes over ranks (`Mesh`), and splits of a number of elements (`even_split`, `weighted_split`).
 
-Every kind of parallelism splits something over a group of ranks, such as the ranks with the same parameters. Other
-libraries keep a global process group for each combination of axes. Here every group is computed from one immutable
-`Mesh`. The coordinate of a rank has one index per axis: the digits of the rank number, where the degree of an axis is
+Every kind of parallelism splits something over a group of ranks, and every group is computed from one immutable `Mesh`.
+The coordinate of a rank has one index per axis: the digits of the rank number, where the degree of an axis is
 the base of its digit. The ranks of a group differ only in the indices of the group's axes.
 
     Mesh.of(pp=2, dp=2, tp=2)       the last axis varies fastest

@@ -11,10 +11,8 @@ The formula loses no digits if the mean is large. A rank without rows takes part
 
 While the model runs, calls of `F.batch_norm` are intercepted, so every module that calls it works unchanged.
 
-`refuse_renormed` refuses an embedding with `max_norm` under plans that would train it wrongly. Its forward scales down,
-in place, the weight rows that it looks up. Ranks with other batch rows look up other weight rows, so their copies of
-the weight would differ. If a separate master is updated, the next update would undo the scaling. So only one copy of
-the weight may exist."""
+`refuse_renormed` refuses an embedding with `max_norm` where copies of its weight would differ. Its forward scales down,
+in place, the weight rows that it looks up, which are others on ranks with other rows of the batch."""
 
 import contextlib
 from collections.abc import Iterator

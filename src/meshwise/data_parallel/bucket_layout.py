@@ -5,9 +5,8 @@
     |   rank 0    |   rank 1     |   rank 2    |    rank 3    |      shards: equal, so a gather is one collective
 
 A shard may begin inside a piece. Runs and shards begin at multiples of `ALIGNMENT`. So a vectorised kernel computes
-only full registers, and gives every element the same bits wherever a run is cut. Because pieces are sorted by options,
-the elements with the same learning rate and weight decay are one contiguous slice. So an elementwise optimizer updates
-at most one tensor for each parameter group and bucket."""
+only full registers, and gives every element the same bits wherever a run is cut. An elementwise optimizer updates at
+most one tensor for each parameter group and bucket."""
 
 import itertools
 import math

@@ -1,12 +1,7 @@
 """Gradient reduction: which tensors a rank keeps in full or as a shard, and which collectives sum the gradients.
 
-The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5) are four reductions:
-
-    | zero   kept parameters   kept gradients   updated by a rank   collectives
-    | 0      full              full             all                 all-reduce once a step
-    | 1      full              full             its shard           reduce-scatter and all-gather once a step
-    | 2      full              shard            its shard           reduce-scatter per micro-batch, all-gather per step
-    | 3      shard             shard            its shard           reduce-scatter per micro-batch, all-gathers per pass
+The stages of ZeRO (Rajbhandari et al., arXiv 1910.02054, section 5) are four reductions. docs/architecture.md has what
+each keeps ("The life of a parameter"), docs/synchronisation.md its collectives.
 
 A reduction may keep state between steps, such as a compression error or the momentum of an outer optimizer: one
 tensor per logical parameter. The state counts as memory, is saved, and is resharded when a checkpoint is loaded.

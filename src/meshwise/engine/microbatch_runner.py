@@ -233,6 +233,10 @@ class WholeModelRunner:
             with beside:
                 world.flight_recorder.doing = Action(0, ActionKind.F, index)
                 loss = self._add_forward(micro_batch, sums)
+            if loss is None:
+                beside = contextlib.nullcontext()
+                self._engine.backward(None, last=last)
+                continue
             backward = functools.partial(self._train_backward, index, micro_batch, loss, scale=scale, last=last)
             if self._overlaps and self._repeats_nothing and not last:
                 beside = world.side_by_side.running(backward, turn=world.turn, streams=world.streams)
@@ -252,14 +256,9 @@ class WholeModelRunner:
             sums[1].add_(count)
         return loss
 
-    def _train_backward(
-        self, index: int, micro_batch: MicroBatch, loss: Tensor | None, *, scale: float, last: bool
-    ) -> None:
+    def _train_backward(self, index: int, micro_batch: MicroBatch, loss: Tensor, *, scale: float, last: bool) -> None:
         """Run the backward of a micro-batch's loss times `scale`."""
         self._engine.world.flight_recorder.doing = Action(0, ActionKind.B, index)
-        if loss is None:
-            self._engine.backward(None, last=last)
-            return
         # If ranks split the rows of one matmul, a backward carries gradients from one rank's rows to another rank.
         # So the gradients of a spare row, whose loss is multiplied by 0, must be kept: other ranks' are among them.
         keep, by = micro_batch.counts or self._shares_rows, scale if micro_batch.counts else 0.0

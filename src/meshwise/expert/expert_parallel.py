@@ -1,6 +1,6 @@
 """Divide the experts of a plain model over ranks: each rank's mixtures hold and run only its local experts.
 
-Each token goes to the ranks of its experts, and back; `token_exchange.py` has the steps. Under `etp` the matrices of
+`token_exchange.py` sends each token to the ranks of its experts, and back. Under `etp` the matrices of
 stacked experts are split, the first by columns, the last by rows. n is 2 for experts with gate and value, else 1:
 
     | first   (experts, n · inner, features)   split in each of n sections, or in groups if they alternate

@@ -1,8 +1,7 @@
 """Recompute a block: keep its inputs, and compute everything else again in its backward.
 
-In torch's `checkpoint` the recomputed values belong to one call of backward. A zero-bubble pipeline splits the backward
-into two parts, and each weight product of the second part would recompute the values. Here a recomputed value belongs
-to the slot of its saved tensor, and lives as long as the slot:
+In torch's `checkpoint` the recomputed values belong to one call of backward, and a zero-bubble pipeline has several.
+Here a recomputed value belongs to the slot of its saved tensor, and lives as long as the slot:
 
     forward     every tensor that autograd saves becomes an empty slot
     backward    the first slot that autograd reads repeats the whole forward, which fills all slots in order and stops

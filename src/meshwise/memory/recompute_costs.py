@@ -6,8 +6,6 @@ scores, softmax and dropout of attention, norms, activation functions. Most of i
 whose outputs are comparatively small (Korthikanti et al., arXiv 2205.05198, section 4). So under `selective` the
 outputs of the operations in `KEPT` are kept, and all other operations are computed again: also `bmm`, which computes
 the scores of unfused attention, large but cheap.
-In a transformer block of width h with dropout and unfused attention, 9 h numbers per token are kept besides the input.
-They are 3 h of queries, keys and values, h of the attention's projection, 4 h and h of the MLP (as in GPT-3).
 
 Two torch modes keep these outputs. `SavedOperations` sees the functions that Python code calls, at a cost of one
 microsecond each. It runs those that may keep an output, or write to a kept one, inside `_KeptOutputs`. This mode sees

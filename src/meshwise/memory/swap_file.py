@@ -5,12 +5,6 @@ load, a user) needs no special call, but pays with page faults. Data that moves 
 (O_DIRECT), in large aligned pieces. Several threads read and write pieces between the file and the caller's buffers.
 The kernel keeps the mapping and the direct transfers coherent.
 
-    file    | master            | exp_avg           | exp_avg_sq        |       space reserved by `allocate`
-            └── mapped: a tensor ┘        ▲ │
-                                  write   │ │  read       pieces of 8 MiB, by 4 threads
-                                          │ ▼
-    memory          a buffer, aligned to 4096 bytes like the file
-
 docs/memory.md says why the file has no name, and why its space is reserved at an allocation ("Disk").
 
 Reading ahead without a limit would hold the whole model in memory, and the tier `disk` would save nothing. So a read

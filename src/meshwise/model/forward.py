@@ -5,11 +5,8 @@ numbers of rows on the ranks, the guess is wrong. So a loss here returns a sum a
 samples), and the engine divides once, over the whole global batch.
 
 A block whose forward is repeated may keep results that are slow to compute but small: the outputs of matrix products.
-Code that computes such a result calls `once` of a `ForwardReplay`, which other files name `recall`:
-
-    | first forward         y = recall.once(compute)     calls `compute`, and keeps the result
-    | repeated forward      y = recall.once(compute)     returns the kept result, without computing or communicating
-    | any other forward     y = recall.once(compute)     calls `compute`
+Code that computes such a result calls `once(compute)` of a `ForwardReplay`, which other files name `recall`. In a
+repeated forward it returns the result of the first one, without computing or communicating.
 
 State that differs between forwards (the samples to draw for, the rows of each rank) is a `RememberedState`. A block
 takes a snapshot of the state when it begins, and restores the snapshot when it is repeated."""

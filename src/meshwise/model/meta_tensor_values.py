@@ -6,10 +6,9 @@ A rehearsal's tensors have no values, so a model that reads values could not be 
     if (positions.diff() != 1).any(): ...                # are several texts in one row?
     if mask.all(): ...                                   # is nothing padded?
 
-The first condition is the same for every batch: `positions` is made from no other tensor (as by `arange`, `ones_like`)
-or only from such tensors. The values of such small tensors are computed along with their meta tensors. The second
-condition depends on integers of the batch, which have the user's values (`simulate/rehearsal.py`). Tensors from
-parameters, draws or other numbers have no values.
+`positions` is made from no other tensor. The values of such small tensors are computed along with their meta tensors.
+The second condition depends on integers of the batch, which have the user's values (`simulate/rehearsal.py`). Tensors
+from parameters, draws or other numbers have no values.
 
 `run_on_meta` serves operations whose meta kernel in torch is missing or too limited."""
 

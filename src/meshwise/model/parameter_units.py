@@ -1,18 +1,11 @@
 """Divide a model into units: the parameters that are gathered and reduced together.
 
-The parameters of a unit are gathered just before one of its modules runs, and freed afterwards. torch's FSDP asks the
-user to wrap modules; here the units follow from the structure of the model, by the rules in docs/memory.md ("Units").
-Modules are taken in the order of registration, which is the running order of nearly all models. If a model runs its
-modules in another order, the result is the same, and only prefetching is slower.
+The parameters of a unit are gathered just before one of its modules runs, and freed afterwards. docs/memory.md has the
+rules by which units follow from the structure of a model ("Units").
 
-A unit is gathered when one of its modules is called. But a forward can also read the weight of a child directly:
-
-    return functional.linear(x, self.embedding.weight)          # a head tied by use, not by registration
-
-Then the child is never called, and its weight would not be gathered. torch's own MultiheadAttention reads `out_proj`
-like this. No hook sees the read of an attribute, and parameters must stay plain parameters. So a search reads
-the source code of `forward`, and of the methods that it calls on `self`. It finds dotted names that lead from `self` to
-a child's parameter. The search misses a child under another name, and a function without source code."""
+A forward may read the weight of a child without calling it, and no hook sees the read of an attribute. So a search
+reads the source code of `forward`, and of the methods that it calls on `self`. It finds dotted names that lead from
+`self` to a child's parameter. It misses a child under another name, and a function without source code."""
 
 import ast
 import difflib

@@ -15,9 +15,9 @@ full draw that its tensor needs. Key and slice follow from three facts:
                the number of the call, counted inside its caller. Hooks on the modules keep a stack of running calls.
     region     `ActivationRegion`, from tensor parallelism: the slice of the activations that the rank has
 
-A forward that is repeated in the backward (activation checkpointing) begins in the middle of the model, without callers
-on the stack. Its first module gets the place of its call in the first forward. Draws raise an error if the module was
-called in two places, or if the repeated function is no module: then the place is ambiguous."""
+A forward that is repeated in the backward begins in the middle of the model. Its first module gets the place of its
+call in the first forward. Draws raise an error if it was called in two places, or if the repeated function is no
+module: then the place is ambiguous."""
 
 import contextlib
 import functools

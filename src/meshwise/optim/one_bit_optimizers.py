@@ -11,9 +11,8 @@ docs/synchronisation.md has the exact steps, the local steps under `sync=momenta
 have Adam's bias correction. A sign cannot be 0, so an element with small gradients gets an m as large as the mean of
 its block. So from the first encoded step on, m̂ / (sqrt(v̂) + eps) is clamped to ±`limit`, and 0 if v is 0.
 
-OneBitLAMB multiplies an update by c f. c: the mean of LAMB's ratios in the warm-up, weighted by `beta3`. f: the largest
-sqrt(v̂) / sqrt(û) in the parameter, where each step changes the variance u by the gradient that follows from the
-momenta. `factors` has the least f, the largest f, and the largest relative change of f in a step."""
+OneBitLAMB multiplies an update by c f. c: the mean of LAMB's ratios in the warm-up. f: the largest sqrt(v̂) / sqrt(û) in
+the parameter, where each step changes the variance u by the gradient that follows from the momenta."""
 
 import itertools
 import math

@@ -9,10 +9,7 @@ minus the time for r's weight gradients after its last message, at most the last
 ends with weight gradients, so nothing is left of the last sum. With `exact=True`, the schedule's table is timed
 instead, which gives a higher bound. The update of the rank's shard is added in both cases.
 
-Memory: the state of a rank between steps, plus the activations that its stages keep at the same time.
-
-The bounds hold if the rehearsal's clock keeps the order of each rank's actions, and no stage is faster than its
-operations. tests/planner compares the bounds with rehearsals."""
+Memory: the state of a rank between steps, plus the activations that its stages keep at the same time."""
 
 import itertools
 from collections import Counter

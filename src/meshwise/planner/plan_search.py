@@ -7,8 +7,7 @@ The plan with the lowest time always gets its next estimate. So a rehearsed plan
 bounds is the best plan, and the next such plan the second best. All plans that are not rehearsed by then have lost;
 their bounds show why. A plan that does not fit is replaced by plans with less memory.
 
-A rehearsal is some seconds of Python code, so threads do not help. Its inputs are a model and the user's functions,
-which pickle may refuse. So `ForkedWorkers` forks a child for each call; the child shares the inputs with its parent.
+`ForkedWorkers` forks a child for each rehearsal, because pickle may refuse a model and the user's functions.
 
 `best_table` and `lost_table` show the result as text."""
 

@@ -2,17 +2,7 @@
 
 `CostModel` has the seconds of one entry of a tape, and `entry_times` the start and stop of each entry.
 
-`step_seconds` adds the time of offloaded state. The bytes that it moves between device, host and disk in a step are
-computed by `step_traffic`:
-
-    | offloaded     in every micro-batch                  at the update, after the norm of all gradients is known
-    | activations   written, read
-    | parameters    read twice (gathers)                  written
-    | gradients     written; read except in the first     read
-    | masters                                             read, written
-    | optimizer                                           read, written
-
-Bytes between a GPU and its host cross the link between them. Bytes of the tier `disk` also use the disk. If optimizer
+`step_seconds` adds the time of offloaded state; docs/memory.md says when each kind moves ("The update"). If optimizer
 state is off the GPU, the host runs the update; gradients and parameters on the GPU then cross the link once."""
 
 import math

@@ -7,13 +7,9 @@ The first step allocates the optimizer's state. The peak is the peak of the seco
 plans that need less memory, from the cheapest change to the most expensive one, until a plan fits. `needs` does the
 same before a run. When the system kills a rank, its launcher prints the same advice (`cli/train_command.py`).
 
-On a GPU `room_left` returns the free memory of the device (`comm/api/streams.py`). On a CPU it returns the smallest of:
-
-    | of the process   the limits that `ulimit` sets
-    | of the host      an equal part for each rank of the free memory of the machine, and of each cgroup of the process
-    |                  (a container, a batch job, a service)
-
-A cgroup counts the page cache as memory in use. As in container runtimes, its inactive pages count as free here.
+`room_left` returns the free memory of a GPU (`comm/api/streams.py`). On a CPU it returns the least limit of `ulimit`,
+or of an equal part for each rank of what is free in the machine and in each cgroup of the process (a container, a batch
+job). As in container runtimes, inactive pages of a cgroup's page cache count as free.
 
 `measure` runs a few real steps, and returns each rank's peak memory and step times, for comparison."""
 

@@ -3,17 +3,15 @@
 `RehearsalSubject` has all that `parallelize` gets, except the plan. Of ranks, stages, micro-batches and steps that do
 equal work, `rehearse` runs one. docs/simulation.md has a table of them ("What is rehearsed").
 
-The tape of a rank has the memory that exists after the plan is applied. It also has every operation, call and
-allocation of two steps (`tape_recorder.py`).
+The tape of a rank (`tape_recorder.py`) has the memory after the plan is applied, and all that two steps do.
 
 `MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans. If
 the rehearsal needs more rows than the batch has, kept values repeat the batch's rows: six rows become 0 1 2 3 4 5 0 1.
 
-A model may read masks, positions and lengths to choose a branch or a size. It rarely reads floating-point values. If it
-does, `x.item()` or `if mask.any():` fails, unless the value follows from sizes or from integers of the batch.
+A model may read masks, positions and lengths. If it reads other values, as by `x.item()`, it fails, unless the value
+follows from sizes or from integers of the batch.
 
-A rehearsal raises the errors of the training code with the same messages. It cannot raise errors that depend on values:
-a loss that is not finite or counts nothing, an index outside of a vocabulary."""
+A rehearsal raises the errors of the training code, but none that depends on values, as of a loss that is not finite."""
 
 import contextlib
 import dataclasses

@@ -6,12 +6,8 @@ rank stops only where its tape waits for a collective. Without pp, all segments 
 each is played alone. Then the pipeline's clock (`schedule_clock.py`) combines the stages with their messages, gathers
 and reductions. `predict` returns the result.
 
-A `Prediction` has the timeline of the step, and each rank's memory over the step. The timeline has the actions of the
-clock, the collectives and waits inside actions, and the phases before and after the schedule.
-The bubble and the waits are computed from the timeline:
-
-    │ begin │ 0F0 │ 0F1 │      │   0B0   │   0B1   │ exchange │ update │
-              ▔▔     ▔▔           ▔  ▔      ▔  ▔                ▔▔▔▔▔     waits for collectives"""
+A `Prediction` has the timeline of the step, from which the bubble and the waits follow, and each rank's memory. The
+timeline has the actions of the clock, the collectives and waits inside them, and the phases around the schedule."""
 
 import dataclasses
 import itertools

@@ -7,10 +7,8 @@ operation that returns it until the last reference ends.
 Some choices depend on the predicted device, which need not exist here. `KernelChoice` chooses the kernels of attention,
 dropout and RMS norm for that device, and `optimizer_on` the kind of optimizer (fused or not).
 
-`RehearsalWorld` records every call. One rank of each kind of stage is rehearsed, each on its own thread, because the
-code of a stage decides the inputs of the next one. Through `StageMessages`, small Python values (shapes, sizes) travel
-between the threads as in a real run. Tensors have no values, so they are not sent. The messages of a stage that is not
-rehearsed come from the rehearsed stage of its kind."""
+`RehearsalWorld` records every call. One rank of each kind of stage is rehearsed, each on its own thread. Through
+`StageMessages`, small Python values (shapes, sizes) travel between the threads as in a real run."""
 
 import contextlib
 import dataclasses

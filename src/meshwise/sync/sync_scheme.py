@@ -2,11 +2,9 @@
 
 docs/local_steps.md has a table of them, with their papers. A new scheme is a new row, for `Replicas` to interpret.
 
-In gossip, replicas mix their parameters with the neighbours in a graph (docs/local_steps.md), by its weights
-(`mixing_weights`). In round k of the exponential graph, replica r takes half of replica r - 2^k mod n (Assran, arXiv
-1811.10792). Every column and row of the matrix of weights adds up to 1, so mixing keeps the mean of the replicas. An
-undirected edge has the weight 1 / (1 + the larger degree of its ends), after Metropolis and Hastings. `groups:` and
-edges need not connect all replicas; `check_graph` refuses edges that leave two parts."""
+In gossip, replicas mix their parameters with the neighbours in a graph (`mixing_weights`), which keeps their mean. In
+round k of the exponential graph, replica r takes half of replica r - 2^k mod n (Assran, arXiv 1811.10792). An edge has
+the weight 1 / (1 + the larger degree of its ends), after Metropolis and Hastings."""
 
 import dataclasses
 import difflib

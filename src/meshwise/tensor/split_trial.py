@@ -127,7 +127,8 @@ class _Trial:
     def _first_run(self) -> tuple[_Arguments, _Run]:
         """Return arguments with which the module runs, and its run. Raises ValueError if it runs with none."""
         least = math.prod(map(self._mesh.degree, self._scheme.tokens))
-        for tokens in dict.fromkeys((max(6, least), max(2, least))):  # a table of positions may be short
+        tables = sorted({size for x in self._module.buffers() for size in x.shape if size < 1024 and size % least == 0})
+        for tokens in dict.fromkeys((max(6, least), *tables, max(2, least))):  # tables may be short, or fix the tokens
             if found := self._run_of_tokens(tokens):
                 return found
         raise ValueError("no arguments fit")
@@ -197,7 +198,11 @@ class _Trial:
         self._placed = tensor_parallel(root, plan=self._plan, parts=parts, outside=context)
         for name, parameter in list(root.named_parameters()):
             owner, _, key = name.rpartition(".")
-            own = self._part(parameter, self._placed[name].layout, rank)
+            layout = self._placed[name].layout
+            if owner in self._matrices:  # a zero that takes no memory
+                own = parameter.new_zeros(()).expand(layout.local_shape(parameter.shape, mesh=self._mesh, rank=rank))
+            else:
+                own = self._part(parameter, layout, rank)
             root.get_submodule(owner)._parameters[key] = nn.Parameter(own)
 
         def take(value: Tensor) -> Tensor:

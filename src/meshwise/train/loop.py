@@ -3,10 +3,8 @@
 Every rank calls `train`; rank 0 prints, and writes all files except the checkpoints and failure reports.
 `StepTimelines` measures some steps action by action.
 
-Collectives make every rank's step as long as the slowest rank's. So every 20 steps the ranks exchange their busy times
-(`RankPace`): the time of the step without waits in collectives. A rank is slow in a step if its busy time is more than
-twice the other ranks' median, and 50 ms above it (`slow_ranks`). Slow GPUs are not found, because on CUDA the device
-waits for a collective, and the process does not."""
+Every 20 steps the ranks exchange their busy times (`RankPace`): the time of the step without waits in collectives.
+docs/faults.md says which rank is slow ("Detection"). Slow GPUs are not found, because the device waits there."""
 
 import contextlib
 import itertools

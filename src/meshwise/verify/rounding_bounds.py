@@ -14,10 +14,8 @@ the neighbours; in float64, up to the rounding of the largest gradient. After su
 parameter is not compared. An example is the bias of an attention's keys, whose exact gradient is zero.
 
 `VerificationInputs` are the user's model, loss and batches, prepared for a verification. `OutputMeanSquares` measures
-every module's output in a step, to find the first module where two forwards differ. Each rank and micro-batch has a
-part of a split model's output, so the output tensors cannot be compared. Their mean square over all parts can be
-compared: it is the same for every split of the batch's rows. This is also true for an output without a batch dim, such
-as a position embedding, because all parts compute the same values."""
+every module's output, to find the first where two forwards differ. A rank has a part of an output, but the mean square
+over all parts is the same for every split of the batch's rows."""
 
 import contextlib
 import dataclasses

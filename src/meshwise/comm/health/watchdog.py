@@ -3,17 +3,8 @@
 The thread of each rank reads the rank's flight recorder. The threads exchange messages through the job's store, which
 works when collectives do not. A thread needs no help from the main thread, which may be blocked in C++.
 
-    | event                                 action of the watchdog
-    | every beat (about 1 s)                store that this rank lives; answer a new survey; look for the declared end
-    | the rank waits for 10 s               start a survey: every rank answers with its position, last calls and stack
-    | waiting longer cannot help            the lowest rank that answered prints the report, and all ranks end
-    | a rank may only be slow               print one warning at half of `stall_seconds`, end at `stall_seconds`
-    | an exception ends the main thread     its traceback is the report, and all ranks end
-    | the launcher is gone                  end this rank alone
-    | the store is gone                     end this rank alone when it waits
-
-Times are for `stall_seconds` = 300. One waiting rank does not show the cause, so a `RankSurvey` compares the answers of
-all ranks. docs/faults.md has the causes and the times of their reports ("Detection")."""
+One waiting rank does not show the cause, so a `RankSurvey` compares the answers of all ranks. docs/faults.md has the
+events, what the watchdog does at each, the causes, and the times of their reports ("Detection")."""
 
 import contextlib
 import os

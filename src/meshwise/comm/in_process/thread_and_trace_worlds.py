@@ -1,7 +1,7 @@
 """Worlds inside one process: ranks as threads (`run_threads`, `ThreadWorld`), or one rank alone (`TraceWorld`).
 
-With processes a test starts slowly, is hard to debug and may hang. Here ranks are threads, which compute one at a time
-(see `TurnTaking`) and exchange copies of their tensors:
+Ranks that are threads start fast and are easy to debug. They compute one at a time (`TurnTaking`), and exchange copies
+of their tensors:
 
     rank 0   all_reduce(x) ──┐ leaves a copy of x                 wait() ── until all have arrived,
     rank 1        all_reduce(x) ──┤                                       then takes its result from the copies
@@ -19,8 +19,7 @@ In a `TraceWorld` one rank of a job of any size runs alone: its collectives are 
 the communication cost of a plan, run a step of one rank in this world, and read its records (`World.record`). Kinds,
 axes, bytes and order are as in the real job. Meta tensors take no memory and no time.
 
-With tensors that have values, all tensors of other ranks count as zeros. A sum is this rank's own term. A gather fills
-only this rank's part. Received, broadcast and scattered values are zero. `exchange` repeats this rank's value."""
+With tensors that have values, all tensors of other ranks count as zeros, and `exchange` repeats this rank's value."""
 
 import threading
 import time

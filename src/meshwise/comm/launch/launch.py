@@ -7,14 +7,9 @@ one script works with `python` and with torchrun.
      │     torch's launcher   one rank, start to end      its world
      └─ results, first_error: what `main` returned, or the first error (not the errors that it caused in other ranks)
 
-`launch` changes torch's elastic launcher in three ways:
-
-1. A rank that ends with status 0 and without a result counts as failed. torch's launcher waits until every rank has
-   returned a result or one rank has failed. So it would wait for ever after `os._exit(0)`, or `exit` in a C library.
-   torch reports a failed process within a second. So a rank that ended earlier, and is not reported, had status 0.
-2. When a rank ends without an outcome, the others get 2 s to report the collective that it did not join. torch's
-   launcher would end them at once.
-3. Ranks need semaphores. If a container has no room for them, the error says what to change."""
+`launch` changes torch's elastic launcher in three ways. A rank that ends with status 0 and without a result counts as
+failed (docs/faults.md, "Detection"). When a rank ends without an outcome, the others get 2 s to report the collective
+that it did not join. Ranks need semaphores: if a container has no room for them, the error says what to change."""
 
 import contextlib
 import errno

@@ -8,16 +8,14 @@ A collective here is a generator. Each `yield` returns started messages; the gen
 
 The first messages are started before the call returns. A collective of one phase is completed by `wait`. A collective
 of two phases is completed by a thread, so that the second phase starts before a call of `wait`. There is one thread
-for each group, which runs its calls in order. Every rank sends to every other rank directly, which suits few ranks.
+for each group, which runs its calls in order.
 
 docs/architecture.md says why `GlooTransport` uses gloo's sends and receives alone ("Worlds").
 
 The tag of a message is a hash of the call: ranks (not of a send), kind, operation, phase, size, dtype. So a rank never
 receives a message of a different collective: it waits, and the hang report names the ranks that differ.
 
-CUDA tensors are copied to pinned memory and back. The calling thread starts the copies to the host and records an
-event. The thread of the group waits for the event and exchanges the messages. `wait` starts the copies back on the
-current stream. torch's caching host allocator does not reuse pinned memory while a copy reads it."""
+CUDA tensors are copied to pinned memory and back: docs/architecture.md says by which threads ("Worlds")."""
 
 import itertools
 import os

@@ -7,8 +7,7 @@ calls `World.progress` (docs/architecture.md, "Worlds"):
     rank 0   post #7 ········ compute ········ post #8: does its part of #7 │ compute ··· wait #8
     rank 1       post #7 ········ compute ········ post #8: its part of #7 │ compute ··· wait #8
 
-Within a queue, a rank does its parts in the order of the calls; different queues do not wait for each other. If another
-rank made a different call, this rank may notice only at its next call that needs a tensor of that rank.
+Within a queue, a rank does its parts in the order of the calls; different queues do not wait for each other.
 
 A board has records for 32 calls of a queue. The next call is posted when every rank has done its part of the oldest
 call. Until then the call stays in this process. The rank does not block: other ranks may wait for its next call.

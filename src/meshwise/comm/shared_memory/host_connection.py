@@ -8,11 +8,8 @@ A word is an integer of 8 bytes, read and written in one piece. So a rank counts
     |         16…   for each queue: its key, and the index of its first word
     |         …     the queues, each at a multiple of `PAYLOAD_WORDS` (`QueueState` describes their contents)
 
-A waiting rank first polls a few times, because the other rank may be about to post. Next it yields the core between
-polls, because the other rank may need this core. Last it sleeps until the other rank's bell rings. So the wait keeps no
-core busy, whatever the number of ranks. A barrier of 4 ranks on 4 busy cores takes 30 us, of 8 ranks 100 us. With
-polling alone the barriers take 1 ms and 3 ms.
-docs/architecture.md has the rules of the shared memory, as for the order of data and their count ("Worlds")."""
+A waiting rank polls a few times, then yields the core between polls, and then sleeps until the other rank's bell rings.
+docs/architecture.md says why, and has the rules of the shared memory ("Worlds")."""
 
 import ctypes
 import enum

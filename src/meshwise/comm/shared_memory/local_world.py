@@ -1,17 +1,7 @@
 """The World of CPU ranks on one host, with collectives in shared memory.
 
-Every rank posts the locations of its tensors (see `group_queue`), and reads the parts that it needs from other ranks:
-
-    | all-gather, broadcast, all-to-all, …   every rank copies the other ranks' parts into its own tensors
-    | reduce-scatter                         every rank adds up its part, straight from the other ranks' tensors
-    | all-reduce                             every rank adds up its slice, block by block, and writes each block of the
-    |                                        sum into all ranks' tensors, without intermediate copies
-    | tensors of up to 64 KB in total        the board has a copy of the contents: the rank need not wait for readers
-
-    | tensors                access by other ranks
-    | from `World.empty`     shared memory, mapped once, read and written in place
-    | all other tensors      a copy in shared memory that is lent for the call
-
+Every rank posts the locations of its tensors (see `group_queue`), and reads the parts that it needs from other ranks.
+docs/architecture.md has what is read, written and copied in each collective ("Worlds").
 The terms of a sum are added in group order. So a sum has the same bits on every rank, wherever the tensors are."""
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,8 @@
 """Choose where stages begin, to make a training step short or the largest stage small.
 
 An item is one call of a piece of the model. `divide` partitions the items into contiguous stages whose largest load is
-as small as possible. Most pipelines round a running sum instead. Its error is up to the largest item, and a language
-model's embedding and head are large. The lists are short, so the best bounds are found exactly. For the step of a
-schedule, several such bounds are compared by its clock.
+as small as possible. The lists are short, so the best bounds are found exactly. For the step of a schedule, several
+such bounds are compared by its clock.
 
 `balance` tries boundaries between pieces first. A boundary inside a block (`probe_result.inner_modules`) is used if it
 gains enough. Of boundaries that are nearly as good, the one that sends the fewest bytes is taken.

@@ -8,8 +8,7 @@ the gradients of its two operands separately. Autograd omits a gradient that is 
                ▼             ▼                               I runs the spine, and keeps the gradients at n4 and n2
               W b           W a                              W starts again at n4 and at n2, towards the parameters
 
-After I, the saved tensors that W does not need are freed. I and W together compute the same gradients as one backward
-(Qi et al., 2023; torch's pipelining does the same).
+After I, the saved tensors that W does not need are freed (Qi et al., 2023; torch's pipelining does the same).
 
 A parameter gets its gradient already in I in three cases. If paths to it leave the spine at several nodes, W would run
 the nodes between these places twice. If a path misses the spine, W has no node there to start at. Behind torch's

@@ -12,10 +12,7 @@ In the zero-bubble schedules a backward is I, run at once because the stage befo
 and zb-h2 (Qi et al., 2023) use one rule; F, I and W take 1 unit. In each unit, a rank runs the next forward if the
 limits allow it, else the next I, else a W. The two differ only in their two limits. zb-v (Qi et al., 2024) and
 dualpipev (DeepSeek, 2025) put stages r and 2p - 1 - r on rank r (a V). So the loss is on rank 0. The rule of zb-h1
-would leave gaps in a V, so the two are written as phases of repeated actions.
-
-DualPipeV's published formula for the bubble, (p - 1) (f + 2i - w), assumes that a forward and a backward run together.
-Here they run in turn, so the next rank has one result earlier."""
+would leave gaps in a V, so the two are written as phases of repeated actions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

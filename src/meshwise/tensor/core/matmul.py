@@ -10,9 +10,8 @@ If ranks sum a product, it is written into a tensor of `World.empty_for_reduce`,
 W may have a leading dim of experts. Then X has this dim too, and each expert multiplies its own rows: (experts, rows,
 K) by (experts, out, in).
 
-Several products may read one X, as q, k and v do. Then X is gathered once for all of them. A rank keeps only its own
-part of X, so the backward gathers X once more for all weight gradients (`InputGather`). The gradients of X are added
-before they are sent. So the traffic equals the traffic of one product with all columns of W.
+Several products may read one X, as q, k and v do. Then X is gathered once for all of them, and once more in the
+backward (`InputGather`). The gradients of X are added before they are sent.
 
 The backward may be run in two parts, for dX and for dW. Each part gathers the operand that it multiplies: W for dX, X
 for dW. Both gather dY if Y was scattered. Until dW is computed, a rank keeps its own parts of dY and X."""

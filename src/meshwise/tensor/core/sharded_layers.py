@@ -6,10 +6,8 @@ forward calls collectives, so under compile=blocks it runs uncompiled, between t
 *Embedding*: a rank looks up the tokens in its part of the vocabulary, and has zeros for all other tokens. The ranks sum
 the results. The sum equals the product of one-hot rows and the table.
 
-*Norms*: LayerNorm needs the mean and the variance over all features of a token, but a rank has only some features. A
-variance computed from sums of squares would be inexact for a large mean. So each rank sends the mean and variance of
-its own features, which are combined exactly (Chan, Golub and LeVeque, 1979). Per token it sends 2 numbers in the
-forward and 2 in the backward. RMSNorm sends 1 in each, because it needs only the mean of squares.
+*Norms*: each rank sends the mean and variance of its own features of a token, which are combined exactly (Chan, Golub
+and LeVeque, 1979); docs/tensor.md has what travels ("Communication").
 
     x̂ = (x - mean) / σ    dx = (g - mean(g) - x̂ · mean(g · x̂)) / σ,  g = dy · weight   RMSNorm omits mean and mean(g)
 

@@ -11,15 +11,8 @@ correct, but whole logits are the largest tensor of a language model.
 while the model runs, a split embedding returns its weight as a `TableWeight`. Its product with the hidden states is a
 `SplitLogits`. Other functions of its values raise ValueError, because a rank has only a part of the table.
 
-Cross-entropy: a rank has some of the classes of every token. From them it computes two numbers per token (three with
-label smoothing). One all-gather exchanges these numbers; the logits are not sent:
-
-    each rank:  log Σ exp(its logits),  the target's logit or 0,  Σ its logits
-
-    loss = log Σ exp(all logits) - target's logit, and with label smoothing ε over V classes
-           (1 - ε) · loss + ε · (log Σ exp(all logits) - Σ all logits / V)
-
-The gradient of a rank's logits needs no communication. It is the softmax, minus one at a target that the rank has."""
+Cross-entropy: each rank computes two numbers per token from its classes (three with label smoothing). One all-gather
+exchanges them, and the logits are not sent: docs/tensor.md has the formula ("Communication")."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
 """Find linear layers, embeddings and norms by what they compute, and the exact formula of each norm.
 
-A split module gets a new forward. So a subclass of nn.Linear or nn.Embedding that computes something else (a linear
-with adapters) must not be split. To find out, a subclass with its own forward is run on random numbers, and its output
-is compared with the output of torch's class (`as_matrix`, `returns_table_rows`).
+A split module gets a new forward, so a subclass of nn.Linear or nn.Embedding that computes something else must not be
+split. One with its own forward is run on random numbers, and compared with torch's class (`as_matrix`,
+`returns_table_rows`).
 
-A norm over split features is computed here, so its formula must be known (`as_norm`), and no class name proves it. So a
-copy of the module, with random parameters, is run on random numbers, and its output is compared with both formulas:
+A norm over split features is computed here. No class name proves its formula (`as_norm`), so a copy of the module, with
+random parameters, is run on random numbers and compared with both:
 
     | (x - mean) / sqrt(variance + epsilon) · gain + bias        LayerNorm, Ba et al., 2016
     | x / sqrt(mean of squares + epsilon) · gain + bias          RMSNorm, Zhang & Sennrich, 2019 (without bias)
