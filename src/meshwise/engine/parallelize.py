@@ -238,7 +238,7 @@ def _setting(module: nn.Module, *, plan: Plan, world: World, options: Options, l
         reduction = compressed(reduction, wire=plan.wire, feedback=bool(plan.feedback))
     gather = None if plan.gather == "exact" else CODECS[plan.gather](0)
     outer, node = (plan.mesh().expand([axis]) for axis in ("outer", "node"))
-    axes = plan.sync_axes if plan.sync == "momenta" else outer, plan.sync_axes, node
+    axes = (plan.sync_axes if plan.sync == "momenta" else outer), plan.sync_axes, node
     storage = StorageConfig(reduction, precision, tiers, *axes, gather, plan.prefetch, plan.overlap_gather > 0)
     task = MicrobatchTask(forward, loss or no_loss, call)
     policy.undo.push(casts.hook(module))

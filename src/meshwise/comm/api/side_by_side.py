@@ -1,7 +1,7 @@
-"""Run two computations of a rank side by side: while one waits for a collective, the other one computes.
+"""Run two computations of a rank side by side: while a collective of one is under way, the other one computes.
 
-They are two threads that compute in turns. A thread hands over where it would wait for a collective with a backward. So
-the order of a rank's calls does not depend on times, and is the same on every rank."""
+They are two threads that compute in turns. A thread hands over just before it waits for a collective with a backward
+(`autograd_collectives.py`). So the order of a rank's calls does not depend on times, and is the same on every rank."""
 
 import contextlib
 import threading
@@ -19,7 +19,10 @@ class OtherSideFailed(BaseException):
 
 
 class SideBySide:
-    """The two computations that a rank runs now, if it does: a forward, and the backward of an earlier micro-batch."""
+    """The two computations that a rank runs now, if it does: a forward, and the backward of an earlier micro-batch.
+
+    | _both    True until one of the two has ended
+    | _gates   of the forward (0) and of the backward (1): each waits at its own until the other one hands over"""
 
     def __init__(self, flight_recorder: FlightRecorder) -> None:
         self._flight_recorder = flight_recorder
@@ -41,10 +44,10 @@ class SideBySide:
         ended = self._worker.submit(self._run_backward, backward, streams, streams.current())
         try:
             yield
-            self._let_end(ended)
+            self._let_end(ended)  # here, so that a KeyboardInterrupt in this wait ends the backward too
         except OtherSideFailed:
             pass  # the exception of the backward is raised below
-        except BaseException:  # also a KeyboardInterrupt while this thread waits
+        except BaseException:
             self._failed = True
             raise
         finally:

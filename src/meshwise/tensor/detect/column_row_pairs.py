@@ -352,7 +352,7 @@ class ColumnRowPairs:
         cuts: Mapping[str, Sequence[Cut]],
         ways: Sequence[Mapping[str, Part]],
     ) -> tuple[dict[str, Part], bool]:
-        """Return the first parts with which the module `home` computes the same in a trial, and True if there are any.
+        """Return the first parts with which the module `home` computes the same in a trial, and whether a trial ran.
 
         `cuts`: for each matrix, sections and grain to try. `ways`: parts to try in place of those in `found`. Without a
         right one, return `found` with the first cuts and without matrices that have several, and note the reason."""
