@@ -1,7 +1,6 @@
 """Attribute and argument names by which attentions are recognised, and functions of dotted module names.
 
-`attention_names.toml` has the names, and says what each list is for. A few classes are listed too, where no attribute
-shows how the fused matrix is arranged: by full name, so that their library need not be installed."""
+`attention_names.toml` has the names, and says what each list is for."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,6 @@ _NAMES: Mapping[str, Any] = package_table("tensor/detect/attention_names.toml")
 HEADS, KEY_HEADS, GROUPS, TABLES = (tuple(_NAMES[key]) for key in ("heads", "key_heads", "groups", "tables"))
 HEAD_WIDTHS, FEATURES, CONFIGURATIONS = (tuple(_NAMES[key]) for key in ("head_widths", "features", "configurations"))
 BY_HEAD, MASKS, STORED_AS_INPUTS_BY_OUTPUTS = (tuple(_NAMES[key]) for key in ("by_head", "masks", "inputs_by_outputs"))
-INTERLEAVED: Mapping[str, str] = _NAMES["interleaved"]
 DECLARED: Mapping[str, str | None] = {word: role or None for word, role in _NAMES["declared"].items()}
 
 

@@ -49,11 +49,9 @@ from meshwise.tensor.detect.attention_names import (
     BY_HEAD,
     GROUPS,
     HEADS,
-    INTERLEAVED,
     KEY_HEADS,
     MASKS,
     enclosing,
-    full_name,
 )
 from meshwise.tensor.detect.forward_source import read_outputs
 from meshwise.tensor.detect.layer_formulas import MatrixModule, as_matrix, as_norm, matrices
@@ -453,9 +451,7 @@ class ColumnRowPairs:
             return [((), grain)]
         by_query = heads is None or (len(set(sections)) == 1 and sections[0] == heads.features)
         by_head = ((), grain * len(sections) if by_query or heads is None else matrix.outputs // heads.key_count)
-        owner = self.modules[matrix.parent_name]
-        known = any(INTERLEAVED.get(full_name(kind)) == matrix.own_name for kind in type(owner).__mro__)
-        return [by_head] if known else [(sections, grain), by_head]
+        return [(sections, grain), by_head]
 
     def torch_attention(self, module: nn.MultiheadAttention, *, name: str) -> dict[str, Part]:
         """Return the parts of torch's MultiheadAttention, whose input matrices are its own parameters, by name."""
