@@ -266,7 +266,9 @@ def test_an_interrupt_of_a_waiting_forward_ends_the_backward_where_it_next_hands
 
     def backward() -> None:
         signal.pthread_kill(main_thread, signal.SIGINT)
-        time.sleep(0.2)  # the main thread, which waits, has raised KeyboardInterrupt by now
+        end = time.monotonic() + 60
+        while not sides._failed and time.monotonic() < end:  # until the main thread, which waits, has been interrupted
+            time.sleep(0.01)
         sides.hand_over()
         reached.append("the next computation")
 
