@@ -265,10 +265,11 @@ def test_an_interrupt_of_a_waiting_forward_ends_the_backward_where_it_next_hands
     sides, main_thread = SideBySide(FlightRecorder()), threading.get_ident()
 
     def backward() -> None:
-        signal.pthread_kill(main_thread, signal.SIGINT)
-        end = time.monotonic() + 60
-        while not sides._failed and time.monotonic() < end:  # until the main thread, which waits, has been interrupted
-            time.sleep(0.01)
+        while not sides._failed:  # a signal that comes just before the main thread waits does not wake it
+            signal.pthread_kill(main_thread, signal.SIGINT)
+            end = time.monotonic() + 5
+            while not sides._failed and time.monotonic() < end:
+                time.sleep(0.01)
         sides.hand_over()
         reached.append("the next computation")
 
