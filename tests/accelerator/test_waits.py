@@ -50,7 +50,6 @@ def waits(world: World, text: str) -> Mapping[str, int]:
 @pytest.mark.parametrize(
     "plan, more",
     [
-        ("dp=2 zero=1", {}),
         ("dp=2 zero=3 recompute=full", {}),
         ("pp=2 microbatches=2 recompute=selective", {}),
         ("dp=2 offload=activations:cpu precision=bf16", {}),

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.memory.activation_offload import ActivationTransfers
 from meshwise.memory.swap_file import SwapConfig
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, MixtureConfig, MixtureGPT, next_token_loss
-from meshwise.testing import agree, alone, outcome, run
+from meshwise.testing import agree, run
 
 BOUND = 1e-9
 NARROW_BOUND = 1e-6

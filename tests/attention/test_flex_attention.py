@@ -114,7 +114,9 @@ def test_flex_attention_under_cp_equals_dense_attention(context: str, cp: int, w
     compare(f"cp={cp} context={context} zero={zero}", ranks=cp, way=way)
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2 microbatches=2", "tp=2", "tp=2 cp=2"])
+@pytest.mark.grid(
+    Grid({"plan": ("dp=1", "dp=2 microbatches=2", "tp=2", "tp=2 cp=2")}, heavy=lambda cell: cell["plan"] == "tp=2 cp=2")
+)
 def test_flex_attention_has_a_backward_on_a_cpu(plan: str) -> None:
     compare(plan, ranks=4 if "cp" in plan else int(plan[3]))
 

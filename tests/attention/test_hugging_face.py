@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grid import Grid, ranks_of
 from last_outcome import alone, outcome
 from meshwise import Options, World, parallelize
 from meshwise.attention.context_parallel import pattern_of_mask_function
@@ -193,7 +194,13 @@ def test_a_model_of_transformers_trains_as_on_one_process(family: str, monkeypat
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # of peft
-@pytest.mark.parametrize("use_dora, plan", [(True, "cp=2 tp=2"), (False, "cp=2 dp=2 zero=3")])
+@pytest.mark.grid(
+    Grid(
+        {"use_dora": (True, False), "plan": ("cp=2", "cp=2 tp=2", "cp=2 dp=2 zero=3")},
+        heavy=lambda cell: "tp=" in cell["plan"],
+        strength=1,
+    )
+)
 def test_adapters_train_as_on_one_process(use_dora: bool, plan: str) -> None:
     peft = pytest.importorskip("peft")
 
@@ -203,7 +210,7 @@ def test_adapters_train_as_on_one_process(use_dora: bool, plan: str) -> None:
         model: nn.Module = peft.get_peft_model(model_of("Llama"), config).double()
         return model
 
-    compare(adapted, plan, ranks=4, kind="plain")
+    compare(adapted, plan, ranks=ranks_of(plan), kind="plain")
 
 
 @pytest.mark.parametrize("family, context", [("Llama", "ulysses"), ("Mistral", "window"), ("Bert", "ring")])
@@ -254,7 +261,12 @@ def test_gradient_checkpointing_of_transformers_repeats_the_attention_over_all_t
     compare(model, "cp=2", ranks=2, kind="plain")
 
 
-@pytest.mark.parametrize("plan", ["cp=3 context=striped", "cp=2 context=ulysses zero=3", "cp=2 tp=2"])
+@pytest.mark.grid(
+    Grid(
+        {"plan": ("cp=3 context=striped", "cp=2 context=ulysses zero=3", "cp=2 tp=2")},
+        heavy=lambda cell: "tp=" in cell["plan"],
+    )
+)
 def test_a_relative_bias_is_of_all_positions(plan: str) -> None:
     compare(lambda: model_of("T5"), plan, ranks=4 if "tp" in plan else int(plan[3]), kind="pair", loss=plain_loss)
 

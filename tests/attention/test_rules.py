@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grid import Grid
 from last_outcome import alone, outcome
 from meshwise import Options, World, parallelize
 from meshwise.attention import attend, causal, documents, padding, parse_pattern, window
@@ -39,7 +40,12 @@ def gpt() -> GPT:
 
 
 @pytest.mark.filterwarnings("ignore:.*this changes the model")
-@pytest.mark.parametrize("plan", ["dp=2", "cp=2", "cp=2 context=window", "cp=2 recompute=full", "tp=2", "cp=2 pp=2"])
+@pytest.mark.grid(
+    Grid(
+        {"plan": ("dp=2", "cp=2", "cp=2 context=window", "cp=2 recompute=full", "tp=2", "cp=2 pp=2")},
+        heavy=lambda cell: cell["plan"] in ("dp=2", "cp=2"),
+    )
+)
 def test_a_pattern_by_rule_equals_dense_attention_under_the_same_mask(plan: str) -> None:
     rules = {"blocks.*.attention": "attention pattern=window:3+global:2"}
     more = {"example": batches()[0]} if "pp" in plan else {}
@@ -195,8 +201,9 @@ class Encoder(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("plan", ["cp=2", "cp=2 context=ulysses", "cp=3 context=striped zero=3"])
+@pytest.mark.grid(
+    Grid({"plan": ("cp=2", "cp=2 context=ulysses", "cp=3 context=striped zero=3"), "masked": (True, False)}, strength=1)
+)
 def test_torchs_multihead_attention_is_over_all_tokens(masked: bool, plan: str) -> None:
     compare(lambda: Encoder(masked=masked).double(), plan, ranks=int(plan[3]))
 

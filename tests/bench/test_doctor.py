@@ -108,7 +108,7 @@ def roll_call_at(world: World, port: int, sizes: list[int], ranks: list[int]) ->
         "TORCHELASTIC_USE_AGENT_STORE": "",
     }
     with mock.patch.dict(os.environ, environment):
-        entries, _ = roll_call({"torch": "2.13" if world.rank else "2.11"}, seconds=5.0)
+        entries, _ = roll_call({"torch": "2.13" if world.rank else "2.11"}, seconds=3.0)
     world.barrier()
     return [(entry.rank, entry.size, entry.facts["torch"]) for entry in entries]
 

@@ -25,6 +25,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from checkpoint.cases import Case, loss
 from free_port import free_port
+from grid import Grid
 from meshwise.checkpoint.checkpoint_format import DamageError
 from meshwise.checkpoint.dcp_conversion import export_dcp, import_dcp
 from meshwise.comm.api.world import World
@@ -107,16 +108,21 @@ def go_on(world: World, case: Case, plan: str, source: Path, target: Path) -> li
 PLANS = {"dp=1": 1, "dp=3 zero=3": 3, "dp=2 zero=1": 2, "dp=2 tp=2 zero=3": 4, "pp=2 microbatches=2": 2}
 
 
-@pytest.mark.parametrize(
-    "form,name,plan",
-    [
-        *(("get_state_dict", "gpt", plan) for plan in PLANS),
-        *(("get_state_dict", name, "dp=3 zero=3") for name in ("uneven", "sgd", "sgd without state", "nadam")),
-        *((form, "uneven", "dp=3 zero=3") for form in ("torchtitan", "accelerate")),
-        ("torchtitan", "gpt", "dp=2 tp=2 zero=3"),
-    ],
+WAYS = (
+    *(("get_state_dict", "gpt", plan) for plan in PLANS),
+    *(("get_state_dict", name, "dp=3 zero=3") for name in ("uneven", "sgd", "sgd without state", "nadam")),
+    *((form, "uneven", "dp=3 zero=3") for form in ("torchtitan", "accelerate")),
+    ("torchtitan", "gpt", "dp=2 tp=2 zero=3"),
 )
-def test_a_training_goes_from_torch_to_a_plan_and_back(form: str, name: str, plan: str, tmp_path: Path) -> None:
+MORE = (
+    *(("get_state_dict", "gpt", plan) for plan in ("dp=1", "dp=3 zero=3", "dp=2 zero=1")),
+    ("torchtitan", "gpt", "dp=2 tp=2 zero=3"),
+)
+
+
+@pytest.mark.grid(Grid({"way": WAYS}, heavy=lambda cell: cell["way"] in MORE))
+def test_a_training_goes_from_torch_to_a_plan_and_back(way: tuple[str, str, str], tmp_path: Path) -> None:
+    form, name, plan = way
     case, (tree, write) = CASES[name], FORMS[form]
     model, optimizer = plain(case)
     train(case, model, optimizer)

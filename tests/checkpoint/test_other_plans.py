@@ -3,8 +3,11 @@
 The full state is what the reader of docs/checkpoints.md gets out of the folder, which knows nothing of meshwise; the
 parameters are compared with those that the trainers themselves gather."""
 
+import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from checkpoint.cases import Case, Then, gathered, ranks, same_tensors, save, there_and_back
 from checkpoint.reader import read
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.testing import run
 from warm_processes import Processes
@@ -32,23 +36,32 @@ NARROW = Case(dtype=torch.bfloat16)
 GRAPHIC = Case(heads=4)
 
 
+Saved: TypeAlias = Callable[[Case, str], dict[Path, Then]]
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Then]:
-    """What was saved under each plan."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Return what saves a case under a plan, once, and returns the folder with what was saved."""
     root = tmp_path_factory.mktemp("saved")
-    folders = {root / plan.replace(" ", "-"): plan for plan in PLANS}
-    return {folder: run(ranks(plan), save, args=(Case(), plan, folder))[0] for folder, plan in folders.items()}
+
+    @functools.cache
+    def under(case: Case, plan: str) -> dict[Path, Then]:
+        folder = root / f"{case.heads}-{plan}".replace(" ", "-")
+        return {folder: run(ranks(plan), save, args=(case, plan, folder))[0]}
+
+    return under
+
+
+@pytest.mark.grid(Grid({"before": PLANS, "plan": PLANS}, strength=1))
+def test_a_state_saved_under_any_plan_is_the_same_under_this_one(
+    before: str, plan: str, saved: Saved, tmp_path: Path
+) -> None:
+    there_and_back(Case(), plan, saved(Case(), before), tmp_path)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_state_saved_under_any_plan_is_the_same_under_this_one(
-    plan: str, saved: dict[Path, Then], tmp_path: Path
-) -> None:
-    there_and_back(Case(), plan, saved, tmp_path)
-
-
-def test_the_parameters_in_the_files_are_those_of_the_model(saved: dict[Path, Then]) -> None:
-    for folder, (parameters, _) in saved.items():
+def test_the_parameters_in_the_files_are_those_of_the_model(plan: str, saved: Saved) -> None:
+    for folder, (parameters, _) in saved(Case(), plan).items():
         state = read(folder)
         same_tensors({name: state[f"parameter/{name}"] for name in parameters}, parameters)
 
@@ -77,6 +90,7 @@ TENSOR_PLANS = (
     "tp=4 sequence_parallel=1",
     "dp=2 tp=2 zero=1",
     "dp=2 tp=2 zero=3",
+    "tp=4 tp_mode=2d",
     "dp=2 tp=4 tp_mode=2d zero=2",
     "tp=8 tp_mode=3d",
     "pp=2 microbatches=2 partition=params",
@@ -85,20 +99,21 @@ TENSOR_PLANS = (
 )
 
 
-@pytest.fixture(scope="module")
-def saved_tensors(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Then]:
-    root = tmp_path_factory.mktemp("saved")
-    folders = {root / plan.replace(" ", "-"): plan for plan in TENSOR_PLANS}
-    return {folder: run(ranks(plan), save, args=(GRAPHIC, plan, folder))[0] for folder, plan in folders.items()}
+LARGE = ("dp=2 tp=4 tp_mode=2d zero=2", "pp=2 tp=2 zero=1 microbatches=2 partition=params")
+"""What they combine has plans of its own."""
+
+TENSORS = Grid(
+    {"before": TENSOR_PLANS, "plan": TENSOR_PLANS},
+    heavy=lambda cell: cell["before"] in LARGE or cell["plan"] in LARGE,
+    strength=1,
+)
 
 
-@pytest.mark.parametrize("plan", TENSOR_PLANS)
+@pytest.mark.grid(TENSORS)
 def test_tensors_that_a_plan_splits_are_whole_in_a_checkpoint(
-    plan: str, saved_tensors: dict[Path, Then], tmp_path: Path
+    before: str, plan: str, saved: Saved, tmp_path: Path
 ) -> None:
-    folders = list(saved_tensors)
-    other = folders[(TENSOR_PLANS.index(plan) + 5) % len(folders)]
-    there_and_back(GRAPHIC, plan, {other: saved_tensors[other]}, tmp_path)
+    there_and_back(GRAPHIC, plan, saved(GRAPHIC, before), tmp_path)
 
 
 @pytest.mark.processes

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from grid import Grid
 from meshwise.cli.main import COMMANDS, main
 from meshwise.cli.shared_flags import local_ranks
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
@@ -95,8 +96,11 @@ def test_an_output_that_lacks_characters_is_no_error(tmp_path: Path) -> None:
     assert ended.stdout.isascii()
 
 
-@pytest.mark.parametrize("words, status", [("draw mesh --plan=tp=2", 0), ("trian", 2)])
-def test_who_closes_its_output_hears_nothing(words: str, status: int, tmp_path: Path) -> None:
+@pytest.mark.grid(
+    Grid({"said": (("draw mesh --plan=tp=2", 0), ("trian", 2))}, heavy=lambda cell: cell["said"][0] == "trian")
+)
+def test_who_closes_its_output_hears_nothing(said: tuple[str, int], tmp_path: Path) -> None:
+    words, status = said
     command = shlex.join([sys.executable, "-m", "meshwise", *words.split()])
     ended = subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], capture_output=True, check=False, cwd=tmp_path)
 

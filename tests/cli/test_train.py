@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from grid import Grid
 from meshwise.cli.main import main
 from meshwise.comm.api.world import World
 from warm_processes import Processes
@@ -202,7 +203,12 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_h
     assert len(set(done)) == last, "a step that was done twice had the same loss"
 
 
-@pytest.mark.parametrize("how", ["SIGTERM to the launcher", "SIGINT to the session", "SIGUSR1 to a rank"])
+@pytest.mark.grid(
+    Grid(
+        {"how": ("SIGTERM to the launcher", "SIGINT to the session", "SIGUSR1 to a rank")},
+        heavy=lambda cell: "SIGINT" in cell["how"],  # it saves as at SIGTERM, and ends as in the next test
+    )
+)
 def test_a_signal_lets_all_ranks_save_and_end_and_the_printed_command_goes_on(how: str, folder: Path) -> None:
     words = [*own("nothing"), "--train.steps=1000000", "--train.save-every=1000000"]
     command = Command(sys.executable, "-m", "meshwise", *words, folder=folder)

@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import last_outcome
 from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -85,21 +86,22 @@ def existing(case: Case) -> nn.Module:
 
 
 @functools.cache
-def expected(case: Case) -> Any:
-    return alone(case.model(), batches=batches(), **TRAINING)
+def expected(case: Case, every: bool = True) -> Any:
+    return (alone if every else last_outcome.alone)(case.model(), batches=batches(), **TRAINING)
 
 
-def parallel(world: World, plan: str, case: Case) -> Any:
+def parallel(world: World, plan: str, case: Case, every: bool) -> Any:
     trainer = parallelize(case.model(), plan, world=world, **TRAINING)
-    steps = outcome(trainer, batches=batches())
+    steps = (outcome if every else last_outcome.outcome)(trainer, batches=batches())
     trainer.close()
     return steps
 
 
-def check(plan: str, case: Case, on: Any = "threads") -> None:
-    whole = expected(case)
+def check(plan: str, case: Case, on: Any = "threads", *, every: bool = True) -> None:
+    """Compare with one process; without `every`, gradients and parameters after the last step alone."""
+    whole = expected(case, every)
     size = Plan.parse(plan).mesh().size
-    for steps in run(size, parallel, on=on, args=(plan, case)):
+    for steps in run(size, parallel, on=on, args=(plan, case, every)):
         agree(steps, whole, bound=BOUND)
 
 

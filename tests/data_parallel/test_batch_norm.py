@@ -187,7 +187,8 @@ def check(kind: str, plan: str, on: Any = "threads") -> None:
 GRID = Grid(
     {"kind": tuple(MODELS), "dp": (2, 1, 4), "zero": (0, 1, 2, 3), "microbatches": (1, 2)},
     cost=lambda cell: 2 if cell["dp"] == 1 else cell["dp"],  # one rank exchanges no statistics
-    single=("zero",),
+    heavy=lambda cell: cell["dp"] == 1 and cell["kind"] != "1d",
+    single=("zero", "dp"),
 )
 
 

@@ -30,12 +30,13 @@ GRID = Grid(
         "frozen": (False, True),
     },
     cost=lambda cell: 2.0 if cell["dp"] == "3x2" else 1.0,
+    single=("tied", "frozen", "microbatches"),
 )
 
 
 @pytest.mark.grid(GRID)
 def test_a_plan_is_one_process(dp: str, zero: int, microbatches: int, tied: bool, frozen: bool) -> None:
-    check(f"dp={dp} zero={zero} microbatches={microbatches}", Case(tied, frozen))
+    check(f"dp={dp} zero={zero} microbatches={microbatches}", Case(tied, frozen), every=False)
 
 
 def trained(world: World, plan: str, options: Options, case: Case) -> Any:
@@ -45,17 +46,17 @@ def trained(world: World, plan: str, options: Options, case: Case) -> Any:
     return steps
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=2x2 zero=3 tp=2",
-        "dp=2x1 zero=2 cp=2",
-        "dp=2x2 zero=1 pp=2 microbatches=2",
-        "dp=2x2 zero=3 pp=2 microbatches=3",
-        "dp=2x2 zero=3 offload=params:disk,optimizer:disk microbatches=3",
-        "dp=2x2 zero=1 offload=optimizer:cpu,gradients:disk",
-    ],
+OTHERS = (
+    "dp=2x2 zero=3 tp=2",
+    "dp=2x1 zero=2 cp=2",
+    "dp=2x2 zero=1 pp=2 microbatches=2",
+    "dp=2x2 zero=3 pp=2 microbatches=3",
+    "dp=2x2 zero=3 offload=params:disk,optimizer:disk microbatches=3",
+    "dp=2x2 zero=1 offload=optimizer:cpu,gradients:disk",
 )
+
+
+@pytest.mark.grid(Grid({"plan": OTHERS}, heavy=lambda cell: "zero=3 pp" in cell["plan"]))
 def test_it_goes_with_the_other_axes_and_with_offload(plan: str, tmp_path: Path) -> None:
     options = dataclasses.replace(TRAINING["options"], example=batches()[0])
     options = dataclasses.replace(options, swap=dataclasses.replace(options.swap, folder=tmp_path))
@@ -65,7 +66,7 @@ def test_it_goes_with_the_other_axes_and_with_offload(plan: str, tmp_path: Path)
         agree(steps, whole, bound=BOUND)
 
 
-@pytest.mark.parametrize("plan", ["dp=2x2 zero=1", "dp=2x2 zero=3"])
+@pytest.mark.grid(Grid({"plan": ("dp=2x2 zero=1", "dp=2x2 zero=3")}, heavy=lambda cell: "zero=1" in cell["plan"]))
 def test_optimizers_of_norms_and_whole_parameters_count_each_element_once(plan: str) -> None:
     optimizers = {"hidden": (Muon, {"lr": 0.02}), "rest": (LAMB, {"lr": 0.01})}
     arguments: dict[str, Any] = {"loss": next_token_loss, "optimizer": Several, "optimizers": optimizers}
@@ -95,7 +96,11 @@ def test_an_open_step_without_a_last_backward_adds_the_replicas(zero: int) -> No
         agree(found, whole, bound=BOUND)
 
 
-COUNTS = Grid({"zero": (1, 2, 3), "replicas": (2, 3), "m": (1, 3), "frozen": (False, True)})
+COUNTS = Grid(
+    {"zero": (1, 2, 3), "replicas": (2, 3), "m": (1, 3), "frozen": (False, True)},
+    cost=lambda cell: cell["replicas"] * cell["m"],
+    strength=1,
+)
 
 
 @pytest.mark.grid(COUNTS)
@@ -116,15 +121,17 @@ def test_a_step_calls_what_the_formula_says(zero: int, replicas: int, m: int, fr
     )
 
 
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ("dp=2x2 zero=3", "dp=3 zero=1"),
-        ("dp=2 zero=2", "dp=2x2 zero=1"),
-        ("dp=2x2 zero=1", "dp=1x4 zero=3"),
-    ],
+RESHARDED = (
+    ("dp=2x2 zero=3", "dp=3 zero=1"),
+    ("dp=2 zero=2", "dp=2x2 zero=1"),
+    ("dp=2x2 zero=1", "dp=1x4 zero=3"),
 )
-def test_a_checkpoint_loads_under_another_division(before: str, after: str, tmp_path: Path) -> None:
+
+
+@pytest.mark.grid(Grid({"plans": RESHARDED}, heavy=lambda cell: cell["plans"] == RESHARDED[2]))
+def test_a_checkpoint_loads_under_another_division(plans: tuple[str, str], tmp_path: Path) -> None:
+    before, after = plans
+
     def first(world: World) -> None:
         trainer = parallelize(Case().model(), before, world=world, **TRAINING)
         outcome(trainer, batches=batches()[:2])

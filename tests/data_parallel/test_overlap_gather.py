@@ -98,7 +98,11 @@ def not_read(world: World, plan: str, tied: bool = True) -> Any:
     return losses, values(trainer)
 
 
-GRID = Grid({"split": tuple(SPLITS), "zero": (1, 2), "tied": (True, False)}, strength=2)
+GRID = Grid(
+    {"split": tuple(SPLITS), "zero": (1, 2), "tied": (True, False)},
+    heavy=lambda cell: cell["split"] == "2d",  # 8 ranks
+    strength=1,
+)
 
 
 @pytest.mark.grid(GRID)
@@ -136,8 +140,7 @@ def narrow(world: World, plan: str) -> Any:
     return [one.loss for one in results], [one.skipped for one in results], values(trainer)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.grid(Grid({"zero": (1, 2), "precision": ("bf16", "fp16")}, strength=1))
 def test_narrow_parameters_have_the_bits_of_the_plan_without_the_key(zero: int, precision: str) -> None:
     plan = f"dp=2 zero={zero} precision={precision}"
     for one, same in zip(run(2, narrow, args=(f"{plan} {KEY}",)), run(2, narrow, args=(plan,)), strict=True):
@@ -157,8 +160,13 @@ READS: Mapping[str, Callable[[Trainer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("plan", ["dp=2 zero=1", "dp=2 zero=2 pp=2 microbatches=2"])
+READING = Grid(
+    {"plan": ("dp=2 zero=1", "dp=2 zero=2 pp=2 microbatches=2"), "read": tuple(READS)},
+    heavy=lambda cell: "pp=" in cell["plan"] and cell["read"] not in ("evaluate", "full_parameters"),
+)
+
+
+@pytest.mark.grid(READING)
 def test_parameters_are_nan_until_a_read_or_a_forward_waits(plan: str, read: str) -> None:
     def main(world: World) -> dict[str, Tensor]:
         trainer = made(world, plan)
@@ -194,7 +202,12 @@ def test_the_state_of_the_module_is_refused_as_under_zero_3() -> None:
     run(2, main)
 
 
-@pytest.mark.parametrize("plan", ["dp=2 zero=1", "dp=2 zero=2 tp=2", "dp=2 zero=1 pp=2 microbatches=2"])
+@pytest.mark.grid(
+    Grid(
+        {"plan": ("dp=2 zero=1", "dp=2 zero=2 tp=2", "dp=2 zero=1 pp=2 microbatches=2")},
+        heavy=lambda cell: "tp=" in cell["plan"],
+    )
+)
 def test_a_checkpoint_between_two_steps(plan: str, tmp_path: Path) -> None:
     def main(world: World) -> Any:
         trainer = made(world, plan)

@@ -13,14 +13,15 @@ from torch import Tensor, nn
 from data_parallel.test_agreement import BOUND, TRAINING, Case, batches, check
 from data_parallel.test_collective_counts import LINE, TOTALS, build, counted, sizes
 from data_parallel.test_compressed_reduction import EQUAL, LR, SGD, flat_gradient, layer, rows, square_loss
-from grid import Grid
+from grid import Grid, ranks_of
+from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.gradient_reduction import CODECS
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError
 from meshwise.reference import next_token_loss
-from meshwise.testing import ReferenceRun, agree, outcome, run
+from meshwise.testing import ReferenceRun, agree, run
 from meshwise.verify import verify
 
 
@@ -73,8 +74,8 @@ GATHERS = Grid(
         "more": ("", "recompute=selective", "recompute=full", "offload=params:cpu,optimizer:cpu"),
     },
     exists=lambda cell: not ("hpz" in cell["plan"] and "offload" in cell["more"]),
-    cost=lambda cell: 3.0 if cell["more"] else 1.0,
-    single=("more",),
+    cost=lambda cell: ranks_of(f"{cell['plan']} zero=3") * cell["microbatches"],
+    strength=1,
 )
 
 
@@ -98,7 +99,12 @@ def test_encoded_gathers_are_the_algorithm_in_plain_lines(codec: str, plan: str,
         agree(found, expected, bound=BOUND)
 
 
-@pytest.mark.parametrize("plan", ["dp=2 tp=2", "dp=2 pp=2 microbatches=2", "dp=4 hpz=2 precision=bf16"])
+@pytest.mark.grid(
+    Grid(
+        {"plan": ("dp=2 tp=2", "dp=2 pp=2 microbatches=2", "dp=4 hpz=2 precision=bf16")},
+        heavy=lambda cell: "tp=" in cell["plan"],  # `verify` has it below
+    )
+)
 def test_encoded_gathers_go_with_the_other_axes(plan: str) -> None:
     """8 bits lose little: the losses stay near those of exact gathers, and every rank has the same."""
 
@@ -146,26 +152,31 @@ HPZ = Grid(
         "frozen": (False, True),
         "recompute": ("none", "full"),
     },
+    heavy=lambda cell: "tp=" in cell["plan"],  # 8 ranks
+    cost=lambda cell: ranks_of(f"{cell['plan']} zero=3") * cell["microbatches"],
     strength=1,
 )
 
 
 @pytest.mark.grid(HPZ)
 def test_second_shards_are_one_process(plan: str, microbatches: int, frozen: bool, recompute: str) -> None:
-    check(f"{plan} zero=3 microbatches={microbatches} recompute={recompute}", Case(tied=True, frozen=frozen))
+    check(
+        f"{plan} zero=3 microbatches={microbatches} recompute={recompute}", Case(tied=True, frozen=frozen), every=False
+    )
 
 
 def test_second_shards_go_with_pp() -> None:
+    training = {**TRAINING, "options": Options(example=batches()[0])}
+
     def main(world: World, plan: str) -> Any:
-        training = {**TRAINING, "options": Options(example=batches()[0])}
         return outcome(parallelize(Case().model(), plan, world=world, **training), batches=batches())
 
-    whole = run(1, main, args=("dp=1",))[0]
+    whole = alone(Case().model(), batches=batches(), **training)
     for steps in run(8, main, args=("dp=4 pp=2 zero=3 hpz=2 microbatches=3",)):
         agree(steps, whole, bound=BOUND)
 
 
-@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.grid(Grid({"m": (1, 3)}, heavy=lambda cell: cell["m"] == 1))
 def test_a_unit_is_gathered_from_all_ranks_once_for_each_update(m: int) -> None:
     counts, table, together = run(4, counted, args=(Plan(dp=4, zero=3, hpz=2, microbatches=m), True))[0]
     if together:
@@ -270,7 +281,7 @@ HOPS = Grid(
         "zero": (1, 2, 3),
         "feedback": (0, 1),
     },
-    single=("shape",),
+    single=("shape", "feedback"),
 )
 
 

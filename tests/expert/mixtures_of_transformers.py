@@ -140,9 +140,9 @@ def built(configuration: str, kind: str, settings: Mapping[str, Any], *, family:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Return three batches, the last with fewer rows than some plans have ranks."""
+    """Return two batches, the last with fewer rows than some plans have ranks."""
     generator = torch.Generator().manual_seed(4)
-    drawn = [torch.randint(3, VOCABULARY, (2, rows, TOKENS), generator=generator) for rows in (8, 5, 2)]
+    drawn = [torch.randint(3, VOCABULARY, (2, rows, TOKENS), generator=generator) for rows in (8, 2)]
     return [(tokens[0], tokens[1]) for tokens in drawn]
 
 
@@ -162,7 +162,7 @@ def settings() -> dict[str, Any]:
 
 
 def check(model: Any, plan: str, *, given: Callable[[], Any] = settings) -> None:
-    """Three steps on one process and under the plan."""
+    """Two steps on one process and under the plan."""
     expected = alone(copy.deepcopy(model), batches=batches(), **given())
 
     def main(world: World) -> Any:

@@ -92,6 +92,8 @@ RANKS = (
 )
 
 
+SAME = ("dp=2 tp=2 etp=2", "pp=2 tp=2 ep=2", "pp=2 cp=2 ep=2 context=striped", "dp=2 cp=2 ep=4 chunk=3")
+
 LAYOUTS = Grid(
     {
         "ranks": RANKS,
@@ -99,8 +101,10 @@ LAYOUTS = Grid(
         "rest": ("", "microbatches=3", "recompute=full", "recompute=selective microbatches=2"),
         "tied": (False, True),
     },
-    cost=lambda cell: ranks_of(cell["ranks"]),
+    cost=lambda cell: ranks_of(cell["ranks"]) * (1 + len(cell["rest"].split())),
     single=("zero", "rest", "tied"),
+    # other cells divide the same: in stages, at chunks, or with fewer replicas
+    heavy=lambda cell: ranks_of(cell["ranks"]) == 8 or cell["ranks"] in SAME,
 )
 
 
@@ -117,7 +121,12 @@ def test_divided_experts_in_other_tiers_are_those_of_one_process(plan: str) -> N
     check(plan, "top-2")
 
 
-@pytest.mark.parametrize("plan", ["dp=4 ep=4 zero=3", "pp=2 tp=2 ep=2", "dp=2 tp=2 ep=2 etp=2 zero=1"])
+@pytest.mark.grid(
+    Grid(
+        {"plan": ("dp=4 ep=4 zero=3", "pp=2 tp=2 ep=2", "dp=2 tp=2 ep=2 etp=2 zero=1")},
+        heavy=lambda cell: "pp=" in cell["plan"],
+    )
+)
 def test_options_of_experts_are_those_of_one_process(plan: str) -> None:
     """Each block's experts, and both matrices of them, have a rate and a decay of their own."""
 
@@ -148,10 +157,16 @@ def test_options_of_experts_are_those_of_one_process(plan: str) -> None:
 KIND = Grid(
     {
         "kind": tuple(KINDS),
-        "ranks": ("dp=4 ep=2 zero=3", "dp=2 tp=2 ep=4 microbatches=2", "pp=2 dp=2 ep=2 recompute=full"),
+        "ranks": (
+            "dp=2 ep=2",
+            "dp=4 ep=2 zero=3",
+            "dp=2 tp=2 ep=4 microbatches=2",
+            "pp=2 dp=2 ep=2 recompute=full",
+        ),
         "tied": (False, True),
     },
-    single=("ranks", "tied"),
+    cost=lambda cell: ranks_of(cell["ranks"]) * len(cell["ranks"].split()),
+    strength=1,
 )
 
 
@@ -185,6 +200,7 @@ DISPATCH = Grid(
     },
     exists=lambda cell: cell["dispatch"] != "auto" or cell["chunk"] > 0,
     cost=lambda cell: ranks_of(cell["ranks"]),
+    heavy=lambda cell: cell["ranks"] == "pp=2 dp=2 ep=2",
     strength=1,
 )
 

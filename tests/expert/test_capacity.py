@@ -14,6 +14,7 @@ from expert import mixtures_of_transformers as hugging_face
 from expert.test_agreement import VOCABULARY, batches, build, training
 from expert.test_called_experts import build as build_called
 from expert.test_called_experts import training as training_of_called
+from grid import Grid
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
@@ -59,18 +60,17 @@ def test_a_capacity_of_the_options_drops_what_the_reference_model_drops(plan: st
         agree(steps, dropped_by_the_model(), bound=1e-9)
 
 
-@pytest.mark.parametrize(
-    "family, plan",
-    [
-        ("Mixtral", "dp=4 ep=2 microbatches=2"),
-        ("GptOss", "dp=2 tp=2 ep=2 etp=2"),
-        ("DeepseekV3", "dp=2 tp=2 ep=4 zero=3"),
-        ("Llama4", "dp=4 ep=4 zero=1"),
-        ("Mixtral", "cp=2 context=ring"),
-        ("Llama4", "cp=2 dp=2 ep=4"),
-    ],
+FORMS = (("Mixtral", "cp=2 context=ring"), ("GptOss", "dp=2 tp=2 ep=2 etp=2"), ("Llama4", "cp=2 dp=2 ep=4"))
+MORE = (
+    ("Mixtral", "dp=4 ep=2 microbatches=2"),
+    ("DeepseekV3", "dp=2 tp=2 ep=4 zero=3"),
+    ("Llama4", "dp=4 ep=4 zero=1"),
 )
-def test_a_model_of_transformers_with_a_capacity_is_that_of_one_process(family: str, plan: str) -> None:
+
+
+@pytest.mark.grid(Grid({"case": FORMS + MORE}, heavy=lambda cell: cell["case"] in MORE))
+def test_a_model_of_transformers_with_a_capacity_is_that_of_one_process(case: tuple[str, str]) -> None:
+    family, plan = case
     pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
     hugging_face.check(hugging_face.build(family), plan, given=lambda: limited(hugging_face.settings(), 0.75))
 
@@ -170,7 +170,8 @@ def test_a_capacity_that_is_no_share_is_refused(capacity: float) -> None:
         MixtureConfig(vocabulary=VOCABULARY, context=4, capacity=capacity)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+# micro-batches and chunks with a capacity are above
+@pytest.mark.grid(Grid({"plan": PLANS}, heavy=lambda cell: "microbatches" in cell["plan"] or "striped" in cell["plan"]))
 def test_dropped_pairs_are_counted_once_under_every_plan(plan: str) -> None:
     def main(world: World) -> Any:
         given = limited(training(), 0.5)

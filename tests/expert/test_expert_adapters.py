@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from expert import mixtures_of_transformers as mixtures
-from grid import Grid
+from grid import Grid, ranks_of
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -55,7 +55,14 @@ def expected(family: str) -> Any:
 PLANS = ("ep=2 dp=2", "tp=2", "ep=2 dp=4 zero=2", "pp=2 ep=2 tp=2 microbatches=2")
 
 
-@pytest.mark.grid(Grid({"family": tuple(ADAPTED), "plan": PLANS}, strength=1))
+ADAPTERS = Grid(
+    {"family": tuple(ADAPTED), "plan": PLANS},
+    cost=lambda cell: ranks_of(cell["plan"]) * (2 if cell["family"] in ("GptOss", "Llama4") else 1),
+    strength=1,
+)
+
+
+@pytest.mark.grid(ADAPTERS)
 def test_adapters_of_experts_train_as_on_one_process(family: str, plan: str) -> None:
     def main(world: World) -> Any:
         return outcome(made(world, family=family, plan=plan), batches=mixtures.batches())

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from grid import Grid
 from meshwise.engine.parallelize import Options
 from meshwise.model.deferred_init import shapes_of
 from meshwise.pipeline.cut.model_cut import CutOptions
@@ -48,19 +49,19 @@ def rehearsed(text: str, *, cut: CutOptions, **options: object) -> PlanFigures:
     return figures_of(predict(rehearsal, cluster=CLUSTER))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "dp=4 ep=4 zero=3",
-        "dp=4 ep=2 zero=1",
-        "dp=2x2 ep=2 zero=3",
-        "dp=2x2 ep=4 zero=1",
-        "dp=4 hpz=2 ep=2 zero=3",
-        "dp=2 tp=2 ep=2 etp=2 zero=2",
-        "pp=2 dp=2 ep=2 microbatches=2",
-        "dp=4",
-    ],
+PLANS = (
+    "dp=4 ep=4 zero=3",
+    "dp=4 ep=2 zero=1",
+    "dp=2x2 ep=2 zero=3",
+    "dp=2x2 ep=4 zero=1",
+    "dp=4 hpz=2 ep=2 zero=3",
+    "dp=2 tp=2 ep=2 etp=2 zero=2",
+    "pp=2 dp=2 ep=2 microbatches=2",
+    "dp=4",
 )
+
+
+@pytest.mark.grid(Grid({"text": PLANS}, heavy=lambda cell: cell["text"] in ("dp=4 ep=4 zero=3", "dp=4")))
 def test_no_bound_of_a_mixture_is_above_the_rehearsal(text: str) -> None:
     plan, names = Plan.parse(text), pieces().names
     own = ProfileKey.of(plan, batch=BATCH, pieces=pieces().count)
@@ -93,11 +94,11 @@ def test_the_planner_tries_expert_parallelism_of_mixtures_alone() -> None:
 
 
 def test_an_imbalance_takes_memory_and_time_until_all_tokens_come_to_one_rank() -> None:
-    found = [rehearsed("dp=4 ep=4", cut=CutOptions(), expert_imbalance=factor) for factor in (1.0, 1.5, 2.0, 4.0, 8.0)]
+    found = [rehearsed("dp=4 ep=4", cut=CutOptions(), expert_imbalance=factor) for factor in (1.0, 2.0, 4.0, 8.0)]
     memory, seconds = [one.memory for one in found], [one.seconds for one in found]
-    assert memory[:4] == sorted(set(memory))
-    assert seconds[:4] == sorted(set(seconds))
-    assert (memory[4], seconds[4]) == (memory[3], seconds[3])
+    assert memory[:3] == sorted(set(memory))
+    assert seconds[:3] == sorted(set(seconds))
+    assert (memory[3], seconds[3]) == (memory[2], seconds[2])
     assert rehearsed("dp=4", cut=CutOptions(), expert_imbalance=2.0) == rehearsed("dp=4", cut=CutOptions())
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("transformers", reason="needs transformers, which the extra 
 
 from expert.further_families import FAMILIES, Family
 from expert.mixtures_of_transformers import BUILDING, batches, build, built, check, loss
+from grid import Grid, ranks_of
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.tensor.detect.assign_tp_roles import planned_roles
@@ -37,8 +38,25 @@ def model_of(family: Family) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name, plan", [(name, plan) for name, family in FAMILIES.items() for plan in family.plans])
-def test_three_steps_are_those_of_one_process(name: str, plan: str) -> None:
+ON_TWO = ("tp=2 ep=2", "tp=2 etp=2")
+"""What `dp=2 tp=2 ep=2 etp=2` divides, on fewer ranks."""
+
+PLANS = Grid(
+    {
+        "name": tuple(FAMILIES),
+        "plan": (*dict.fromkeys(plan for family in FAMILIES.values() for plan in family.plans), *ON_TWO),
+    },
+    exists=lambda cell: (
+        cell["plan"] in FAMILIES[cell["name"]].plans
+        or (cell["plan"] in ON_TWO and "dp=2 tp=2 ep=2 etp=2" in FAMILIES[cell["name"]].plans)
+    ),
+    cost=lambda cell: ranks_of(cell["plan"]),
+    strength=1,
+)
+
+
+@pytest.mark.grid(PLANS)
+def test_two_steps_are_those_of_one_process(name: str, plan: str) -> None:
     family = FAMILIES[name]
     options = Options(clip_norm=0.5, forward=family.forward, example=batches()[0], tensor_rules=RULES.get(name, {}))
     check(model_of(family), plan, given=lambda: {"loss": loss, "lr": 1e-2, "options": options})
@@ -60,7 +78,9 @@ def test_every_parameter_of_an_image_encoder_has_a_role_of_its_width() -> None:
         planned_roles(model_of(FAMILIES["Step3p7"]), plan=Plan.parse("tp=2 sequence_parallel=1"), rules=None)
 
 
-@pytest.mark.parametrize("plan", ["tp=4", "tp=4 ep=4", "tp=4 sequence_parallel=1"])
+@pytest.mark.grid(
+    Grid({"plan": ("tp=4", "tp=4 ep=4", "tp=4 sequence_parallel=1")}, heavy=lambda cell: cell["plan"] == "tp=4")
+)
 def test_ranks_that_share_key_heads_count_each_token_of_a_mixture_once(plan: str) -> None:
     check(copy.deepcopy(build("Qwen3Moe", num_key_value_heads=2)), plan)
 

@@ -31,8 +31,8 @@ COPIES = Grid(
         "kind": ("top-2", "noisy", "capacity", "expert-choice", "biased", "5 experts"),
         "rest": ("", "microbatches=3", "recompute=full", "recompute=selective", "offload=activations:cpu"),
     },
-    cost=lambda cell: ranks_of(cell["ranks"]),
-    single=("kind", "rest", "zero"),
+    cost=lambda cell: ranks_of(cell["ranks"]) * (2 if "microbatches" in cell["rest"] else 1),
+    single=("ranks", "kind", "rest", "zero"),
     # a part of the tokens of a sample shows neither its capacity nor its expert's choice
     exists=lambda cell: cell["ranks"] in TOKENS_WHOLE or cell["kind"] not in ("capacity", "expert-choice"),
 )

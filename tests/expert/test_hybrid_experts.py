@@ -38,8 +38,9 @@ HYBRID = Grid(
         "kind": ("top-2", "biased", "5 experts"),
         "tied": (False, True),
     },
-    cost=lambda cell: ranks_of(f"{cell['ranks']} zero=1"),
-    single=("rest", "kind", "tied"),
+    # zero with each division of plain ranks is in test_hybrid_shards.py
+    cost=lambda cell: ranks_of(f"{cell['ranks']} zero=1") * (1 + len(cell["rest"].split())),
+    strength=1,
 )
 
 
@@ -48,17 +49,22 @@ def test_a_plan_is_one_process(ranks: str, zero: int, rest: str, kind: str, tied
     check(f"{ranks} zero={zero} {rest}", kind, tied=tied)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=4 hpz=2 ep=2",
-        "dp=4 hpz=2 ep=4 microbatches=2",
-        "dp=4 hpz=2 tp=2 ep=2",
-        "dp=2x4 hpz=2 ep=2 microbatches=2",
-        "dp=8 hpz=2 ep=4",
-        "pp=2 dp=4 hpz=2 ep=2 microbatches=2",
-    ],
+COPIED = Grid(
+    {
+        "plan": (
+            "dp=4 hpz=2 ep=2",
+            "dp=4 hpz=2 ep=4 microbatches=2",
+            "dp=4 hpz=2 tp=2 ep=2",
+            "dp=2x4 hpz=2 ep=2 microbatches=2",
+            "dp=8 hpz=2 ep=4",
+            "pp=2 dp=4 hpz=2 ep=2 microbatches=2",
+        )
+    },
+    heavy=lambda cell: any(key in cell["plan"] for key in ("dp=8", "tp=", "pp=")),
 )
+
+
+@pytest.mark.grid(COPIED)
 def test_a_second_copy_of_experts_is_one_process(plan: str) -> None:
     check(f"{plan} zero=3", "top-2")
 
@@ -101,7 +107,7 @@ def counted(world: World, plan: str) -> tuple[Counts, Any, bool]:
     return counts, table, holds_together(world)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.grid(Grid({"zero": (1, 2, 3)}, heavy=lambda cell: cell["zero"] == 2))
 def test_a_step_calls_what_the_formula_says(zero: int) -> None:
     """Four ranks share dense parameters, two of them the same experts; the two groups add up what a rank owns."""
     m, ranks = 3, {"dense": 4, "experts": 2}
@@ -148,7 +154,12 @@ def test_ranks_of_a_node_divide_the_second_copy_of_the_same_experts(plan: str, a
 
 
 @pytest.mark.threads("a rehearsal gathers what ranks of a host share", or_gpus=True)
-@pytest.mark.parametrize("plan", ["dp=2x4 ep=2 zero=2 microbatches=2", "dp=4x2 ep=4 zero=3", "dp=4 hpz=2 ep=2 zero=3"])
+@pytest.mark.grid(
+    Grid(
+        {"plan": ("dp=2x4 ep=2 zero=2 microbatches=2", "dp=4x2 ep=4 zero=3", "dp=4 hpz=2 ep=2 zero=3")},
+        heavy=lambda cell: "dp=4x2" in cell["plan"],
+    )
+)
 def test_a_rehearsal_makes_the_calls_of_a_step(plan: str) -> None:
     size, subject = Plan.parse(plan).mesh().size, lambda: build("top-2", tied=False)
     found = count(
@@ -168,12 +179,15 @@ def test_a_rehearsal_makes_the_calls_of_a_step(plan: str) -> None:
 
 
 @pytest.mark.threads("ranks of a host that share memory have one copy of the parameters", or_gpus=True)
-@pytest.mark.parametrize(
-    "plan, dense, experts",
-    [("dp=2x2 ep=2 zero=3", 2, 2), ("dp=2x4 ep=2 zero=3", 4, 4), ("dp=4x2 ep=4 zero=3", 2, 4)],
+@pytest.mark.grid(
+    Grid(
+        {"parts": (("dp=2x2 ep=2 zero=3", 2, 2), ("dp=2x4 ep=2 zero=3", 4, 4), ("dp=4x2 ep=4 zero=3", 2, 4))},
+        heavy=lambda cell: "dp=4x2" in cell["parts"][0],
+    )
 )
-def test_a_rank_keeps_its_part_of_dense_parameters_and_of_experts(plan: str, dense: int, experts: int) -> None:
+def test_a_rank_keeps_its_part_of_dense_parameters_and_of_experts(parts: tuple[str, int, int]) -> None:
     """Experts are divided by ep, then by the ranks of a group that hold the same experts."""
+    plan, dense, experts = parts
 
     def kept(world: World, plan: str) -> dict[str, int]:
         trainer = trainer_of(world, plan)

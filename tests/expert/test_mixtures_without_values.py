@@ -51,7 +51,7 @@ def test_llama_4_is_rehearsed_with_the_rows_of_its_choices(choices: int) -> None
     assert size == sum(sent for _, sent in found) / 2
 
 
-@pytest.mark.parametrize("plan", ["tp=2 ep=2", "dp=2 ep=2 dispatch=all-gather", "dp=2 ep=2 replicate=1 chunk=4"])
+@pytest.mark.parametrize("plan", ["tp=2 ep=2", "dp=2 ep=2 dispatch=all-gather", "dp=2 ep=2 replicate=1 chunk=12"])
 def test_llama_4_is_rehearsed_under_every_dispatch(plan: str) -> None:
     assert rehearse(subject("Llama4"), plan=plan, ranks=2).steps[0]
 

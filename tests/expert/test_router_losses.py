@@ -15,6 +15,7 @@ import meshwise as mw
 from expert import test_agreement as reference
 from expert.exact_casts import ExactCasts
 from expert.mixtures_of_transformers import TOKENS, batches, build, forward, loss
+from grid import Grid
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -57,19 +58,21 @@ def by_hand(family: str) -> Any:
     return alone(build(family), batches=batches(), **{**given, "loss": loss_by_hand})
 
 
-@pytest.mark.parametrize(
-    "family, plan",
-    [
-        ("Mixtral", "dp=1"),
-        ("Mixtral", "dp=4 ep=2 zero=3 microbatches=3"),
-        ("Mixtral", "pp=2 dp=2 ep=2 microbatches=2 schedule=zb-h1"),
-        ("Qwen3Moe", "dp=2 tp=2 ep=2 etp=2 zero=1"),
-        ("Qwen3Moe", "dp=2 cp=2 ep=4 context=ring"),
-        ("Olmoe", "pp=2 tp=2 microbatches=2"),
-        ("Olmoe", "dp=2 ep=2 dispatch=all-gather chunk=3"),
-    ],
+BY_HAND = (
+    ("Mixtral", "dp=1"),
+    ("Mixtral", "dp=4 ep=2 zero=3 microbatches=3"),
+    ("Mixtral", "pp=2 dp=2 ep=2 microbatches=2 schedule=zb-h1"),
+    ("Qwen3Moe", "dp=2 tp=2 ep=2 etp=2 zero=1"),
+    ("Qwen3Moe", "dp=2 cp=2 ep=4 context=ring"),
+    ("Olmoe", "pp=2 tp=2 microbatches=2"),
+    ("Olmoe", "dp=2 ep=2 dispatch=all-gather chunk=3"),
 )
-def test_losses_are_those_of_one_process_by_hand(family: str, plan: str) -> None:
+
+
+# the reference mixture has micro-batches and stages
+@pytest.mark.grid(Grid({"case": BY_HAND}, heavy=lambda cell: "microbatches" in cell["case"][1]))
+def test_losses_are_those_of_one_process_by_hand(case: tuple[str, str]) -> None:
+    family, plan = case
     pytest.importorskip("transformers", reason="needs transformers, which the extra hf installs")
 
     def main(world: World) -> Any:
@@ -133,10 +136,14 @@ def scores_by_hand(kind: str) -> Any:
     return alone(watched, batches=reference.batches(), **{**given, "loss": total_loss})
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize(
-    "plan", ["dp=1 microbatches=2", "dp=4 ep=2 recompute=full", "pp=2 dp=2 ep=2 recompute=selective microbatches=3"]
+STAGES = "pp=2 dp=2 ep=2 recompute=selective microbatches=3"
+EACH = Grid(
+    {"plan": ("dp=1 microbatches=2", "dp=4 ep=2 recompute=full", STAGES), "kind": tuple(KINDS)},
+    heavy=lambda cell: cell["plan"] == STAGES and cell["kind"] not in ("sequence", "batch"),
 )
+
+
+@pytest.mark.grid(EACH)
 def test_each_kind_is_that_of_one_process_by_hand(kind: str, plan: str) -> None:
     model, given = training(kind)
 

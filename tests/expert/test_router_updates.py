@@ -12,6 +12,7 @@ from expert.mixtures_of_transformers import batches as tokens_of_transformers
 from expert.mixtures_of_transformers import build as hugging_face
 from expert.mixtures_of_transformers import check, settings
 from expert.test_agreement import build
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
@@ -74,8 +75,8 @@ def counted(shares: bool) -> dict[str, list[Tensor]]:
     return counts
 
 
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("plan", PLANS)
+# losses over the batch have shares besides the biases
+@pytest.mark.grid(Grid({"plan": PLANS, "shares": (False, True)}, heavy=lambda cell: not cell["shares"]))
 def test_buffers_follow_the_load_of_the_whole_batch(shares: bool, plan: str, tmp_path: Path) -> None:
     folder = tmp_path if plan == PLANS[1] else None
     for found in run(Plan.parse(plan).mesh().size, buffers, args=(plan, shares, folder)):

@@ -1,5 +1,6 @@
 """Test that experts are stored once over the ranks, and move between plans in checkpoints."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from expert.test_agreement import batches, build, training
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
@@ -19,19 +21,26 @@ def trainer_of(world: World, plan: str) -> Trainer:
     return parallelize(lambda: build("top-2", tied=False), plan, world=world, **training())
 
 
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        ("dp=4 ep=4 zero=3", "dp=2 tp=2 ep=2 etp=2 zero=1"),
-        ("dp=2 tp=2 ep=2 etp=2 zero=1", "dp=1"),
-        ("dp=1", "pp=2 dp=2 ep=2 zero=2 microbatches=2"),
-        ("pp=2 dp=2 ep=2 zero=2 microbatches=2", "dp=4 ep=2"),
-        ("dp=2x2 ep=2 zero=3", "dp=4 ep=4"),
-        ("dp=4 ep=4 zero=1", "dp=2x2 ep=2 zero=2"),
-        ("dp=2x2 ep=4 zero=1", "dp=4 hpz=2 ep=2 zero=3"),
-    ],
+DIVISIONS = (
+    ("dp=4 ep=4 zero=3", "dp=2 tp=2 ep=2 etp=2 zero=1"),
+    ("dp=2 tp=2 ep=2 etp=2 zero=1", "dp=1"),
+    ("dp=1", "pp=2 dp=2 ep=2 zero=2 microbatches=2"),
+    ("dp=2x2 ep=4 zero=1", "dp=4 hpz=2 ep=2 zero=3"),
 )
-def test_a_checkpoint_is_loaded_under_another_division_of_the_experts(before: str, after: str, tmp_path: Path) -> None:
+"""In those of `make test` each way to divide is saved or loaded."""
+
+MORE = (
+    ("pp=2 dp=2 ep=2 zero=2 microbatches=2", "dp=4 ep=2"),
+    ("dp=2x2 ep=2 zero=3", "dp=4 ep=4"),
+    ("dp=4 ep=4 zero=1", "dp=2x2 ep=2 zero=2"),
+)
+
+
+@pytest.mark.grid(Grid({"divisions": DIVISIONS + MORE}, heavy=lambda cell: cell["divisions"] in MORE))
+def test_a_checkpoint_is_loaded_under_another_division_of_the_experts(
+    divisions: tuple[str, str], tmp_path: Path
+) -> None:
+    before, after = divisions
     first, second = batches()
 
     def save(world: World) -> None:
@@ -67,6 +76,7 @@ def test_a_rank_stores_its_part_of_the_experts(plan: str, part: int) -> None:
     assert run(size, experts) == [whole // part] * size
 
 
+@functools.cache
 def moved(plan: str) -> list[dict[str, tuple[int, int]]]:
     """Return the calls and bytes of each kind of collective in a step, by rank."""
 
@@ -81,7 +91,7 @@ def moved(plan: str) -> list[dict[str, tuple[int, int]]]:
 
 
 @pytest.mark.threads("ranks of a host that share memory have one copy of the parameters", or_gpus=True)
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.grid(Grid({"ep": (2, 4)}, heavy=lambda cell: cell["ep"] == 2))
 def test_a_rank_keeps_its_part_of_the_experts_under_every_zero(ep: int) -> None:
     """Under zero=1 its parameters and gradients are those of its experts, under zero=3 a part of all."""
 
@@ -94,13 +104,12 @@ def test_a_rank_keeps_its_part_of_the_experts_under_every_zero(ep: int) -> None:
 
     experts = sum(p.nbytes for name, p in build("top-2", tied=False).named_parameters() if ".experts." in name)
     whole = run(4, kept, args=("dp=4 zero=1",))[0]
+    found = {zero: run(4, kept, args=(f"dp=4 ep={ep} zero={zero}",)) for zero in (1, 3)}
     for kind in ("parameters", "gradients"):
-        assert {each[kind] for each in run(4, kept, args=(f"dp=4 ep={ep} zero=1",))} == {
-            whole[kind] - experts + experts // ep
-        }
-        assert {each[kind] for each in run(4, kept, args=(f"dp=4 ep={ep} zero=3",))} == {whole[kind] // 4}
-    for zero in (1, 3):  # two moments, and small counts of steps
-        for each in run(4, kept, args=(f"dp=4 ep={ep} zero={zero}",)):
+        assert {each[kind] for each in found[1]} == {whole[kind] - experts + experts // ep}
+        assert {each[kind] for each in found[3]} == {whole[kind] // 4}
+    for ranks in found.values():  # two moments, and small counts of steps
+        for each in ranks:
             assert 0 <= each["optimizer"] - 2 * whole["parameters"] // 4 < 64
 
 

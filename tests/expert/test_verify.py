@@ -42,10 +42,6 @@ def test_models_given_as_functions_are_compared_under_pp() -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 16, "max_position_embeddings": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
-    def mixtral() -> Any:
-        config = transformers.MixtralConfig(**sizes, **heads, intermediate_size=8, num_local_experts=4)
-        return transformers.MixtralForCausalLM(config)
-
     def qwen() -> Any:
         config = transformers.Qwen3MoeConfig(**sizes, **heads, moe_intermediate_size=8, num_experts=4)
         config.num_experts_per_tok = 2
@@ -56,8 +52,7 @@ def test_models_given_as_functions_are_compared_under_pp() -> None:
         return logits
 
     options = mw.Options(forward=forward)
-    for model in (mixtral, qwen):
-        assert mw.verify(model, next_token_loss, batches(), "pp=2 microbatches=2", lr=1e-3, options=options).ok
+    assert mw.verify(qwen, next_token_loss, batches(), "pp=2 microbatches=2", lr=1e-3, options=options).ok
     assert mw.verify(partial(build, "top-2", tied=False), next_token_loss, batches(), "pp=2 dp=2 ep=2", lr=1e-3).ok
 
 

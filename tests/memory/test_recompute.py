@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from grid import Grid
 from memory.offloaded_model import the_same
 from memory.recomputed_model import LAYERS, Attention, Model, batches, in_modes, loss, on, under
 from meshwise.base.tensor_tree import tensors
@@ -48,16 +49,30 @@ PLANS = (
 UNEVENLY = ("tp=4 tp_mode=2d", "dp=2 pp=2 zero=3 microbatches=2 schedule=zb-h1 partition=params")
 
 
-@pytest.mark.parametrize("plan, rows", [*((plan, EVEN) for plan in PLANS), *((plan, UNEVEN) for plan in UNEVENLY)])
-def test_every_mode_gives_the_same_bits(plan: str, rows: int) -> None:
+LIKE_ANOTHER = (
+    *("dp=2 tp=2 zero=3", "tp=4 tp_mode=2.5d", "tp=8 tp_mode=3d"),
+    *(f"schedule={name} " for name in ("naive", "gpipe", "looped", "zb-h2", "dualpipev")),
+    "1f1b precision=bf16",
+)
+"""Plans whose blocks are repeated as under another one: in their products, and at their places of a schedule."""
+
+
+@pytest.mark.grid(
+    Grid({"plan": PLANS + UNEVENLY}, heavy=lambda cell: any(text in cell["plan"] for text in LIKE_ANOTHER))
+)
+def test_every_mode_gives_the_same_bits(plan: str) -> None:
+    rows = UNEVEN if plan in UNEVENLY else EVEN
     layers = LAYERS if "pp" in plan or "tp" not in plan else 1
     for found in on(plan, in_modes, modes=("none", "full", "selective"), layers=layers, rows=rows):
         for mode in ("full", "selective"):
             the_same(found[mode], found["none"])
 
 
-@pytest.mark.parametrize(
-    "plan", ["tp=2", "dp=2 zero=3 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1 partition=params"]
+@pytest.mark.grid(
+    Grid(
+        {"plan": ("tp=2", "dp=2 zero=3 microbatches=2", "pp=2 microbatches=2 schedule=zb-h1 partition=params")},
+        heavy=lambda cell: cell["plan"] == "tp=2",
+    )
 )
 def test_a_budget_changes_modes_between_steps_and_no_bit(plan: str) -> None:
     def losses(world: World, plan: str) -> tuple[list[tuple[float, float]], list[set[str]]]:
