@@ -14,7 +14,6 @@ import contextlib
 import inspect
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -67,10 +66,8 @@ class SplitTrials:
         kind = repr((module, settings, own))
         if kind not in self._known:
             self._known[kind] = None
-            with contextlib.suppress(Exception), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-                warnings.simplefilter("ignore")
-                with torch.device("cpu"):
-                    self._known[kind] = _Trial(module, own, self._plan).error()
+            with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                self._known[kind] = _Trial(module, own, self._plan).error()
         return self._known[kind]
 
 
