@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from grid import Cell, Grid
+from grid import Cell, Grid, ranks_of
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -55,7 +55,12 @@ def exists(cell: Cell) -> bool:
     )
 
 
-GRID = Grid(AXES, exists=exists, single=("optimizer",))
+GRID = Grid(
+    AXES,
+    exists=exists,
+    cost=lambda cell: ranks_of(cell["split"]),
+    single=("optimizer", "split"),
+)
 
 
 @functools.cache
@@ -213,6 +218,7 @@ RESUMED = Grid(
         "number": (1, 3, 5),  # saved with the head alone, with all, without some
         "optimizer": ("adamw", "sgd", "several", "adafactor"),
     },
+    strength=1,
 )
 
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import meshwise as mw
+from grid import Grid
 from meshwise.testing import agree, build_whole, run
 from plain_scripts import (
     STEPS,
@@ -378,8 +379,7 @@ def table_rows() -> dict[str, str]:
 
 
 @pytest.mark.filterwarnings("ignore:the model drew random numbers")
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("title", CASES)
+@pytest.mark.grid(Grid({"title": tuple(CASES), "plan": PLANS}, strength=1, heavy=lambda cell: cell["plan"] == "dp=1"))
 def test_a_row_gives_the_numbers_of_the_plain_script(
     title: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

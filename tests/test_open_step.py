@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from grid import Cell, Grid
+from grid import Cell, Grid, ranks_of
 from meshwise.comm.api.flight_recorder import RanksDisagree
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -32,7 +32,22 @@ def exists(cell: Cell) -> bool:
     return "2d" not in cell["split"] or cell["zero"] in (0, 2)
 
 
-PLANS, FEW_PLANS = Grid(AXES, exists=exists), Grid(AXES, exists=exists, strength=1)
+ONCE = {"dp=2 tp=2": 3, "tp=4 tp_mode=2d": 2}
+
+
+def cost(cell: Cell) -> float:
+    return ranks_of(cell["split"])
+
+
+PLANS = Grid(
+    AXES,
+    exists=exists,
+    cost=cost,
+    single=("recompute",),
+    # Every stage of ZeRO with three replicas, and the splits of matrices once.
+    heavy=lambda cell: cell["split"] != "dp=3" and cell["zero"] != ONCE.get(cell["split"], 0),
+)
+FEW_PLANS = Grid(AXES, exists=exists, cost=cost, strength=1, heavy=lambda cell: "2d" in cell["split"])
 
 
 def plan_of(split: str, zero: int, recompute: str) -> str:

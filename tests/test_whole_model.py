@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from grid import Grid, ranks_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
@@ -18,7 +19,6 @@ from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.testing import agree, alone, run
 
 SPLIT = ["dp=2 zero=3", "tp=2", "pp=2 microbatches=2", "dp=2 tp=2 pp=2 zero=3 microbatches=2", "tp=4 tp_mode=2d"]
-over_split_plans = pytest.mark.parametrize("plan", SPLIT)
 over_all_plans = pytest.mark.parametrize("plan", ["dp=2", "dp=2 zero=1", *SPLIT])
 
 
@@ -59,19 +59,27 @@ def test_rank_0_gets_the_state_dict_of_one_process(plan: str) -> None:
     assert torch.equal(fresh.get_buffer("kept"), torch.arange(3.0, dtype=torch.float64))
 
 
-@over_split_plans
-@pytest.mark.parametrize(
-    "act, advice",
-    [
-        (lambda model: model.state_dict(), "trainer.state_dict()"),
-        (lambda model: model.blocks.state_dict(), "trainer.state_dict()"),
-        (lambda model: model.load_state_dict({}), "trainer.load(folder)"),
-        (copy.deepcopy, "trainer.average(0.999)"),
-        (AveragedModel, "trainer.average(0.999)"),
-        (pickle.dumps, "trainer.state_dict()"),
-    ],
+COPIES: dict[str, tuple[Any, str]] = {
+    "state_dict": (lambda model: model.state_dict(), "trainer.state_dict()"),
+    "state_dict of blocks": (lambda model: model.blocks.state_dict(), "trainer.state_dict()"),
+    "load_state_dict": (lambda model: model.load_state_dict({}), "trainer.load(folder)"),
+    "deepcopy": (copy.deepcopy, "trainer.average(0.999)"),
+    "AveragedModel": (AveragedModel, "trainer.average(0.999)"),
+    "pickle": (pickle.dumps, "trainer.state_dict()"),
+}
+
+
+@pytest.mark.grid(
+    Grid(
+        {"plan": SPLIT, "copied": tuple(COPIES)},
+        cost=lambda cell: ranks_of(cell["plan"]),
+        strength=1,
+        heavy=lambda cell: ranks_of(cell["plan"]) > 4,
+    )
 )
-def test_a_copy_of_a_part_is_refused(plan: str, act: Any, advice: str) -> None:
+def test_a_copy_of_a_part_is_refused(plan: str, copied: str) -> None:
+    act, advice = COPIES[copied]
+
     def main(world: World) -> None:
         trainer = trained(world, plan)
         for model in trainer.modules:

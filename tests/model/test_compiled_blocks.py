@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForMaskedLM
 
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.model import compiled_blocks
@@ -57,7 +58,7 @@ def tokens(step: int) -> tuple[Tensor, Tensor]:
 
 
 def model(**changes: Any) -> nn.Module:
-    return GPT(GPTConfig(vocabulary=32, context=8, layers=4, heads=2, width=16, **changes)).double()
+    return GPT(GPTConfig(**{"vocabulary": 32, "context": 8, "layers": 4, "heads": 2, "width": 16, **changes})).double()
 
 
 def mixture() -> nn.Module:
@@ -100,10 +101,11 @@ def test_inductor_agrees_with_one_process() -> None:
     torch.testing.assert_close(compiled, values, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("plan, alike", [("dp=2", False), ("tp=2", True), ("tp=2 sequence_parallel=1", True)])
-def test_ranks_that_split_layers_compile_the_same_kernels(
-    plan: str, alike: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+ALIKE = {"dp=2": False, "tp=2": True, "tp=2 sequence_parallel=1": True}
+
+
+@pytest.mark.grid(Grid({"plan": tuple(ALIKE)}, heavy=lambda cell: "sequence" in cell["plan"]))
+def test_ranks_that_split_layers_compile_the_same_kernels(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each rank takes the kernels that it finds fastest, values that tp ranks share get other last bits."""
     asked: list[bool] = []
 
@@ -115,29 +117,32 @@ def test_ranks_that_split_layers_compile_the_same_kernels(
     compiled_blocks._counting.cache_clear()
 
     def main(world: World) -> None:
-        trainer = parallelize(model, f"{plan} compile=blocks", world=world, loss=next_token_loss, lr=1e-2)
+        build = partial(model, layers=1)
+        trainer = parallelize(build, f"{plan} compile=blocks", world=world, loss=next_token_loss, lr=1e-2)
         for step in range(2):  # the first one finds out which blocks draw, and compiles nothing
             trainer.step(tokens(step))
 
     run(2, main)
     compiled_blocks._counting.cache_clear()
-    assert set(asked) == {alike}
+    assert set(asked) == {ALIKE[plan]}
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "tp=2",
-        "tp=2 dp=2 zero=3 recompute=full",
-        "tp=2 sequence_parallel=1",
-        "tp=4 tp_mode=2d",
-        "pp=2 tp=2 microbatches=2",
-    ],
+SPLIT = (
+    "tp=2",
+    "tp=2 dp=2 zero=3 recompute=full",
+    "tp=2 sequence_parallel=1",
+    "tp=4 tp_mode=2d",
+    "pp=2 tp=2 microbatches=2",
 )
+
+
+# Other tests here have ZeRO 3 with recomputation, and stages, around blocks that are whole; a collective is left out of
+# what is compiled under every scheme.
+@pytest.mark.grid(Grid({"plan": SPLIT}, heavy=lambda cell: cell["plan"] not in ("tp=2", "tp=2 sequence_parallel=1")))
 def test_a_split_block_is_compiled_around_its_collectives(plan: str) -> None:
     ranks = Plan.parse(plan).mesh().size
-    expected, values, _ = run(ranks, trained, args=(plan, {}))[0]
-    compiled = run(ranks, trained, args=(f"{plan} compile=blocks", {}))
+    expected, values, _ = run(ranks, trained, args=(plan, {"layers": 2}))[0]
+    compiled = run(ranks, trained, args=(f"{plan} compile=blocks", {"layers": 2}))
     assert compiled[0][0] == expected
     assert all(map(torch.equal, compiled[0][1], values))
     assert sum(counts.graphs for _, _, counts in compiled) > 0
@@ -161,16 +166,16 @@ def uneven() -> list[tuple[Tensor, Tensor]]:
     return [(rows[:, :-1], rows[:, 1:]) for rows in drawn.split((12, 5, 2))]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=3 zero=1",
-        "dp=3 zero=3 microbatches=2",
-        "pp=2 microbatches=3 schedule=zb-h1",
-        "pp=2 dp=2 zero=2 microbatches=2",
-        "tp=2 sequence_parallel=1",
-    ],
+UNEVEN = (
+    "dp=3 zero=1",
+    "dp=3 zero=3 microbatches=2",
+    "pp=2 microbatches=3 schedule=zb-h1",
+    "pp=2 dp=2 zero=2 microbatches=2",
+    "tp=2 sequence_parallel=1",
 )
+
+
+@pytest.mark.grid(Grid({"plan": UNEVEN}, heavy=lambda cell: cell["plan"] in (UNEVEN[0], *UNEVEN[3:])))
 def test_compiled_plans_agree_with_one_process(plan: str) -> None:
     """A part of the cells of the other grids of agreement."""
 
@@ -233,7 +238,13 @@ def steps_of(
     return numbers, values, (counts.blocks, counts.graphs, counts.graph_breaks)
 
 
-@pytest.mark.parametrize("kind, plan", [("llama", "tp=2"), ("mixtral", "tp=2"), ("mixtral", "dp=2 ep=2")])
+@pytest.mark.grid(
+    Grid(
+        {"kind": ("llama", "mixtral"), "plan": ("tp=2", "dp=2 ep=2")},
+        exists=lambda cell: (cell["kind"], cell["plan"]) != ("llama", "dp=2 ep=2"),
+        strength=1,
+    )
+)
 def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan: str) -> None:
     """Compare losses alone, and with SGD: while a thread compiles, `torch.compiler.is_compiling()` holds in all
     threads, and Adam then computes by other formulas."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan, PlanError
@@ -35,9 +37,9 @@ def _nothing_compiled_before() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def model(compiled: str, backend: str, dropout: float = 0.0) -> nn.Module:
-    """A GPT with a compiled `block` or `mlp` in each of two layers, or a `call` of a block that compiles itself."""
-    built = GPT(GPTConfig(vocabulary=32, context=8, layers=2, heads=2, width=16, dropout=dropout)).double()
+def model(compiled: str, backend: str, dropout: float = 0.0, layers: int = 1) -> nn.Module:
+    """A GPT with a compiled `block` or `mlp` in each layer, or a `call` of a block that compiles itself."""
+    built = GPT(GPTConfig(vocabulary=32, context=8, layers=layers, heads=2, width=16, dropout=dropout)).double()
     for number, block in enumerate(built.blocks):
         if compiled == "block":
             built.blocks[number] = torch.compile(block, backend=backend)  # type: ignore[assignment]
@@ -50,27 +52,27 @@ def model(compiled: str, backend: str, dropout: float = 0.0) -> nn.Module:
 
 def losses(world: World, plan: str, compiled: str, backend: str = "eager", dropout: float = 0.0) -> list[Any]:
     """Losses and norms of three steps, of a model that is built on every rank alike."""
-    options = Options(example=tokens(0))
-    trainer = parallelize(
-        lambda: model(compiled, backend, dropout), plan, world=world, loss=next_token_loss, options=options, lr=1e-2
-    )
+    options, layers = Options(example=tokens(0)), Plan.parse(plan).pp
+    build = functools.partial(model, compiled, backend, dropout, layers)
+    trainer = parallelize(build, plan, world=world, loss=next_token_loss, options=options, lr=1e-2)
     results = [trainer.step(tokens(number)) for number in range(3)]
     return [(result.loss, result.grad_norm) for result in results]
 
 
-@pytest.mark.parametrize(
-    "plan, compiled, dropout",
-    [
-        ("dp=1", "call", 0.0),
-        ("dp=2 zero=1", "block", 0.0),
-        ("dp=2 zero=3", "mlp", 0.0),
-        ("pp=2 microbatches=2", "block", 0.0),
-        ("dp=1 recompute=full", "mlp", 0.0),
-        ("dp=1 random=global", "mlp", 0.1),
-        ("dp=1 random=local", "mlp", 0.1),
-    ],
+COMPILED = (
+    ("dp=1", "call", 0.0),
+    ("dp=2 zero=1", "block", 0.0),
+    ("dp=2 zero=3", "mlp", 0.0),
+    ("pp=2 microbatches=2", "block", 0.0),
+    ("dp=1 recompute=full", "mlp", 0.0),
+    ("dp=1 random=global", "mlp", 0.1),
+    ("dp=1 random=local", "mlp", 0.1),
 )
-def test_compiled_parts_change_no_loss(plan: str, compiled: str, dropout: float) -> None:
+
+
+@pytest.mark.grid(Grid({"case": COMPILED}, heavy=lambda cell: cell["case"] == COMPILED[1]))
+def test_compiled_parts_change_no_loss(case: tuple[str, str, float]) -> None:
+    plan, compiled, dropout = case
     ranks = Plan.parse(plan).mesh().size
     expected = run(ranks, losses, args=(plan, "", "eager", dropout))
     agree(run(ranks, losses, args=(plan, compiled, "eager", dropout)), expected, bound=1e-9)

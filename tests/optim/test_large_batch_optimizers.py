@@ -73,7 +73,8 @@ def trained(plan: str, *, tied: bool, options: Options | None = None, **training
             and not (cell["zero"] and cell["dp"] == 1)
             and not (cell["zero"] > 1 and "pp" in cell["shape"])
         ),
-        single=("shape", "tied"),
+        heavy=lambda cell: ranks_of(f"{cell['shape']} dp={cell['dp']}") > 6,
+        single=("shape", "dp", "tied"),
     )
 )
 def test_a_plan_gives_what_one_process_gives(optimizer: str, shape: str, dp: int, zero: int, tied: bool) -> None:
@@ -81,8 +82,10 @@ def test_a_plan_gives_what_one_process_gives(optimizer: str, shape: str, dp: int
         agree(rank, expected(optimizer, tied=tied), bound=1e-9)
 
 
-@pytest.mark.parametrize("plan", ["cp=2 dp=2 zero=3", "dp=4 ep=2 zero=3", "dp=2 tp=2 ep=2 etp=2"])
-@pytest.mark.parametrize("optimizer", ["lars", "lamb", "muon"])
+DIVISIONS = ("cp=2 dp=2 zero=3", "dp=4 ep=2 zero=3", "dp=2 tp=2 ep=2 etp=2")
+
+
+@pytest.mark.grid(Grid({"optimizer": ("lars", "lamb", "muon"), "plan": DIVISIONS}, strength=1))
 def test_a_mixture_and_split_tokens_give_what_one_process_gives(optimizer: str, plan: str) -> None:
     def mixture() -> nn.Module:
         shape = MixtureConfig(vocabulary=16, context=4, layers=2, heads=4, width=12, mlp_ratio=2, experts=4)
@@ -215,8 +218,9 @@ def test_verify_finds_the_norm_of_a_shard() -> None:
     assert wrong.first is not None
 
 
-@pytest.mark.parametrize("name", ["lamb", "muon"])
-@pytest.mark.parametrize("plan", ["dp=2 sync=local every=2", "dp=2 tp=2 sync=diloco every=2"])
+@pytest.mark.grid(
+    Grid({"name": ("lamb", "muon"), "plan": ("dp=2 sync=local every=2", "dp=2 tp=2 sync=diloco every=2")}, strength=1)
+)
 def test_replicas_that_differ_keep_norms_and_matrices_of_their_own(name: str, plan: str) -> None:
     model = functools.partial(build, tied=True)
     assert verify(model, next_token_loss, batches(), plan, **TRAININGS[name]).ok

@@ -155,7 +155,7 @@ REPLAYS = Grid(
         # The scales of int8 are sums of two scales in fp32, often halfway between two numbers of fp32.
         cell["codec"] != "int8" or (cell["rate"] == "constant" and cell["every"] != 3)
     ),
-    strength=2,
+    single=("every", "ranks"),
 )
 
 
@@ -197,7 +197,7 @@ def test_steps_without_a_learning_rate_move_nothing() -> None:
 SHAPES = ("dp=2", "dp=3", "dp=2 tp=2", "dp=2 pp=2 microbatches=2", "dp=2 cp=2", "dp=2 tp=2 sequence_parallel=1")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.grid(Grid({"shape": SHAPES}, heavy=lambda cell: cell["shape"] in ("dp=2", "dp=2 tp=2")))
 def test_without_a_codec_every_plan_is_one_process(shape: str) -> None:
     def main(world: World) -> Any:
         trainer = made(world, f"{shape} sync=momenta every=3", optimizer=ZeroOneAdam, warmup=2, codec="none")
@@ -207,7 +207,10 @@ def test_without_a_codec_every_plan_is_one_process(shape: str) -> None:
         agree(found, expected("zero one", 2), bound=BOUND)
 
 
-@pytest.mark.parametrize("shape", ["dp=2", "dp=4", "dp=2 pp=2 microbatches=2", "dp=2 tp=2"])
+EACH_STEP = ("dp=2", "dp=4", "dp=2 pp=2 microbatches=2", "dp=2 tp=2")
+
+
+@pytest.mark.grid(Grid({"shape": EACH_STEP}, heavy=lambda cell: cell["shape"] in ("dp=2", "dp=2 pp=2 microbatches=2")))
 def test_an_exchange_after_every_step_is_the_plan_without_local_steps(shape: str) -> None:
     def main(world: World, sync: str) -> Any:
         # Without biases: the gradient of the keys' bias is 0 but for rounding, of which a codec takes the sign.
@@ -231,7 +234,10 @@ def test_an_exchange_after_every_step_is_the_plan_without_local_steps(shape: str
         agree(found, wanted, bound=1e-12)
 
 
-@pytest.mark.parametrize("shape", ["dp=2 tp=2", "dp=2 pp=2 microbatches=2", "dp=2 cp=2", "dp=2 microbatches=2"])
+SPLIT = ("dp=2 tp=2", "dp=2 pp=2 microbatches=2", "dp=2 cp=2", "dp=2 microbatches=2")
+
+
+@pytest.mark.grid(Grid({"shape": SPLIT}, heavy=lambda cell: cell["shape"] == "dp=2 cp=2"))
 def test_each_replica_may_be_split(shape: str) -> None:
     """A replica that is split takes the local steps of a whole one, up to the blocks of the codec."""
 
@@ -255,8 +261,7 @@ def test_each_replica_may_be_split(shape: str) -> None:
 LOCAL: dict[str, Any] = {"warmup": 3, "kappa": 1, "doubling": 2}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("saved", [6, 7, 8, 10])
+@pytest.mark.grid(Grid({"ranks": (2, 4), "saved": (6, 7, 8, 10)}, cost=lambda cell: cell["ranks"] ** 2, strength=1))
 def test_a_training_resumes_in_equal_bits_within_an_interval(ranks: int, saved: int, tmp_path: Path) -> None:
     def main(world: World) -> tuple[Tensor, Tensor]:
         plan = f"dp={world.size} sync=momenta every=4"

@@ -70,7 +70,9 @@ def trained(world: World, *, plan: str, tied: bool, name: str) -> Any:
             and not (cell["zero"] and cell["dp"] == 1)
             and not (cell["zero"] > 1 and "pp" in cell["shape"])
         ),
-        strength=1,  # by the access to whole tensors that the optimizers of test_large_batch_optimizers.py use
+        # By the access to whole tensors that the optimizers of test_large_batch_optimizers.py use under every shape.
+        strength=1,
+        heavy=lambda cell: cell["shape"] in SHAPES[4:] or ranks_of(f"{cell['shape']} dp={cell['dp']}") > 4,
     )
 )
 def test_a_plan_gives_what_the_class_gives_on_one_process(
@@ -81,8 +83,10 @@ def test_a_plan_gives_what_the_class_gives_on_one_process(
         agree(rank, single, bound=1e-9)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "shampoo"])
-def test_state_of_any_shape_is_loaded_under_another_plan(name: str, tmp_path: Any) -> None:
+@pytest.mark.grid(
+    Grid({"name": ("adafactor", "shampoo"), "plan": ("dp=2 tp=2 zero=1", "pp=2 microbatches=2")}, strength=1)
+)
+def test_state_of_any_shape_is_loaded_under_another_plan(name: str, plan: str, tmp_path: Any) -> None:
     """Rows and columns of Adafactor, and the preconditioners and the count in the group of Shampoo, on their owners."""
     kind, arguments = kind_and_arguments(name)
 
@@ -99,9 +103,8 @@ def test_state_of_any_shape_is_loaded_under_another_plan(name: str, tmp_path: An
         return steps
 
     run(3, functools.partial(train, plan="dp=3 zero=3", begin=0, end=2))
-    for plan in ("dp=2 tp=2 zero=1", "pp=2 microbatches=2"):
-        later = run(Plan.of(plan).mesh().size, functools.partial(train, plan=plan, begin=2, end=3))
-        agree(later[0], expected(name, tied=True)[2:], bound=1e-9)
+    later = run(Plan.of(plan).mesh().size, functools.partial(train, plan=plan, begin=2, end=3))
+    agree(later[0], expected(name, tied=True)[2:], bound=1e-9)
 
 
 MODELS: dict[str, Any] = {
@@ -110,17 +113,18 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "plan, model",
-    [
-        ("cp=2 dp=2 zero=3", "gpt"),
-        ("dp=2x2 zero=2", "gpt"),
-        ("tp=8 tp_mode=2.5d tp_depth=2", "gpt"),
-        ("pp=2 microbatches=4 schedule=zb-v virtual_stages=2", "gpt"),  # a rank has both copies of the tied parameter
-        ("dp=2 ep=2 tp=2 zero=3", "mixture"),
-    ],
+DIVISIONS = (
+    "cp=2 dp=2 zero=3",
+    "dp=2x2 zero=2",
+    "tp=8 tp_mode=2.5d tp_depth=2",
+    "pp=2 microbatches=4 schedule=zb-v virtual_stages=2",  # a rank has both copies of the tied parameter
+    "dp=2 ep=2 tp=2 zero=3",
 )
-def test_other_divisions_agree_with_clipped_gradients(plan: str, model: str) -> None:
+
+
+@pytest.mark.grid(Grid({"plan": DIVISIONS}, heavy=lambda cell: ranks_of(cell["plan"]) > 4))
+def test_other_divisions_agree_with_clipped_gradients(plan: str) -> None:
+    model = "mixture" if "ep=" in plan else "gpt"
     kind, arguments = kind_and_arguments("adafactor")
     options = functools.partial(Options, clip_norm=0.5)
 

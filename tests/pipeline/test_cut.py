@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grid import Grid
 from meshwise.pipeline.cut.model_cut import CutOptions, CutRequest, cut_model, cut_pieces
 from meshwise.pipeline.cut.probe_result import CutError
 from meshwise.pipeline.run.stage_forward import StageError, make_stage
@@ -23,8 +24,10 @@ MASK = torch.ones(2, 12, dtype=torch.long).index_fill(1, torch.tensor([10, 11]),
 # ---- pieces: the model's own forward -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("config", [{}, {"tied": True}, {"positions": "rotary", "kv_heads": 1}], ids=str)
+CONFIGS: tuple[dict[str, Any], ...] = ({}, {"tied": True}, {"positions": "rotary", "kv_heads": 1})
+
+
+@pytest.mark.grid(Grid({"config": CONFIGS, "stages": (1, 2, 3, 4, 7)}, strength=1))
 def test_a_gpt_is_cut(config: dict[str, Any], stages: int) -> None:
     model = gpt(**config)
     is_the_model(model, lm, cut_model(model, stages=stages, call=lm, request=CutRequest("params")))
@@ -77,7 +80,7 @@ def test_a_llama_of_hugging_face_with_a_padding_mask(stages: int) -> None:
     is_the_model(model, call, cut_model(model, stages=stages, call=call, request=CutRequest("params")))
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 5, 9])
+@pytest.mark.grid(Grid({"stages": (2, 3, 4, 5, 9)}, heavy=lambda cell: cell["stages"] in (2, 4, 5)))
 def test_a_t5_is_cut_anywhere_in_its_encoder_and_decoder(stages: int) -> None:
     def call(model: nn.Module) -> Tensor:
         logits = model(input_ids=TOKENS, attention_mask=MASK, decoder_input_ids=TARGETS[:, :9]).logits

@@ -45,8 +45,8 @@ def plan_of(schedule: str, pp: int, zero: int, tp: str, dp: int) -> Plan:
 
 def cost(cell: Cell) -> float:
     """Ranks, and what each of them runs; by the root, a dear cell that has many pairs is worth it."""
-    plan = plan_of(cell["schedule"], cell["pp"], 0, cell["tp"], cell["dp"])
-    return math.sqrt(plan.mesh().size * (5 + plan.microbatches * plan.virtual_stages))
+    plan, model = plan_of(cell["schedule"], cell["pp"], 0, cell["tp"], cell["dp"]), 3 if cell["model"] == "t5" else 1
+    return math.sqrt(plan.mesh().size * (5 + plan.microbatches * plan.virtual_stages) * model)
 
 
 GRID = Grid(
@@ -60,7 +60,8 @@ GRID = Grid(
     },
     exists=exists,
     cost=cost,
-    single=("zero", "model"),
+    single=("zero", "model", "tp"),
+    heavy=lambda cell: plan_of(cell["schedule"], cell["pp"], 0, cell["tp"], cell["dp"]).mesh().size > 4,
 )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerator.simulated_accelerators import SimulatedAccelerators
+from grid import Grid
 from meshwise.base.step_timeline import Event, Timeline, TimelineRow
 from meshwise.cli.main import main as command
 from meshwise.comm.api.flight_recorder import ActivityStopwatch, StepPhase, TimedSpan
@@ -315,15 +316,16 @@ def check(plan: str, on: Any) -> None:
             assert {event.kind for event in one.step.events} >= {"begin", "exchange", "update"}
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "pp=2 microbatches=4 schedule=zb-v virtual_stages=2",
-        "pp=2 dp=2 zero=3 microbatches=2",
-        "pp=2 tp=2 microbatches=2 schedule=zb-h1",
-        "dp=2 zero=2 microbatches=2",
-    ],
+PLANS = (
+    "pp=2 microbatches=4 schedule=zb-v virtual_stages=2",
+    "pp=2 dp=2 zero=3 microbatches=2",
+    "pp=2 tp=2 microbatches=2 schedule=zb-h1",
+    "tp=2",
+    "dp=2 zero=2 microbatches=2",
 )
+
+
+@pytest.mark.grid(Grid({"plan": PLANS}, heavy=lambda cell: cell["plan"] == PLANS[2]))
 def test_under_every_plan_the_steps_are_those_of_its_schedule(plan: str) -> None:
     check(plan, "threads")
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import ThreadWorld
 from meshwise.engine.parallelize import Options, parallelize
@@ -84,7 +85,11 @@ def test_schedules_train_with_dropout_like_one_process(name: str) -> None:
     check(f"pp=2 microbatches=4 schedule={name} virtual_stages={VIRTUAL.get(name, 1)}", tied=True, dropout=0.3)
 
 
-@pytest.mark.parametrize("plan", ["pp=4 microbatches=3", "pp=2 tp=4 tp_mode=2d microbatches=2"])
+# The part has no grid of ranks here: cuts between them are in `test_cuts_with_tensor_parallelism`.
+FEW = ("pp=4 microbatches=3", "pp=2 tp=4 tp_mode=2d microbatches=2")
+
+
+@pytest.mark.grid(Grid({"plan": FEW}, heavy=lambda cell: cell["plan"] == FEW[1]))
 def test_few_micro_batches_and_matrices_over_a_grid_train_like_one_process(plan: str) -> None:
     """What `test_grid` does not have."""
     check(plan, tied=False)

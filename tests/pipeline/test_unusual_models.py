@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options
 from meshwise.pipeline.cut.model_cut import CutOptions
@@ -157,8 +158,10 @@ def test_a_layer_that_runs_on_two_stages_and_noise_between_layers(plan: str) -> 
 # ---- what is trained ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("frozen", [(0,), (1,), (3,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
+FROZEN: tuple[tuple[int, ...], ...] = ((0,), (1,), (3,), (0, 1), (1, 2), (0, 1, 2))
+
+
+@pytest.mark.grid(Grid({"schedule": ("1f1b", "zb-h1"), "frozen": FROZEN}, strength=1))
 def test_frozen_stages_at_the_beginning_in_the_middle_and_at_the_end(schedule: str, frozen: tuple[int, ...]) -> None:
     def build() -> nn.Module:
         layers = linears(4)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
@@ -97,16 +98,17 @@ def _trained(world: World, build: Callable[[], nn.Module], plan: str) -> list[fl
     return [trainer.step(BATCH).loss for _ in range(2)]
 
 
-@pytest.mark.parametrize("plan", ["pp=2 microbatches=2", "pp=2 microbatches=2 recompute=full"])
-@pytest.mark.parametrize("model", MODELS)
+PLANS = ("pp=2 microbatches=2", "pp=2 microbatches=2 recompute=full")
+
+
+@pytest.mark.grid(Grid({"model": tuple(MODELS), "plan": PLANS}, strength=1))
 def test_a_function_whose_model_reads_values_trains_like_one_process(model: str, plan: str) -> None:
     whole = run(1, _trained, args=(MODELS[model], "dp=1"))[0]
     for losses in run(2, _trained, args=(MODELS[model], plan)):
         assert losses == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.parametrize("given", ["module", "function"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.grid(Grid({"model": tuple(MODELS), "given": ("module", "function")}, strength=1))
 def test_a_model_that_reads_values_is_rehearsed(model: str, given: str) -> None:
     build = MODELS[model]
     assert rehearse(

@@ -29,7 +29,6 @@ CLUSTER = dataclasses.replace(SHIPPED, device=dataclasses.replace(SHIPPED.device
 BATCH = 16
 
 PLANS = (
-    "dp=8 zero=1 precision=bf16",
     "dp=8 zero=1 precision=bf16 overlap_gather=1",
     "pp=2 dp=4 zero=2 microbatches=4 precision=bf16 overlap_gather=1",
     "dp=4 tp=2 sequence_parallel=1 zero=3 precision=bf16 microbatches=2",
@@ -37,18 +36,25 @@ PLANS = (
     "dp=2x4 zero=3 precision=bf16",
     "dp=8 wire=int8 precision=bf16",
     "dp=8 zero=3 hpz=4 gather=int8 precision=bf16 microbatches=2",
-    "dp=2 cp=4 zero=3 precision=bf16 microbatches=2",
-    "cp=8 context=ulysses zero=3 precision=bf16",
-    "cp=2 dp=2 pp=2 zero=1 microbatches=2",
-    "pp=2 dp=2x2 zero=2 microbatches=4 precision=bf16",
-    "pp=4 dp=2 microbatches=4 precision=bf16 wire=fp32",
-    "pp=4 dp=2 zero=2 microbatches=4 recompute=full precision=bf16",
+    "dp=4 cp=2 zero=3 precision=bf16 microbatches=2",
+    "dp=4 cp=2 context=ulysses zero=3 precision=bf16",
+    "pp=2 dp=2x2 zero=2 microbatches=4 precision=bf16 wire=fp32 recompute=full",
     "pp=2 dp=4 virtual_stages=2 schedule=interleaved microbatches=4",
-    "dp=8 zero=3 precision=bf16 microbatches=2",
     "pp=2 dp=4 zero=3 microbatches=4 precision=bf16",
     "pp=2 dp=2 tp=2 schedule=dualpipev virtual_stages=2 microbatches=4 zero=3",
     "pp=4 dp=2 offload=optimizer:cpu precision=bf16 microbatches=2 schedule=zb-h1",
 )
+OTHERS = (
+    "dp=8 zero=1 precision=bf16",
+    "dp=8 zero=3 precision=bf16 microbatches=2",
+    "dp=2 cp=4 zero=3 precision=bf16 microbatches=2",
+    "cp=8 context=ulysses zero=3 precision=bf16",
+    "pp=2 dp=2x2 zero=2 microbatches=4 precision=bf16",
+    "cp=2 dp=2 pp=2 zero=1 microbatches=2",
+    "pp=4 dp=2 microbatches=4 precision=bf16 wire=fp32",
+    "pp=4 dp=2 zero=2 microbatches=4 recompute=full precision=bf16",
+)
+"""Of keys that the plans before have too."""
 
 
 @cache
@@ -99,7 +105,7 @@ def undivided(own: ProfileKey) -> ProfileKey:
     return ProfileKey(plan, BATCH)
 
 
-@pytest.mark.parametrize("text", PLANS)
+@pytest.mark.grid(Grid({"text": (*PLANS, *OTHERS)}, heavy=lambda cell: cell["text"] in OTHERS))
 def test_no_bound_is_above_the_rehearsal(text: str) -> None:
     truth = rehearsed(text)
     for figures in (least(text, undivided), least(text), least(text, exact=True)):
@@ -107,9 +113,12 @@ def test_no_bound_is_above_the_rehearsal(text: str) -> None:
         assert figures.memory <= truth.memory
 
 
-@pytest.mark.parametrize(
-    "text, width",
-    [("dp=8 ep=8 precision=bf16", CONFIG.width), ("dp=4 tp=2 ep=8 etp=1 zero=1", CONFIG.width), ("dp=8 ep=8", 32)],
+@pytest.mark.grid(
+    Grid(
+        {"text": ("dp=8 ep=8 precision=bf16", "dp=4 tp=2 ep=8 etp=1 zero=1", "dp=8 ep=8"), "width": (CONFIG.width, 32)},
+        exists=lambda cell: (cell["text"] == "dp=8 ep=8") == (cell["width"] == 32),
+        heavy=lambda cell: "bf16" in cell["text"],
+    )
 )
 def test_no_bound_of_a_mixture_over_nodes_is_above_the_rehearsal(text: str, width: int) -> None:
     """The narrow model takes as long as the host needs to launch its operations."""
@@ -124,7 +133,10 @@ def test_no_bound_of_a_mixture_over_nodes_is_above_the_rehearsal(text: str, widt
     assert figures.memory <= truth.memory
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v virtual_stages=2", "dualpipev virtual_stages=2"])
+TWO_PARTS = ("zb-h1", "zb-v virtual_stages=2", "dualpipev virtual_stages=2")
+
+
+@pytest.mark.grid(Grid({"schedule": TWO_PARTS}, heavy=lambda cell: cell["schedule"] != TWO_PARTS[0]))
 def test_a_backward_in_two_parts_is_bounded_where_products_are_slow(schedule: str) -> None:
     """The first stage has none: a piece that took longer in two parts than in one would be counted too high there."""
     text = f"pp=2 dp=2 tp=2 schedule={schedule} microbatches=4"
@@ -166,6 +178,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"classes": Classes, "gpt": thin_gp
 THIN = Grid(
     {"text": ("dp=4", "dp=4 recompute=full", "dp=2 tp=2", "tp=4 sequence_parallel=1"), "thin": tuple(MODELS)},
     strength=1,
+    heavy=lambda cell: cell["text"] in ("dp=4", "dp=2 tp=2"),
 )
 
 
@@ -203,16 +216,16 @@ def test_where_nothing_overlaps_the_reduction_is_added(zero: int) -> None:
     assert after > during
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "dp=8 zero=1",
-        "dp=8 zero=3 microbatches=2",
-        "pp=2 dp=4 zero=2 microbatches=4",
-        "dp=4 tp=2 zero=1 microbatches=2",
-        "pp=2 dp=2 tp=2 zero=2 microbatches=4",
-    ],
+SHARED = (
+    "dp=8 zero=1",
+    "dp=8 zero=3 microbatches=2",
+    "pp=2 dp=4 zero=2 microbatches=4",
+    "dp=4 tp=2 zero=1 microbatches=2",
+    "pp=2 dp=2 tp=2 zero=2 microbatches=4",
 )
+
+
+@pytest.mark.grid(Grid({"text": SHARED}, heavy=lambda cell: cell["text"] in SHARED[2:4]))
 def test_ranks_of_one_host_share_what_simulate_has_them_share(text: str) -> None:
     host, plan = parse_cluster("1x8 cpu4"), Plan.parse(text)
     chosen = prediction_of(subject(), candidate=Candidate(plan, at=cut(plan)), cluster=host)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from grid import Grid
 from meshwise.engine.parallelize import Options
 from meshwise.plan import Plan, PlanError
 from meshwise.planner.lower_bound import PlanFigures
@@ -57,11 +58,12 @@ def found(fix: str, *, limit: float = 80e9, top: int = 1, rehearsals: int = 8, w
 
 
 NARROW = "tp=1 schedule=1f1b zero=0 microbatches=2"
+REPLICAS = "tp=1 pp=1 microbatches=1 recompute=none"
 
 
 @cache
-def everything() -> SearchResult:
-    return found(NARROW, top=EVERYTHING)
+def everything(fix: str = NARROW) -> SearchResult:
+    return found(fix, top=EVERYTHING)
 
 
 def test_the_choice_is_the_best_of_all() -> None:
@@ -72,14 +74,15 @@ def test_the_choice_is_the_best_of_all() -> None:
     assert everything().best()[0].plan == result.best()[0].plan
 
 
-def test_large_micro_batches_are_not_taken_for_slower_than_they_are() -> None:
+@pytest.mark.grid(Grid({"fix": ("tp=1", "tp_mode=1d sequence_parallel=0")}, heavy=lambda cell: cell["fix"] != "tp=1"))
+def test_large_micro_batches_are_not_taken_for_slower_than_they_are(fix: str) -> None:
     """What is counted for few short rows and put many times over is more than many rows take at once."""
     tokens = torch.empty(256, 8, dtype=torch.long, device="meta")
     model = dataclasses.replace(CONFIG, context=8, width=64)
     short = RehearsalSubject(
         lambda: GPT(model), next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens))
     )
-    narrow = space("microbatches=1 schedule=1f1b tp_mode=1d sequence_parallel=0 zero=0", batch=256)
+    narrow = space(f"microbatches=1 schedule=1f1b zero=0 {fix}", batch=256)
     cluster, best = parse_cluster("1x4 cpu4"), []
     for top in (1, EVERYTHING):
         effort = SearchEffort(top, rehearsals=EVERYTHING)
@@ -246,9 +249,8 @@ def test_an_unknown_key_is_refused_as_a_plan_refuses_it() -> None:
 
 
 def test_plans_that_do_not_fit_make_room_for_leaner_ones() -> None:
-    fix = "tp=1 pp=1 microbatches=1 recompute=none"
-    roomy = min(one.figures.memory for one in found(fix, top=EVERYTHING).best())
-    result = found(fix, limit=roomy - 1)
+    roomy = min(one.figures.memory for one in everything(REPLICAS).best())
+    result = found(REPLICAS, limit=roomy - 1)
     best = result.best()[0]
     assert best.figures.memory < roomy
     assert best.plan.zero >= 2
@@ -257,11 +259,10 @@ def test_plans_that_do_not_fit_make_room_for_leaner_ones() -> None:
 
 def test_a_plan_that_keeps_less_may_be_quicker() -> None:
     """ZeRO 1 gathers at the end of a step, where nothing is left to compute beside it; ZeRO 3 does not."""
-    fix = "tp=1 pp=1 microbatches=1 recompute=none"
-    best = {one.plan.zero: one.figures for one in found(fix, top=EVERYTHING).best()}
+    best = {one.plan.zero: one.figures for one in everything(REPLICAS).best()}
     assert best[3].seconds < best[1].seconds
     assert best[1].memory < best[0].memory
-    assert found(fix, limit=best[0].memory - 1).best()[0].plan.zero == 3
+    assert found(REPLICAS, limit=best[0].memory - 1).best()[0].plan.zero == 3
 
 
 def test_where_nothing_fits_the_devices_tiers_are_tried() -> None:

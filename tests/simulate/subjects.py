@@ -1,6 +1,7 @@
 """What is rehearsed in these tests: small models, the same on every rank."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,8 @@ from meshwise.reference import MixtureConfig, MixtureGPT
 from meshwise.reference.gpt import GPT, GPTConfig
 from meshwise.simulate.rehearsal import RehearsalSubject
 
-CONFIG = GPTConfig(vocabulary=64, context=16, layers=4, heads=4, width=32)
+CONFIG = GPTConfig(vocabulary=64, context=16, layers=2, heads=4, width=32)
+DEEP = replace(CONFIG, layers=4)
 
 
 def loss(output: Tensor, batch: Sequence[Tensor]) -> tuple[Tensor, int]:

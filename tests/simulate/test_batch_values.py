@@ -219,8 +219,7 @@ PLANS = (
 )
 
 
-@pytest.mark.parametrize("asks", ["positions", "mask"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.grid(Grid({"plan": PLANS, "asks": ("positions", "mask")}, strength=1))
 def test_a_model_that_reads_its_batch_is_rehearsed_like_one_with_constants(plan: str, asks: str) -> None:
     def of(asks: str) -> Rehearsal:
         batch = {"x": torch.ones(8, 4), "mask": torch.ones(8, 4, dtype=torch.bool)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import prune
 
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.engine.parallelize import Options, parallelize
@@ -171,17 +172,18 @@ def _outcome(run: Callable[[], Any]) -> str:
     return "taken"
 
 
-@pytest.mark.parametrize("plan", ["dp=1", "dp=2 zero=1", "dp=2 zero=2 offload=optimizer:disk", PIPELINE])
-@pytest.mark.parametrize(
-    "optimizer, arguments",
-    [
-        (SGD, {}),
-        (SGD, {"lr": 0.1, "momentum": 0.9}),
-        (ADAGRAD, {}),
-        (ADAMW, {"lr": torch.tensor(1e-3)}),
-    ],
-)
-def test_fused_updates_are_rehearsed(plan: str, optimizer: Any, arguments: Any) -> None:
+UPDATES: Any = {
+    "SGD": (SGD, {}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adagrad": (ADAGRAD, {}),
+    "AdamW": (ADAMW, {"lr": torch.tensor(1e-3)}),
+}
+SHARDED = ("dp=1", "dp=2 zero=1", "dp=2 zero=2 offload=optimizer:disk", PIPELINE)
+
+
+@pytest.mark.grid(Grid({"plan": SHARDED, "update": tuple(UPDATES)}, strength=1))
+def test_fused_updates_are_rehearsed(plan: str, update: str) -> None:
+    optimizer, arguments = UPDATES[update]
     assert both(Net, plan, optimizer=optimizer, **arguments) == ["taken"] * 2
 
 
@@ -196,10 +198,22 @@ def test_fused_updates_take_their_time(device: Device) -> None:
     assert sum(entry.bytes for entry in updates) >= 2 * 4 * numel
 
 
-@pytest.mark.parametrize("plan", ["dp=1", PIPELINE])
-@pytest.mark.parametrize("model", [AsModule(Held), Pruned, AsModule(Pruned), Counting, sparse, AsModule(sparse)])
-def test_odd_models_are_accepted_by_job_and_rehearsal(plan: str, model: Any) -> None:
-    assert both(model, plan) == ["taken"] * 2
+ODD: dict[str, Any] = {
+    "held": AsModule(Held),
+    "pruned": Pruned,
+    "built and pruned": AsModule(Pruned),
+    "counting": Counting,
+    "sparse": sparse,
+    "built and sparse": AsModule(sparse),
+}
+
+
+@pytest.mark.grid(
+    Grid({"model": tuple(ODD), "plan": ("dp=1", PIPELINE)}, strength=1, cost=lambda cell: 1 + (cell["plan"] == "dp=1"))
+)
+def test_odd_models_are_accepted_by_job_and_rehearsal(model: str, plan: str) -> None:
+    """With a pipeline, which also looks for cuts, wherever a part of the cells has to do."""
+    assert both(ODD[model], plan) == ["taken"] * 2
 
 
 @pytest.mark.parametrize("plan", ["dp=1 recompute=full", f"{PIPELINE} recompute=selective"])

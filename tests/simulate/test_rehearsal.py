@@ -1,6 +1,5 @@
 """A rehearsal does what a run does: the same calls, the same refusals, on a world of any size."""
 
-import dataclasses
 import itertools
 import resource
 import time
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grid import Grid
+from grid import Grid, ranks_of
 from meshwise.comm.api.world import World
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
 from meshwise.engine.parallelize import parallelize
@@ -28,7 +27,7 @@ from meshwise.simulate.rehearsal import Rehearsal, RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import each_flops
 from meshwise.simulate.step_tape import TapeOperation, TapeSegment
 from meshwise.train.console_output import notes
-from simulate.subjects import CONFIG, gpt_subject, loss
+from simulate.subjects import CONFIG, DEEP, gpt_subject, loss
 
 PLANS = (
     "dp=2",
@@ -42,7 +41,7 @@ PLANS = (
     "dp=2 zero=2 wire=powersgd:2",
     "dp=4 zero=3 hpz=2 gather=int8 wire=int8 microbatches=4",
     "tp=2",
-    "tp=4 tp_mode=2d dp=2",
+    "tp=4 tp_mode=2d",
     "pp=2 microbatches=4",
     "pp=2 dp=2 zero=3 microbatches=4 schedule=zb-h1 partition=params",
     "pp=2 microbatches=4 schedule=interleaved virtual_stages=2 partition=params",
@@ -145,8 +144,8 @@ def _flops(rehearsal: Rehearsal, index: int) -> int:
 def test_flops_of_the_trace_are_those_of_the_published_formula(plan: str) -> None:
     # Narayanan et al., 2021, section 5.1, without recomputation, and counting the last layer's product once forward.
     size, parsed = Plan.parse(plan).mesh().size, Plan.parse(plan)
-    rows, config = 16, CONFIG
-    rehearsal = rehearse(gpt_subject(rows=rows, stages=parsed.pp), plan=plan, ranks=size)
+    rows, config = 16, DEEP if parsed.pp > 2 else CONFIG
+    rehearsal = rehearse(gpt_subject(config, rows=rows, stages=parsed.pp), plan=plan, ranks=size)
     replicas = size // parsed.pp
     tokens, h, s = rows * config.context, config.width, config.context
     formula = tokens * (24 * config.layers * h**2 * (1 + s / (6 * h)) + 2 * h * config.vocabulary)
@@ -167,23 +166,29 @@ GATHERS = {
 SPLIT = ("zb-h1", "zb-h2", "zb-v virtual_stages=2", "dualpipev virtual_stages=2")
 
 
-@pytest.mark.grid(Grid({"words": tuple(GATHERS), "schedule": SPLIT}, strength=1))
+@pytest.mark.grid(
+    Grid(
+        {"words": tuple(GATHERS), "schedule": SPLIT},
+        cost=lambda cell: ranks_of(cell["words"]) ** 2 * (3 if "virtual" in cell["schedule"] else 1),
+        strength=1,
+        heavy=lambda cell: "2.5d" in cell["words"],
+    )
+)
 def test_a_backward_in_two_parts_does_nothing_twice(words: str, schedule: str) -> None:
     """But for gathering in each block, for its so many products that scatter, what they scattered."""
     plan = f"pp=2 {words} microbatches=4 partition=params"
-    ranks = Plan.parse(plan).mesh().size
+    ranks, chunks = Plan.parse(plan).mesh().size, 4 if "virtual" in schedule else 2
     whole, parts = (
-        rehearse(gpt_subject(stages=stages), plan=f"{plan} schedule={order}", ranks=ranks)
-        for stages, order in ((2, "naive"), (4 if "virtual" in schedule else 2, schedule))
+        rehearse(gpt_subject(_small(chunks), stages=stages), plan=f"{plan} schedule={order}", ranks=ranks)
+        for stages, order in ((2, "naive"), (chunks, schedule))
     )
     assert sum(_flops(parts, index) for index in range(2)) == sum(_flops(whole, index) for index in range(2))
     labels = [str(segment.activity) for index in range(2) for segment in parts.steps[index]]
     split = [label for label in labels if "W" in label and not label.startswith("0")]  # the first stage has no I
-    blocks = CONFIG.layers // (4 if "virtual" in schedule else 2)
     again = _moved(parts) - _moved(whole)
     assert not _moved(whole) - _moved(parts)
     assert {kind for kind, _ in again} <= {"all_gather"}
-    assert sum(again.values()) == GATHERS[words] * blocks * len(split)
+    assert sum(again.values()) == GATHERS[words] * len(split)
 
 
 def _moved(rehearsal: Rehearsal) -> Counter[tuple[str, int]]:
@@ -234,11 +239,18 @@ GRID = (
     "tp=2",
     "dp=8",
 )
+TAKEN = (
+    "dp=2 tp=2",
+    "tp=4 tp_mode=2d",
+    "pp=4 microbatches=8 schedule=zb-h1 recompute=full partition=params",
+    "pp=2 tp=2 microbatches=2 schedule=gpipe zero=1 partition=params",
+)
 
 
-@pytest.mark.parametrize("plan", GRID)
+# Of the plans that are taken, the part has those which make no calls in the test of calls.
+@pytest.mark.grid(Grid({"plan": GRID}, heavy=lambda cell: cell["plan"] in TAKEN))
 def test_a_rehearsal_takes_what_a_job_takes(plan: str) -> None:
-    subject = gpt_subject()
+    subject = gpt_subject(DEEP if "virtual" in plan else CONFIG)
     assert _outcome(lambda: rehearse(subject, plan=plan, ranks=4)) == _outcome(
         lambda: run_threads(4, _parallelized, args=(subject, plan))
     )
@@ -324,11 +336,12 @@ def test_attention_that_drops_is_fused_where_torch_draws(plan: str, precision: s
 @pytest.mark.parametrize("precision, kernel", [("bf16", "flash"), ("fp32", "efficient")])
 def test_large_attention_that_drops_under_global_masks_runs_two_fused_kernels(precision: str, kernel: str) -> None:
     """As on a GPU, where FlexAttention runs twice. Under selective recomputation it does not run there."""
-    config, plan = replace(CONFIG, dropout=0.1, context=1024, width=128), f"dp=1 random=global precision={precision}"
+    config = replace(CONFIG, layers=1, dropout=0.1, context=1024, width=128)
+    plan = f"dp=1 random=global precision={precision}"
     names = _names(config, plan)
-    assert names[f"_scaled_dot_product_{kernel}_attention"] == 2 * CONFIG.layers
+    assert names[f"_scaled_dot_product_{kernel}_attention"] == 2 * config.layers
     assert names["bmm"] == names["where"] == 0
-    assert names["clone"] >= 2 * (2 * CONFIG.layers + 1)  # dropout each way: of two tensors of a block, and one before
+    assert names["clone"] >= 2 * (2 * config.layers + 1)  # dropout each way: of two tensors of a block, and one before
     plain = _names(config, f"{plan} recompute=selective")
     assert plain[f"_scaled_dot_product_{kernel}_attention"] == 0
     assert plain["bmm"] > 0
@@ -423,13 +436,12 @@ def test_a_model_that_changes_its_batch_in_place_is_rehearsed_in_stages() -> Non
     assert rehearsal.steps[0]
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
+@pytest.mark.grid(Grid({"schedule": ("zb-v", "dualpipev")}, heavy=lambda cell: cell["schedule"] == "zb-v"))
 def test_a_rank_of_a_v_schedule_that_stands_for_others_does_their_work(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = f"pp=4 microbatches=8 virtual_stages=2 schedule={schedule} partition=params"
-    deep = dataclasses.replace(CONFIG, layers=16)
-    subject = dataclasses.replace(gpt_subject(), model=lambda: GPT(deep))
+    plan = f"pp=4 microbatches=8 virtual_stages=2 schedule={schedule}"
+    subject = gpt_subject(_small(8), stages=8)
     few = rehearse(subject, plan=plan, ranks=4)
     assert [tape.index for tape in few.tapes] == [0, 1, 1, 3]
     monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda *_, **__: (0, 1, 2, 3))

@@ -29,7 +29,7 @@ from meshwise.simulate.cost_model import CostModel
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import predict
 from meshwise.simulate.step_tape import TapeCall, TapeOperation, TapeSegment, count_operation
-from simulate.subjects import CONFIG, gpt_subject, mixture_subject
+from simulate.subjects import CONFIG, DEEP, gpt_subject, mixture_subject
 
 STEADY = Cluster(
     device=Device(
@@ -253,7 +253,7 @@ def test_bytes_of_an_all_to_all_on_each_link(nodes: int, between: int) -> None:
 
 def test_what_is_sent_between_nodes_is_that_of_the_rank_that_sends_most_there() -> None:
     """The first stage has the embedding to reduce, within its node; the second has activations to send to the other."""
-    wide = dataclasses.replace(CONFIG, vocabulary=1024)
+    wide = dataclasses.replace(DEEP, vocabulary=1024)
     made = rehearse(gpt_subject(wide, rows=16, stages=4), plan="pp=4 dp=2 microbatches=2", ranks=8)
     sent = predict(made, cluster=parse_cluster("2x4 h100")).traffic
     activations = 8 * CONFIG.context * CONFIG.width * 4

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grid import Grid
+from grid import Grid, ranks_of
 from meshwise.comm.api.flight_recorder import bus_factor
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.gradient_reduction import CODECS, CodecReduction
@@ -122,7 +122,7 @@ def agreed(trainer: Trainer) -> Tensor:
 REPLAYS = Grid(
     {"scheme": tuple(SCHEMES), "wire": WIRES, "ranks": (2, 3, 4), "feedback": (0, 1)},
     cost=lambda cell: cell["ranks"],
-    single=("ranks",),
+    single=("ranks", "wire"),
 )
 
 
@@ -160,7 +160,14 @@ def gpt(world: World, plan: str, settings: dict[str, Any]) -> Trainer:
     return parallelize(untied, plan, world=world, loss=next_token_loss, options=options, lr=1e-2)
 
 
-@pytest.mark.grid(Grid({"wire": WIRES, "shape": SHAPES, "settings": (0, 1)}, strength=1))
+@pytest.mark.grid(
+    Grid(
+        {"wire": WIRES, "shape": SHAPES, "settings": (0, 1)},
+        cost=lambda cell: ranks_of(cell["shape"]) ** 2,
+        strength=1,
+        heavy=lambda cell: "pp" in cell["shape"] or "cp" in cell["shape"],  # the next test has them
+    )
+)
 def test_what_is_not_sent_is_in_the_errors(wire: str, shape: str, settings: int) -> None:
     """`verify` compares the scheme without the codec with its replay, and checks the sum of changes and errors."""
     batches = [batch(number) for number in range(5)]

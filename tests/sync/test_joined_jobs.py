@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from free_port import free_port
+from grid import Grid
 from meshwise.comm.api.launcher_info import RankLostError
 from meshwise.comm.api.world import Work, World
 from meshwise.comm.in_process.thread_and_trace_worlds import TraceWorld
@@ -90,8 +91,10 @@ def mean(found: Sequence[Parameters], *, weights: Sequence[float] = ()) -> Param
     return {name: sum(w * one[name] for w, one in zip(weights, found, strict=True)) for name in found[0]}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("scheme", ["local", "kept_state", "reset_state", "post_local", "slowmo", "diloco"])
-@pytest.mark.parametrize("size", [2, 3])
+JOINED = ("local", "kept_state", "reset_state", "post_local", "slowmo", "diloco")
+
+
+@pytest.mark.grid(Grid({"scheme": JOINED, "size": (2, 3)}, cost=lambda cell: cell["size"], strength=1))
 def test_jobs_that_join_are_the_replicas_of_one_job(meeting: tuple[str, Store], scheme: str, size: int) -> None:
     name, changed, _ = SCHEMES[scheme]
     settings = joined(meeting[0], least=size, **changed)
@@ -100,8 +103,10 @@ def test_jobs_that_join_are_the_replicas_of_one_job(meeting: tuple[str, Store], 
     require_equal(mean(found), replayed(scheme, size=size, every=3, rows=10), bound=BOUND)
 
 
-@pytest.mark.parametrize("shapes", [("dp=2", "dp=1"), ("dp=1 tp=2", "dp=1 tp=2"), ("dp=1 pp=2 microbatches=2",) * 2])
-@pytest.mark.parametrize("scheme", ["local", "diloco"])
+SHAPES = (("dp=2", "dp=1"), ("dp=1 tp=2", "dp=1 tp=2"), ("dp=1 pp=2 microbatches=2",) * 2)
+
+
+@pytest.mark.grid(Grid({"shapes": SHAPES, "scheme": ("local", "diloco")}, strength=1))
 def test_a_job_may_have_several_ranks(meeting: tuple[str, Store], shapes: tuple[str, ...], scheme: str) -> None:
     name, changed, _ = SCHEMES[scheme]
     counts = [int(shape[3]) for shape in shapes]
@@ -230,8 +235,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("scheme", ["local", "slowmo", "diloco"])
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.grid(Grid({"scheme": ("local", "slowmo", "diloco"), "late": (False, True)}, strength=1))
 def test_a_job_that_starts_later_or_is_late_takes_the_others_state(
     meeting: tuple[str, Store], scheme: str, late: bool
 ) -> None:

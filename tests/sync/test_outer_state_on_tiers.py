@@ -1,13 +1,14 @@
 """Test replicas whose outer state sleeps in the CPU's memory or on disk: equal bits as on the device."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from accelerator.simulated_accelerators import SimulatedAccelerators
+from grid import Grid
 from meshwise.comm.api.world import World
 from meshwise.engine.trainer import Trainer
 from meshwise.plan import Plan, PlanError
@@ -51,12 +52,22 @@ def trained(world: World, scheme: str, offload: str, folder: Path) -> tuple[dict
     return found, memory
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("tier, timing", [("cpu", "late"), ("disk", "early"), ("disk", None)])
-def test_a_tier_changes_no_bit(scheme: str, tier: str, timing: Literal["late", "early"] | None, tmp_path: Path) -> None:
-    on = {} if timing is None else {"on": SimulatedAccelerators(timing=timing)}
+TIERS: tuple[tuple[str, Literal["late", "early"] | None], ...] = (("cpu", "late"), ("disk", "early"), ("disk", None))
+RACING = {"late": "encoded", "early": "streaming"}
+"""The schemes that a part has on simulated accelerators: with errors of a codec, with a fragment on its way."""
+
+
+@pytest.mark.grid(
+    Grid(
+        {"scheme": tuple(SCHEMES), "on": TIERS},
+        heavy=lambda cell: cell["on"][1] is not None and RACING[cell["on"][1]] != cell["scheme"],
+    )
+)
+def test_a_tier_changes_no_bit(scheme: str, on: tuple[str, Literal["late", "early"] | None], tmp_path: Path) -> None:
+    tier, timing = on
+    where: dict[str, Any] = {} if timing is None else {"on": SimulatedAccelerators(timing=timing)}
     expected = run(2, trained, args=(scheme, "none", tmp_path / "device"))
-    found = run(2, trained, args=(scheme, f"outer:{tier}", tmp_path / "tier"), **on)
+    found = run(2, trained, args=(scheme, f"outer:{tier}", tmp_path / "tier"), **where)
     for (ours, memory), (theirs, plain) in zip(found, expected, strict=True):
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
         assert memory[f"{tier}/reduction"] + memory.get("reduction", 0) == plain["reduction"]

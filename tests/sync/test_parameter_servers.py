@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grid import Grid
+from grid import Grid, ranks_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.engine.trainer import Trainer
@@ -368,10 +368,10 @@ def verified(plan: str, **training: Any) -> Report:
     return report
 
 
-@pytest.mark.parametrize(
-    "plan",
-    ["dp=3 server=1 staleness=2 correction=dc:0.5", "dp=2 server=2 staleness=async", "dp=3 server=2 staleness=1"],
-)
+LATE = ("dp=3 server=1 staleness=2 correction=dc:0.5", "dp=2 server=2 staleness=async", "dp=3 server=2 staleness=1")
+
+
+@pytest.mark.grid(Grid({"plan": LATE}, heavy=lambda cell: ranks_of(cell["plan"]) > 4))
 def test_verify_checks_the_synchronous_plan_and_replays_the_log(plan: str) -> None:
     report = verified(plan, options=Options(clip_norm=0.5))
     assert report.ok, str(report)

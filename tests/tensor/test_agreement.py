@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from grid import Cell, Grid, ranks_of
 from meshwise.plan import Plan
 from meshwise.reference import GPT, GPTConfig, next_token_loss
 from meshwise.tensor.detect.assign_tp_roles import assign_roles
@@ -38,8 +39,7 @@ def loss(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     return next_token_loss(module(inputs), (inputs, targets))[0]
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("plan", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.grid(Grid({"plan": tuple(SCHEMES.values()), "keep": (False, True)}, strength=1))
 def test_the_loss_and_every_gradient_are_those_of_one_process(plan: str, keep: bool) -> None:
     split_agrees(
         built(UNEVEN),
@@ -48,6 +48,10 @@ def test_the_loss_and_every_gradient_are_those_of_one_process(plan: str, keep: b
         batch=(tokens(5, UNEVEN), loss),
         keeps=keep,
     )
+
+
+def of_eight(cell: Cell) -> bool:
+    return ranks_of(cell["plan"]) == 8
 
 
 @pytest.mark.parametrize("plan", ["tp=1", "tp=1 tp_mode=2d", "tp=1 tp_mode=3d", "tp=2 tp_mode=2.5d tp_depth=2"])
@@ -63,7 +67,7 @@ def test_frozen_parameters_stop_nothing_else(plan: str) -> None:
     split_agrees(model, plan=plan, parts=gpt_parts(UNEVEN), batch=(tokens(4, UNEVEN), loss))
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d"])
+@pytest.mark.grid(Grid({"plan": ("tp=2", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d")}, heavy=of_eight))
 def test_autocast_computes_in_half_precision_as_it_does_on_one_process(plan: str) -> None:
     def autocast(module: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -74,7 +78,7 @@ def test_autocast_computes_in_half_precision_as_it_does_on_one_process(plan: str
     )
 
 
-@pytest.mark.parametrize("plan", ["tp=2 sequence_parallel=1", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d"])
+@pytest.mark.grid(Grid({"plan": ("tp=2 sequence_parallel=1", "tp=4 tp_mode=2d", "tp=8 tp_mode=3d")}, heavy=of_eight))
 def test_blocks_may_share_a_module(plan: str) -> None:
     model = built(UNEVEN)
     first, second = model.get_submodule("blocks").children()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from grid import Grid
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -156,10 +157,13 @@ CASES = (
     (repeating, "dp=2 tp=2 sequence_parallel=1"),
     (repeating, "tp=4 tp_mode=2d"),
 )
+OTHERS = (6, 8)
+"""Numbers of cases: of these the part has the model or the plan in another case."""
 
 
-@pytest.mark.parametrize("build, plan", CASES)
-def test_a_split_model_with_dropout_trains_as_on_one_process(build: Build, plan: str) -> None:
+@pytest.mark.grid(Grid({"case": range(len(CASES))}, heavy=lambda cell: cell["case"] in OTHERS))
+def test_a_split_model_with_dropout_trains_as_on_one_process(case: int) -> None:
+    build, plan = CASES[case]
     for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, existing(build))):
         agree(steps, expected(build), bound=1e-9)
 

@@ -84,7 +84,8 @@ PLANS = [
 ]
 
 
-@pytest.mark.grid(Grid({"plan": PLANS, "head": (True, False)}, strength=1))
+# Cuts between grids of ranks are in the tests of cuts.
+@pytest.mark.grid(Grid({"plan": PLANS, "head": (True, False)}, strength=1, heavy=lambda cell: "2d pp" in cell["plan"]))
 def test_hidden_states_and_scores_are_returned_whole(plan: str, head: bool) -> None:
     model = Model(head=head).double()
     rows = 5 if plan != "tp=8 tp_mode=3d" else 8

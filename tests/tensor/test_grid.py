@@ -111,7 +111,7 @@ GRID = Grid(
         "dropout": (0.0, 0.3),
     },
     cost=lambda cell: 1 + abs(ranks_of(_plan(cell)) - 4),  # two replicas where two ranks split the model
-    single=("zero", "dp", "model"),  # each model under each scheme: also in test_hf.py
+    strength=1,  # each model under each scheme is in test_hf.py, dropout under each in test_dropout.py
     heavy=lambda cell: ranks_of(_plan(cell)) > 8,
 )
 

@@ -137,9 +137,16 @@ def check(model: nn.Module, plan: str, *, bound: float = 1e-9) -> None:
         agree(found, expected, bound=bound)
 
 
+LIKE_LLAMA = {"Qwen2": PLANS[2:], "Qwen3": PLANS[3:], "Mistral": PLANS[2:]}
+"""Plans of which families whose blocks are Llama's, but for biases, norms of heads and windows, show no more."""
 GRID = Grid(
     {"family": tuple(FAMILIES), "form": (0, 1, 2), "plan": PLANS},
-    heavy=lambda cell: "2.5d" in cell["plan"] and cell["family"] not in ("GPT2", "T5"),  # as 2d, but for the depth
+    cost=lambda cell: 2 if cell["family"] == "T5" and cell["form"] < 2 else 1,
+    single=("form",),
+    heavy=lambda cell: (
+        cell["plan"] in LIKE_LLAMA.get(cell["family"], ())
+        or ("2.5d" in cell["plan"] and cell["family"] != "GPT2")  # as 2d, but for the depth
+    ),
 )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from grid import Grid, ranks_of
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -62,18 +63,21 @@ TIED = [Model(head="linear"), Model(head="T"), Model(head="transpose"), Model(he
 GRIDS = [Model(positions="buffer"), Model(detour=True), Model(positions="buffer", head="linear", detour=True)]
 
 
-@pytest.mark.parametrize(
-    "plan, model",
-    [
-        *(("tp=2", model) for model in TIED),
-        *(("tp=2 sequence_parallel=1 dp=2 zero=3", model) for model in TIED[:1]),
-        *(("tp=4 tp_mode=2d", model) for model in (*TIED[:1], *GRIDS)),
-        ("tp=8 tp_mode=3d", GRIDS[1]),
-        ("tp=2 pp=2 microbatches=2", GRIDS[2]),
-        ("tp=4 tp_mode=2d pp=2 microbatches=2", Model(positions="parameter")),
-    ],
+CASES = (
+    *(("tp=2", model) for model in TIED),
+    *(("tp=2 sequence_parallel=1 dp=2 zero=3", model) for model in TIED[:1]),
+    *(("tp=4 tp_mode=2d", model) for model in (*TIED[:1], *GRIDS)),
+    ("tp=8 tp_mode=3d", GRIDS[1]),
+    ("tp=2 pp=2 microbatches=2", GRIDS[2]),
+    ("tp=4 tp_mode=2d pp=2 microbatches=2", Model(positions="parameter")),
 )
-def test_a_step_is_that_of_one_process(plan: str, model: Model) -> None:
+
+
+@pytest.mark.grid(
+    Grid({"case": range(len(CASES))}, heavy=lambda cell: ranks_of(CASES[cell["case"]][0]) > 4),
+)
+def test_a_step_is_that_of_one_process(case: int) -> None:
+    plan, model = CASES[case]
     model = copy.deepcopy(model).double()
     tokens = torch.randint(0, WORDS, (8, TOKENS + 1), generator=torch.Generator().manual_seed(1))
     batches = [(tokens[:, :-1], tokens[:, 1:])]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grid import Grid
 from meshwise import verify
 from meshwise.plan import Plan
 from meshwise.tensor.detect.assign_tp_roles import assign_roles
@@ -278,8 +279,13 @@ ATTENTIONS = (
 )
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "tp=2 sequence_parallel=1"])
-@pytest.mark.parametrize("attention", ATTENTIONS)
+# With the tokens split too, what is not refused finds its features the same way.
+@pytest.mark.grid(
+    Grid(
+        {"attention": ATTENTIONS, "plan": ("tp=2", "tp=2 sequence_parallel=1")},
+        heavy=lambda cell: "sequence" in cell["plan"] and cell["attention"] not in (GatedByInput, FusedInEachHead),
+    )
+)
 def test_an_attention_is_that_of_one_process(attention: type[nn.Module], plan: str) -> None:
     if attention is GatedByInput and "sequence" in plan:
         with pytest.raises(ValueError, match=r"blocks\.0\.attention\.q\.weight .*in a trial, "):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from grid import Grid
+from grid import Cell, Grid, ranks_of
 from last_outcome import alone, outcome
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
@@ -115,21 +115,27 @@ def _counted(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
     return functional.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
 
-@pytest.mark.grid(Grid({"plan": (*SCHEMES, *GRIDS), "kind": ("plain", "own", "shared", "twice", "scalar")}, strength=1))
+KINDS = ("plain", "own", "shared", "twice", "scalar")
+
+
+def ranks(cell: Cell) -> float:
+    return ranks_of(cell["plan"])
+
+
+@pytest.mark.grid(Grid({"plan": (*SCHEMES, *GRIDS), "kind": KINDS}, cost=ranks, strength=1))
 def test_a_table_of_a_block_gets_the_gradient_of_all_heads_once(plan: str, kind: str) -> None:
     model, rules, batches = _given(kind)
     parts = assign_roles(model, plan=Plan.parse(plan), rules=rules)
     split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
 
 
-@pytest.mark.parametrize(
-    "plan, tokens",
-    [*((plan, WIDTH) for plan in ("tp=2", "tp=2 sequence_parallel=1")), *((plan, 6) for plan in (*GRIDS, SCHEMES[-1]))],
-)
-def test_a_table_as_wide_as_hidden_states_is_another_argument(
-    monkeypatch: pytest.MonkeyPatch, plan: str, tokens: int
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "TOKENS", tokens)
+WIDE = {**dict.fromkeys(("tp=2", "tp=2 sequence_parallel=1"), WIDTH), **dict.fromkeys((*GRIDS, SCHEMES[-1]), 6)}
+"""How many tokens are as many as the features that a rank has."""
+
+
+@pytest.mark.grid(Grid({"plan": tuple(WIDE)}, heavy=lambda cell: cell["plan"] == GRIDS[1]))
+def test_a_table_as_wide_as_hidden_states_is_another_argument(monkeypatch: pytest.MonkeyPatch, plan: str) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "TOKENS", WIDE[plan])
     model, rules, batches = _given("plain")
     parts = assign_roles(model, plan=Plan.parse(plan), rules=rules)
     split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
@@ -142,7 +148,7 @@ def test_a_table_used_by_scores_and_hidden_states_gets_the_gradients_of_both(pla
     split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
 
 
-@pytest.mark.parametrize("plan", TRAINED)
+@pytest.mark.grid(Grid({"plan": TRAINED}, heavy=lambda cell: cell["plan"] in TRAINED[1:3]))
 def test_a_table_of_a_block_trains_as_on_one_process(plan: str) -> None:
     model, rules, batches = _given("own")
     given: dict[str, Any] = {"loss": _counted, "optimizer": torch.optim.AdamW, "lr": 1e-2}

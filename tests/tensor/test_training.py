@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from grid import Grid, ranks_of
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
 from meshwise.plan import Plan
@@ -81,11 +82,12 @@ def trained(world: World, plan: str, model: nn.Module | Callable[[], nn.Module])
     return numbers, gradients, parameters
 
 
-@pytest.mark.parametrize("plan, ties", CASES)
-def test_a_split_model_trains_as_on_one_process(plan: str, ties: str) -> None:
-    case = Case(tied=ties == "tied")
-    for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, existing(case))):
-        agree(steps, expected(case), bound=1e-9)
+@pytest.mark.grid(Grid({"case": CASES}, heavy=lambda cell: ranks_of(cell["case"][0]) > 6))
+def test_a_split_model_trains_as_on_one_process(case: tuple[str, str]) -> None:
+    plan, ties = case
+    named = Case(tied=ties == "tied")
+    for steps in run(Plan.parse(plan).mesh().size, trained, args=(plan, existing(named))):
+        agree(steps, expected(named), bound=1e-9)
 
 
 @pytest.mark.processes

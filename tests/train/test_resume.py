@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from grid import Grid
 from meshwise.checkpoint.checkpoint_format import DamageError, SaveError, read_index
 from meshwise.comm.api.launcher_info import JobAttempt
 from meshwise.plan import Plan
@@ -134,7 +135,7 @@ SCHEDULERS: Mapping[str, tuple[dict[str, Any], list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.grid(Grid({"name": tuple(SCHEDULERS)}, heavy=lambda cell: cell["name"] == "MultiStepLR"))
 def test_a_scheduler_of_the_job_goes_on_as_if_the_run_had_not_stopped(name: str, job: Job, tmp_path: Path) -> None:
     arguments, rates = SCHEDULERS[name]
     (tmp_path / "halving.py").write_text(OWN_SCHEDULER)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from data_parallel.test_agreement import BOUND, TRAINING, Case, batches, expected
+from grid import Grid
 from meshwise.base.mesh import weighted_split
 from meshwise.base.tensor_tree import row_count, take_rows
 from meshwise.comm.api import flight_recorder
@@ -62,10 +63,12 @@ def test_a_split_by_weights_leaves_no_part_empty(weights: tuple[int, ...]) -> No
         assert min(stop - start for start, stop in parts) >= int(size >= len(weights))
 
 
-@pytest.mark.parametrize(
-    "plan", ["dp=3", "dp=3 zero=2 microbatches=3", "dp=3 zero=3", "dp=3 tp=2 zero=1", "dp=2x2 zero=3"]
+UNEVEN = ("dp=3", "dp=3 zero=2 microbatches=3", "dp=3 zero=3", "dp=3 tp=2 zero=1", "dp=2x2 zero=3")
+
+
+@pytest.mark.grid(
+    Grid({"plan": UNEVEN, "local": (False, True)}, heavy=lambda cell: "tp" in cell["plan"] and cell["local"])
 )
-@pytest.mark.parametrize("local", [False, True])
 def test_a_step_is_one_process_under_any_shares(plan: str, local: bool) -> None:
     def main(world: World) -> Any:
         trainer = parallelize(Case().model(), plan, world=world, **TRAINING)

@@ -58,7 +58,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
 
 
 def test_every_sample_comes_first_about_equally_often() -> None:
-    size, seeds = 10, 4000
+    size, seeds = 10, 2000
     counts = [0] * size
     for seed in range(seeds):
         counts[SampleOrder(size, seed=seed).indices(0, stop=1)[0]] += 1
@@ -68,7 +68,7 @@ def test_every_sample_comes_first_about_equally_often() -> None:
 
 
 def test_what_follows_a_sample_does_not_depend_on_it() -> None:
-    size, seeds = 5, 5000
+    size, seeds = 5, 2500
     pairs: dict[tuple[int, ...], int] = {}
     for seed in range(seeds):
         pair = tuple(SampleOrder(size, seed=seed).indices(0, stop=2))

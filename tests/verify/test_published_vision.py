@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from grid import Grid
 from meshwise.engine.parallelize import Options
 from meshwise.plan import PlanError
 from meshwise.verify import verify
@@ -121,8 +122,12 @@ class Vit(nn.Module):
         return self.head(x.mean(1))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "tp=4", "tp=2 sequence_parallel=1"])
-@pytest.mark.parametrize("kind", [VitAttention, GatedAttention, XcitAttention])
+@pytest.mark.grid(
+    Grid(
+        {"kind": (VitAttention, GatedAttention, XcitAttention), "plan": ("tp=2", "tp=4", "tp=2 sequence_parallel=1")},
+        strength=1,
+    )
+)
 def test_an_attention_that_divides_the_width_of_its_input_by_its_heads_is_split(kind: Any, plan: str) -> None:
     assert verify(lambda: Vit(kind), squares, vectors(4, 6, 16), plan, lr=1e-2).ok
 

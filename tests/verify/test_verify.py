@@ -327,7 +327,10 @@ def test_of_a_codec_the_report_states_what_was_checked(plan: str) -> None:
     report = check(plan=plan)
     assert report.ok, str(report)
     assert "compared with wire=auto; the codec's gradient and errors add up to the true gradient" in str(report)
-    assert "no contract of the codec was checked" in str(check(plan=f"{plan} feedback=0"))
+
+
+def test_of_a_codec_that_keeps_no_errors_no_contract_is_checked() -> None:
+    assert "no contract of the codec was checked" in str(check(plan="dp=3 wire=1bit feedback=0"))
 
 
 def test_a_codec_that_loses_its_errors_fails(monkeypatch: pytest.MonkeyPatch) -> None:
