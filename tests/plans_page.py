@@ -11,7 +11,7 @@ def plans_page() -> str:
     """Return the page docs/plans.md: the keys and the compatibility table, as Markdown."""
     defaults = Plan()
     keys = [
-        f"| `{name}` | `{getattr(defaults, name)}` | {key.range()} | {key.meaning} |"
+        f"| `{name}` | `{key.show(getattr(defaults, name))}` | {key.range()} | {key.meaning} |"
         for name, key in keys_of(Plan).items()
     ]
     rows = [f"| `{row.when}` | {row.reason} | `{row.instead}` |" for row in (*COMPATIBILITY, *ALONE)]

@@ -152,13 +152,17 @@ def matrices_decay(name: str, parameter: Tensor) -> Mapping[str, Any]:  # noqa: 
 
 
 def parameter_table(
-    module: nn.Module, *, options: ParameterOptions | None = None, replicas: Sequence[str] = REPLICAS, bucket: int = 0
+    module: nn.Module,
+    *,
+    options: ParameterOptions | None = None,
+    replicas: Sequence[str] = REPLICAS,
+    bucket: int | None = 0,
 ) -> ParameterTable:
     """Return the parameter table of a model on any device, the meta device included.
 
     | options    returns the optimizer options of a parameter, from its name and value; by default `matrices_decay`
     | replicas   axes over which the gradients of every parameter are summed
-    | bucket     neighbouring units are joined while they have at most so many bytes of parameters
+    | bucket     neighbouring units are joined up to so many bytes; None: 25 MiB, but at most an eighth of the model
 
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
     Raises ValueError as `check_trains` and `check_readable` do. Also raises ValueError for options that are no
@@ -169,7 +173,8 @@ def parameter_table(
     _refuse_shared_memory(names)
     rule = options or matrices_decay
     sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
-    divided = _joined(partition(module), sizes=sizes, limit=bucket)
+    limit = min(25 * 2**20, sum(sizes.values()) // 8) if bucket is None else bucket
+    divided = _joined(partition(module), sizes=sizes, limit=limit)
     pieces = [piece for unit in divided for piece in unit]
     owner = {name: piece.module for piece in reversed(pieces) for name in piece.parameters}  # the first that uses it
     unit_of = {piece.module: _unit_name(unit, owner) for unit in divided for piece in unit}

@@ -51,7 +51,7 @@ class Plan:
     hpz: int = plan_key("hpz")
     prefetch: int = plan_key("prefetch")
     overlap_gather: int = plan_key("overlap_gather")
-    bucket: int = plan_key("bucket")
+    bucket: int | None = plan_key("bucket")
     microbatches: int = plan_key("microbatches")
     overlap_microbatches: int = plan_key("overlap_microbatches")
     tp_mode: str = plan_key("tp_mode")

@@ -44,7 +44,7 @@ class Key:
     | meaning       one line for the documentation
     | least, most   bounds of a whole number; a `most` of None is `LARGEST_COUNT`, or no bound for bytes
     | words         the words; empty for a whole number
-    | auto          whether `auto` is allowed: None in Python, until `Plan.resolve` replaces it
+    | auto          whether `auto` is allowed: None in Python (for `dp`, until `Plan.resolve` replaces it)
     | size          whether the number counts bytes, and may be written with K, M, G or T for powers of 1024: `2G`
     | file          whether the path of a file is allowed too: a text with `/` or `.`
     | parse         for values with their own notation: reads a text into an object that prints as a text of the same
@@ -86,9 +86,9 @@ class Key:
         if self.words:
             form = "or the path of a file" if self.file else self.form
             return ", ".join(filter(None, [*(f"`{word}`" for word in self.words), form]))
-        auto = ", `4x8` (see `shards`), or `auto` (None in Python)" if self.auto else ""
+        auto = ", or `auto` (None in Python)" if self.auto else ""
         size = ", with K, M, G or T for powers of 1024" if self.size else ""
-        return (f"{self.least} and up" if self.most is None else f"{self.least} to {self.most}") + auto + size
+        return (f"{self.least} and up" if self.most is None else f"{self.least} to {self.most}") + size + auto
 
     def check(self, value: Any, *, name: str) -> None:
         """Raise PlanError when a value is of the wrong type or out of range. `name`: the key, for the message."""
@@ -140,7 +140,7 @@ _TABLES: Mapping[str, Mapping[str, Any]] = package_table("plan/keys.toml")
 def plan_key(name: str, **more: Any) -> Any:
     """Return the dataclass field of the key that `keys.toml` describes under `name`. `more`: other fields of its `Key`.
 
-    A whole number is by default at least 0 if its default is 0, else at least 1."""
+    A whole number is by default at least 0 if its default is 0 or `auto`, else at least 1."""
     table = {**_TABLES[name], **more}
     if "pattern" in table:
         table["parse"] = functools.partial(
@@ -148,8 +148,8 @@ def plan_key(name: str, **more: Any) -> Any:
         )
     table["words"] = words = tuple(table.get("words", ()))
     default = words[0] if words else table.pop("default")
-    least = 0 if words else min(default, 1)
-    return dataclasses.field(default=default, metadata={"key": Key(**{"least": least, **table})})
+    made = Key(**{"least": 0 if isinstance(default, str) else min(default, 1), **table})
+    return dataclasses.field(default=made.read(default), metadata={"key": made})
 
 
 @functools.cache
