@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from meshwise.comm.api.world import World
 from meshwise.engine.parallelize import Options, parallelize
-from meshwise.testing import run
+from meshwise.testing import agree, run
 
 WIDTH, BLOCKS = 8, 4
 
@@ -30,6 +31,28 @@ class Clip(nn.Module):
 def batches(count: int = 3) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(4, WIDTH, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+@pytest.mark.parametrize("term", ["head", "penalty"])
+def test_the_loss_of_an_open_step_may_read_parameters(term: str) -> None:
+    def main(world: World, plan: str) -> list[Any]:
+        trainer = parallelize(lambda: Clip().double(), plan, world=world, lr=1e-2)
+        model: Any = trainer.model
+        found: list[Any] = []
+        for batch in batches():
+            with trainer.open_step() as step:
+                x = step.rows(batch)
+                features = step.forward(x)
+                if term == "head":
+                    total = (features @ model.head.weight.T * model.logit_scale.exp()).square().sum()
+                else:
+                    penalty = sum(p.square().sum() for p in model.parameters())
+                    total = model.head(features).square().sum() + len(x) * penalty
+                step.backward(step.mean(total, len(x)))
+                found += [step.norm(), step.update().loss]
+        return [*found, {name: value.clone() for name, value in trainer.full_parameters()}]
+
+    agree(run(2, main, args=("dp=2 zero=3",))[0], run(1, main, args=("dp=1",))[0], bound=1e-9)
 
 
 def test_a_gradient_that_a_loss_asked_for_keeps_units_gathered_in_its_own_step_only() -> None:
