@@ -301,6 +301,8 @@ def test_an_mlp_with_a_gate_beside_each_value_is_that_of_one_process() -> None:
 def test_an_attention_may_read_its_input_or_another_tensor() -> None:
     """The gradient of the other tensor had the heads of one rank alone."""
     agrees(Decoder, "tp=2")
+    with pytest.raises(ValueError, match=r"reads 6 tokens, and this rank has 3 of .* 6: .*Use sequence_parallel=0"):
+        agrees(Decoder, "tp=2 sequence_parallel=1")
 
 
 def test_a_norm_between_matrices_of_a_sequential_is_split() -> None:

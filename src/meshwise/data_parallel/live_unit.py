@@ -410,8 +410,9 @@ class ParameterGatherer:
         self._prefetch = prefetch
         awaited = [unit for unit in units if unit.overlaps]
         self._owners = {id(p): unit for unit in (*self._units, *awaited) for group in unit.parameters for p in group}
-        self._whole: list[LiveUnit] = []
+        self._whole: dict[LiveUnit, None] = {}
         self._open: list[LiveUnit] = []
+        self._asked: list[LiveUnit] = []  # they stay gathered until `free_all`, for a gradient that was asked for
         self._backward = False
         self._recorded = False
         self._passes: dict[bool, list[LiveUnit]] = {False: [], True: []}
@@ -466,7 +467,9 @@ class ParameterGatherer:
         self._open = []
         for unit in self._units:
             unit.free()
-        self._whole = []
+        for unit in self._asked:
+            unit.stays_gathered = False
+        self._whole, self._asked = {}, []
 
     def _watch(self, module: nn.Module, unit: LiveUnit) -> None:
         passed: list[dict[int, tuple[weakref.ref[torch.Tensor], int]]] = []
@@ -507,7 +510,9 @@ class ParameterGatherer:
 
     def _need(self, unit: LiveUnit, *, stays: bool = False) -> None:
         # The graph of a gradient that a script or loss asks for (autograd.grad) needs the unit too, without a hook.
-        unit.stays_gathered |= stays
+        if stays and not unit.stays_gathered:
+            unit.stays_gathered = True
+            self._asked.append(unit)
         again = bool(self._seen) and self._seen[-1] is unit
         if not again:
             self._seen.append(unit)
@@ -516,15 +521,13 @@ class ParameterGatherer:
             for other in [each for each in self._whole if each not in (unit, *coming, *self._open)]:
                 if not other.stays_gathered:
                     other.free()
-                    self._whole.remove(other)
-        self._make_whole(unit)
+                    del self._whole[other]
+        unit.ready()
         for follower in coming:
-            if follower not in self._whole:
-                follower.start_gather()
-                self._whole.append(follower)
+            follower.start_gather()
+        self._whole |= dict.fromkeys((unit, *coming))
         for later in self._coming(self._prefetch + 1):
-            if later not in self._whole:
-                later.fetch_shards()
+            later.fetch_shards()
         self.peak = max(self.peak, sum(bucket.gathered for u in self._whole for bucket in u.buckets))
 
     def _need_now(self, unit: LiveUnit) -> None:
@@ -532,12 +535,8 @@ class ParameterGatherer:
         self._recorded = self._recorded or torch.is_grad_enabled()
         if unit not in self._open:
             unit.stays_gathered = True
-            self._make_whole(unit)
-
-    def _make_whole(self, unit: LiveUnit) -> None:
-        unit.ready()
-        if unit not in self._whole:
-            self._whole.append(unit)
+            unit.ready()
+            self._whole[unit] = None
 
     def _coming(self, count: int) -> Sequence[LiveUnit]:
         """Return the next units by the order of the last pass, at most `count`; none if this pass differs from it."""

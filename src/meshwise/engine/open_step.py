@@ -57,6 +57,7 @@ class OpenStep:
         self._called = self._open.enter_context(self._world.record())
         self._steps.expect_mean()
         self._engine.begin_step()
+        self._open.enter_context(self._engine.gatherer.gather_on_use)  # a loss may read parameters
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:

@@ -1,13 +1,14 @@
 """Bounds for the difference between two runs of a model: 1e-9 in float64, otherwise measured from rounding.
 
-In a narrower precision no constant bound is right, because the growth of a rounding error depends on the model. An
-optimizer that divides by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a full
-update. So the growth is measured: two neighbours train the same model on one process, from initial parameters that are
-each moved by one unit in the last place. By backward error analysis (Higham, Accuracy and Stability of Numerical
-Algorithms, ch. 1), reordered sums are exact results for such neighbours. So rounding explains the difference between a
-neighbour and the reference run, and the plan may differ as much:
+The growth of a rounding error depends on the model: batch norms over few values multiply it. An optimizer that divides
+by the size of the gradient, as Adam does, turns the noise of a vanishing gradient into a full update. So the growth is
+measured in a narrower precision, and in float64 after a difference over 1e-9. Two neighbours train the same model on
+one process, from initial parameters that are each moved by one unit in the last place. By backward error analysis
+(Higham, Accuracy and Stability of Numerical Algorithms, ch. 1), reordered sums are exact results for such neighbours.
+So rounding explains the difference between a neighbour and the reference run, and the plan may differ as much:
 
-    bound = max(16 eps, 16 · the larger difference of both neighbours)      eps of the narrowest dtype in the forward
+    bound = max(least, 16 · the larger difference of both neighbours)
+    least = 1e-9 in float64, else 16 eps of the narrowest dtype in the forward
 
 If a gradient is small, rounding may choose the direction of its update. Small means: up to 16 times the difference of
 the neighbours; in float64, up to the rounding of the largest gradient. After such an update, that element of the
@@ -30,12 +31,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from meshwise.base.mesh import even_split
-from meshwise.base.tensor_tree import map_tensors, row_count, tensors
+from meshwise.base.tensor_tree import map_tensors, tensors
 from meshwise.comm.api.world import World
 from meshwise.data_parallel.batch_norm_statistics import batch_norms
 from meshwise.engine.parallelize import Options
-from meshwise.engine.trainer import Trainer
 from meshwise.model.find_mixtures import compute_experts, find_mixtures
 from meshwise.model.forward import Forward, Loss, default_forward
 from meshwise.model.module_copy import copy_with_hooks
@@ -107,11 +106,9 @@ class ChoiceGap(TorchFunctionMode):
     """Mode that measures how near to a tie the choices of routers were, in all calls of `topk` and `argmax`.
 
     `smallest`: smallest gap so far between the last chosen score and the next score, relative to the largest magnitude
-    of the scores. None if no call has left a score out."""
+    of the scores. Infinite if no call has left a score out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.smallest: float | None = None
+    smallest = math.inf
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -124,17 +121,8 @@ class ChoiceGap(TorchFunctionMode):
                 ordered = scores.sort(dim, descending=True).values
                 gaps = ordered.select(dim, size - 1) - ordered.select(dim, size)
                 largest = scores[scores.isfinite()].abs().max().clamp(min=torch.finfo(scores.dtype).tiny)
-                found = gaps[gaps.isfinite()] / largest
-                self.smallest = min([*found.flatten().tolist(), math.inf if self.smallest is None else self.smallest])
+                self.smallest = min([self.smallest, *(gaps[gaps.isfinite()] / largest).tolist()])
         return result
-
-
-def passes_with_data(trainer: Trainer, *, batch: Any) -> int:
-    """Return how many of this rank's forward passes in a step have rows of the batch.
-
-    Later passes have a spare row instead of data: they only take part in collectives."""
-    start, stop = trainer.share(row_count(batch))
-    return len(trainer.modules) * sum(low < high for low, high in even_split(stop - start, trainer.plan.microbatches))
 
 
 FLOAT64_BOUND = 1e-9
@@ -216,24 +204,34 @@ class BoundedDifference:
 
 @dataclass(frozen=True)
 class BoundJudge:
-    """Rules for differences and bounds. `precision`: the dtype with the largest rounding error on either side."""
+    """Rules for differences and bounds. `precision`: the dtype with the largest rounding error on either side.
+
+    `measured`: True if neighbours measure the bounds in float64 too."""
 
     precision: torch.dtype
+    measured: bool = False
 
     @property
     def exact(self) -> bool:
         """True if the bound is a constant; otherwise neighbours measure it."""
-        return self.precision == torch.float64
+        return self.precision == torch.float64 and not self.measured
+
+    @property
+    def least(self) -> float:
+        """The smallest bound, which holds where rounding does not grow."""
+        return FLOAT64_BOUND if self.precision == torch.float64 else _ROUNDINGS * torch.finfo(self.precision).eps
 
     @property
     def tie_gap(self) -> float:
         """Relative gap between two scores below which rounding may decide which of them is the larger one."""
-        return FLOAT64_BOUND / 1000 if self.exact else _ROUNDINGS * torch.finfo(self.precision).eps
+        return self.least / (1000 if self.precision == torch.float64 else 1)
 
     def floor(self, largest: float) -> float:
-        """Return the magnitude below which a tensor is only rounding error; 0 unless `exact`. `largest`: the largest
+        """Return the magnitude below which a tensor is only rounding error; 0 unless in float64. `largest`: the largest
         magnitude of all tensors of its kind, gradients or values."""
-        return rounding_floor(largest, bound=FLOAT64_BOUND, dtype=self.precision) if self.exact else 0.0
+        if self.precision != torch.float64:
+            return 0.0
+        return rounding_floor(largest, bound=FLOAT64_BOUND, dtype=self.precision)
 
     def measure(self, value: Tensor, *, sides: Sequence[Tensor], least: float, step: int) -> BoundedDifference:
         """Return the relative difference of `value` from the expected tensor, with the bound that the neighbours give.
@@ -241,16 +239,20 @@ class BoundJudge:
         `sides`: the tensor in the trusted run, and then in its neighbours. `least`: the scale from `floor`."""
         expected, *neighbours = sides
         found = difference(value, expected, floor=least).relative
-        if self.exact:
-            return BoundedDifference(found, FLOAT64_BOUND, step)
-        spread = max(difference(neighbour, expected, floor=least).relative for neighbour in neighbours)
-        return BoundedDifference(found, max(_ROUNDINGS * torch.finfo(self.precision).eps, _MARGIN * spread), step)
+        spreads = [_MARGIN * difference(neighbour, expected, floor=least).relative for neighbour in neighbours]
+        return BoundedDifference(found, max(self.least, *spreads, 0.0), step)
 
-    def undecided(self, sides: Sequence[Tensor], *, largest: float) -> Tensor | None:
-        """Return a mask of the elements whose gradient is so small that rounding may decide its sign; None: no element.
+    def add_undecided(self, masks: dict[str, Tensor], *, sides: Sequence[Mapping[str, Tensor]]) -> None:
+        """Add to `masks`, by name, the elements whose gradient is so small that rounding may decide its sign.
 
-        `sides`: as in `measure`. `largest`: largest magnitude of all gradients. For such an element, an optimizer that
+        `sides`: all gradients in the trusted run, and then in its neighbours. For such an element, an optimizer that
         divides by the size of the gradient makes a full update. So of this element only the gradient is compared."""
+        largest = max(map(largest_magnitude, sides[0].values()), default=0.0)
+        for name in sides[0]:
+            if (mask := self._undecided([side[name] for side in sides], largest=largest)) is not None:
+                masks[name] = mask | masks.get(name, False)
+
+    def _undecided(self, sides: Sequence[Tensor], *, largest: float) -> Tensor | None:
         gradient, *neighbours = sides
         if self.exact:
             rounding, nonzero = gradient.abs() <= self.floor(largest) * FLOAT64_BOUND, gradient != 0
@@ -263,9 +265,9 @@ class BoundJudge:
     def __str__(self) -> str:
         if self.exact:
             return f"bound {FLOAT64_BOUND:g}"
-        eps = torch.finfo(self.precision).eps
-        name = str(self.precision).removeprefix("torch.")
-        return f"bound max({_ROUNDINGS} eps, {_MARGIN} x effect of one eps in the parameters), eps {eps:.1e} of {name}"
+        eps, name = torch.finfo(self.precision).eps, str(self.precision).removeprefix("torch.")
+        least = f"{FLOAT64_BOUND:g}" if self.measured else f"{_ROUNDINGS} eps"
+        return f"bound max({least}, {_MARGIN} x effect of one eps in the parameters), eps {eps:.1e} of {name}"
 
 
 Model = nn.Module | Callable[[], nn.Module]

@@ -13,7 +13,7 @@ from meshwise.base.mesh import even_split
 from meshwise.base.tensor_tree import row_count, take_rows
 from meshwise.engine.trainer import Trainer
 from meshwise.sync.parameter_servers import ServedGradient
-from meshwise.testing import ReferenceRun, largest_magnitude
+from meshwise.testing import ReferenceRun
 from meshwise.verify.rounding_bounds import BoundJudge, VerificationInputs
 
 Named = Mapping[str, Tensor]
@@ -24,7 +24,7 @@ class ServerReplay:
 
     They take the memory of 1 + servers models, and a copy of the parameters for each gradient on each server.
 
-    undecided: masks, by name, of elements whose updates rounding may have decided (`BoundJudge.undecided`)"""
+    undecided: masks, by name, of elements whose updates rounding may have decided (`BoundJudge.add_undecided`)"""
 
     def __init__(self, subject: VerificationInputs, *, trainer: Trainer, judge: BoundJudge) -> None:
         arguments = {**subject.arguments(subject.listener()), "device": trainer.world.device}
@@ -88,10 +88,7 @@ class ServerReplay:
         if self._clip is not None:
             nn.utils.clip_grad_norm_(self._worker.masters.values(), self._clip)
         gradients = {name: gradient.clone() for name, gradient in self._worker.gradients()}
-        largest = max(map(largest_magnitude, gradients.values()), default=0.0)
-        for name, gradient in gradients.items():
-            if (mask := self._judge.undecided([gradient], largest=largest)) is not None:
-                self.undecided[name] = mask | self.undecided.get(name, False)
+        self._judge.add_undecided(self.undecided, sides=[gradients])
         return gradients
 
     def _apply(self, server: int, gradient: Named, read: Named) -> None:

@@ -34,21 +34,18 @@ from meshwise.verify.rounding_bounds import (
     OutputMeanSquares,
     VerificationInputs,
     neighbours,
-    passes_with_data,
 )
 from meshwise.verify.verification_report import Divergence, ParameterFigures, StepFigures
 
 _GRADIENT, _VALUE = "the gradient of", "the value of"
 _COLLINEAR = 1e-6
 """Largest remainder, as a part of the largest element, for which a tensor counts as a multiple of another."""
-_BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtype by element size; the sum of a tensor's bits as integers is the digest that ranks compare."""
 
 
 class ReferenceSide:
     """One-process side of a verification: a trusted reference run, and then the runs of its neighbours.
 
-    In float64 there are no neighbours; otherwise they measure the bounds (see `rounding_bounds`)."""
+    Neighbours measure the bounds, unless the bound is constant (see `rounding_bounds`)."""
 
     def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, device: torch.device) -> None:
         models = [subject.prepared()]
@@ -67,12 +64,7 @@ class ReferenceSide:
         for outputs in self.outputs:
             outputs.begin()
         losses = [run.backward(batch) for run in self.runs]
-        sides = self.gradients()
-        largest = max((largest_magnitude(gradient) for gradient in sides[0].values()), default=0.0)
-        for name in sides[0]:
-            undecided = self._judge.undecided([side[name] for side in sides], largest=largest)
-            if undecided is not None:
-                self._undecided[name] = undecided | self._undecided.get(name, False)
+        self._judge.add_undecided(self._undecided, sides=self.gradients())
         return losses
 
     def comparable(self, name: str, *, value: Tensor) -> Tensor:
@@ -122,7 +114,9 @@ class StepComparison:
     def step(self, number: int, *, batch: Any) -> None:
         """Train one step on a global batch on both sides, and compare all figures. `number` counts from 1."""
         trainer, reference = self._trainer, self._reference
-        self._outputs.begin(passes_with_data(trainer, batch=batch))
+        start, stop = trainer.share(row_count(batch))
+        with_rows = sum(low < high for low, high in even_split(stop - start, trainer.plan.microbatches))
+        self._outputs.begin(len(trainer.modules) * with_rows)  # later passes have a spare row instead of data
         result = trainer.step(batch)
         losses = on_first_rank(lambda: [] if reference is None else reference.backward(batch), world=trainer.world)
         mean_squares = self._outputs.mean_squares(trainer.world)
@@ -160,11 +154,11 @@ class StepComparison:
 
     def _compare_values(self, step: int) -> tuple[dict[str, BoundedDifference], list[Divergence]]:
         """Return the differences by name, and a divergence for each value that differs between two ranks."""
-        trainer, digests = self._trainer, dict[str, int]()
+        trainer, digests = self._trainer, dict[str, int]()  # the sum of a tensor's bits as integers
 
         def values() -> Iterator[tuple[str, Tensor]]:
             for name, value in itertools.chain(trainer.full_parameters(), _floating(trainer.full_buffers())):
-                bits = value.detach().contiguous().view(_BITS[value.element_size()])
+                bits = value.detach().contiguous().view(getattr(torch, f"int{8 * value.element_size()}"))
                 digests[name] = int(bits.sum(dtype=torch.int64))
                 yield name, value
 
@@ -231,8 +225,7 @@ class StepComparison:
 
 def _keep_worst(worst: dict[str, BoundedDifference], figures: Mapping[str, BoundedDifference]) -> None:
     for name, figure in figures.items():
-        if name not in worst or figure.excess > worst[name].excess:
-            worst[name] = figure
+        worst[name] = max(worst.get(name, figure), figure, key=lambda each: each.excess)
 
 
 def _scalar(what: str, figure: BoundedDifference, value: float, expected: float) -> Divergence:

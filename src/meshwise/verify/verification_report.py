@@ -81,15 +81,10 @@ class Report:
     steps: Sequence[StepFigures]
     parameters: Sequence[ParameterFigures]
     first: Divergence | None
-    near_tie: bool = False
-    """True if a router of the model had two scores so near to each other that rounding may decide its choice."""
+    undecided: bool = False
+    """True if figures differ, and a router that chose between two nearly equal scores may be the reason."""
     same_as: str = SAME_MODEL
     """Text that follows "dp=2 is" or "is NOT" in the verdict."""
-
-    @property
-    def undecided(self) -> bool:
-        """True if figures differ, and a router that chose another expert may be the reason."""
-        return not self.ok and self.near_tie
 
     @property
     def ok(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwise.base.tensor_tree import map_tensors, tensors
@@ -68,12 +69,14 @@ def probe(
     seen = _traced(model, call, found, timed=timed)
     changed = seen.changed_buffers
     # A module without parameters, as some batch norms, can be a separate piece.
-    inside = {owner for owner in map(_owner, changed) if owner}
+    inside = {name.rpartition(".")[0] for name in changed} - {""}
     if owners := sorted(owner for owner in inside if next(model.get_submodule(owner).parameters(), None) is None):
         found += [GatheredModule(owner, ()) for owner in owners]
         seen = _traced(model, call, found, timed=timed)
         ran = {made.module for made in seen.calls}
-        seen = dataclasses.replace(seen, changed_buffers={name for name in changed if _owner(name) not in ran})
+        seen = dataclasses.replace(
+            seen, changed_buffers={name for name in changed if name.rpartition(".")[0] not in ran}
+        )
     parts = {one.module: inner_modules(model.get_submodule(one.module)) for one in found if splits and one.block}
     if not any(parts.values()):
         return seen
@@ -81,10 +84,6 @@ def probe(
     calls = (dataclasses.replace(whole, inside=one.inside) for whole, one in zip(seen.calls, inner.calls, strict=True))
     changed = seen.changed | inner.changed
     return dataclasses.replace(seen, calls=tuple(calls), changed=changed)
-
-
-def _owner(buffer: str) -> str:
-    return buffer.rpartition(".")[0]
 
 
 _Parts: TypeAlias = Mapping[str, Sequence[str]]
@@ -222,7 +221,12 @@ class _RecordedForward:
     """Copy on the meta device that runs in place of the module, or None."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the piece, record the call, and return the output."""
+        """Run the piece, record the call, and return the output. Raises CutError if it reads a PackedSequence."""
+        if any(isinstance(one, PackedSequence) for one in (*args, *kwargs.values())):
+            raise CutError(
+                f"{self._name} reads a PackedSequence, which no stage can send. Make the module that packs it a piece, "
+                "Options(cut=CutOptions(pieces=('encoder', 'decoder'))), and give parallelize the module itself"
+            )
         record, given = self._run_record, (args, kwargs)
         needed, device = record.dependencies(given), device_of(given)
         key = record.key(self._name)
@@ -241,21 +245,18 @@ class _RecordedForward:
                 record.tracer.writing_back_attributes(self._module, copy=self._shadow, key=key, stand_in=stand_in),
                 record.known.forward(),
             ):
-                output, called = self._without_values(key, self._shadow, inputs)
+                try:
+                    output, called = self._recorded(key, self._shadow, inputs)
+                except RuntimeError as error:
+                    raise CutError(
+                        f"{key} cannot run without values: {error}\nA model that is given as a function is cut on the "
+                        f"meta device. Give the module itself, or let {key} read no values"
+                    ) from error
             output = stand_in(output)
         record.calls.append(dataclasses.replace(called, dependencies=needed | called.dependencies))
         output = record.output(output, key=key, made=self._shadow is not None)
         record.last = output, read_clock(cuda=any(tensor.is_cuda for tensor in tensors(output)))
         return output
-
-    def _without_values(self, key: str, shadow: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, PieceCall]:
-        try:
-            return self._recorded(key, shadow, inputs)
-        except RuntimeError as error:
-            raise CutError(
-                f"{key} cannot run without values: {error}\nA model that is given as a function is cut on the meta "
-                f"device. Give the module itself, or let {key} read no values"
-            ) from error
 
     def _recorded(self, key: str, module: nn.Module, inputs: tuple[Any, Any]) -> tuple[Any, PieceCall]:
         record, parameters = self._run_record, self._run_record.parameters[self._name]
@@ -301,8 +302,7 @@ class _BlockRun:
         self._repeated |= is_repeated()
         inputs, record, full = (args, kwargs), self._run_record, f"{self._name}.{name}"
         needed = record.tracer.of(inputs)
-        held = self._held[name]
-        output, called = _own_forward(module, record, key=full, name=full, parameters=held, inputs=inputs)
+        output, called = _own_forward(module, record, key=full, name=full, parameters=self._held[name], inputs=inputs)
         self._found.append(dataclasses.replace(called, dependencies=needed | called.dependencies))
         return record.output(output, key=full)
 

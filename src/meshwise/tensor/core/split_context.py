@@ -213,14 +213,22 @@ class SplitContext:
         return self.sizes(features, axes=self.scheme.hidden)
 
     def gather_shared(self, x: Tensor, *, moved: OperandMove, readers: int) -> MatmulInput:
-        """Gather `x` as `moved` describes, keep it for `readers` further matrices, and return it as an operand."""
+        """Gather `x` as `moved` describes, keep it for `readers` further matrices, and return it as an operand.
+
+        Raises ValueError if `x` has other tokens than the hidden states of this rank."""
         if not moved.axes:
             return MatmulInput(x)
         sent, gathering = to_product_dtype(x), None
         if moved.dim is None:
             whole = gradient.copy(sent, world=self.world, axes=moved.axes).wait()
         else:
-            dim, sizes = moved.dim, moved.sizes
+            dim, sizes, own = moved.dim, moved.sizes, self.world.group(moved.axes).index
+            if sizes is not None and dim == DIMS["tokens"] and x.size(dim) != sizes[own]:
+                raise ValueError(
+                    f"an attention reads {x.size(dim)} tokens, and this rank has {sizes[own]} of the hidden states' "
+                    f"{sum(sizes)}: sequence_parallel=1 does not split another sequence, such as an encoder's output. "
+                    "Use sequence_parallel=0"
+                )
             whole = gradient.all_gather(sent, world=self.world, axes=moved.axes, dim=dim, sizes=sizes).wait()
             gathering = None if self.keeps else InputGather(self.world, moved=moved)
         operand = MatmulInput(whole, None if gathering is None else sent.detach(), gathering)
