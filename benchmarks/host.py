@@ -180,12 +180,19 @@ ROWS = (
     Row(
         "data",
         _one("DDP, tuned", _data_parallel),
-        (_ours("dp=2"), _ours("dp=2 zero=1"), _ours("dp=2 bucket=25M")),
-        (1.0, 1.0, 1.0),
+        (_ours("dp=2"), _ours("dp=2 zero=1"), _ours("dp=2 bucket=0"), _ours("dp=2 bucket=25M")),
+        (1.0, 1.0, 1.0, 1.0),
         2,
         4,
     ),
-    Row("sharded", _one("FSDP2", _fsdp2), (_ours("dp=2 zero=3"), _ours("dp=2 zero=3 bucket=25M")), (0.35, 0.35), 2, 4),
+    Row(
+        "sharded",
+        _one("FSDP2", _fsdp2),
+        (_ours("dp=2 zero=3"), _ours("dp=2 zero=3 bucket=0"), _ours("dp=2 zero=3 bucket=25M")),
+        (0.35, 0.35, 0.35),
+        2,
+        4,
+    ),
     Row(
         "tensor",
         tensor_contestants.contestant("torch DTensor"),

@@ -45,12 +45,14 @@ def test_a_gpt_is_its_embeddings_its_blocks_and_its_head() -> None:
 
 
 def test_a_bucket_joins_neighbours_up_to_its_bytes() -> None:
-    """An opened module with parameters of its own stays alone, because they are in use until its forward ends."""
+    """An opened module with parameters of its own stays alone, because they are in use until its forward ends.
+
+    Without a number of bytes a unit has at most an eighth of the model."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(5)))
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(16)))
             self.scale = nn.Parameter(torch.ones(4))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ def test_a_bucket_joins_neighbours_up_to_its_bytes() -> None:
             return result
 
     block = 2 * 20 * 4
-    for bucket, sizes in ((0, [1, 1, 1, 1, 1]), (2 * block, [2, 2, 1]), (10 * block, [5])):
+    for bucket, sizes in ((0, [1] * 16), (3 * block, [3, 3, 3, 3, 3, 1]), (20 * block, [16]), (None, [2] * 8)):
         found = {unit.name: unit.numel * 4 / block for unit in parameter_table(Scaled(), bucket=bucket).units}
         assert [size for name, size in found.items() if name != "(root)"] == sizes
         assert found["(root)"] == 0.1
