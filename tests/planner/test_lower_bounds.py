@@ -170,11 +170,15 @@ class Classes(nn.Module):
         return logits
 
 
-def thin_gpt() -> nn.Module:
-    return GPT(GPTConfig(vocabulary=128, context=16, layers=3, heads=4, width=64))
+def thin_gpt(layers: int = 3) -> nn.Module:
+    return GPT(GPTConfig(vocabulary=128, context=16, layers=layers, heads=4, width=64))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"classes": Classes, "gpt": thin_gpt}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "classes": Classes,
+    "gpt": thin_gpt,
+    "joined": functools.partial(thin_gpt, layers=18),
+}
 THIN = Grid(
     {"text": ("dp=4", "dp=4 recompute=full", "dp=2 tp=2", "tp=4 sequence_parallel=1"), "thin": tuple(MODELS)},
     strength=1,
@@ -184,8 +188,10 @@ THIN = Grid(
 
 @pytest.mark.grid(THIN)
 def test_many_thin_micro_batches_are_bounded_where_the_host_takes_its_time(text: str, thin: str) -> None:
-    """Any operation that a profile does beside the model's own would tell."""
-    model = MODELS[thin]
+    """Any operation that a profile does beside the model's own would tell.
+
+    Blocks that may be in one unit copy their gradients together, and a bound counts none of these copies."""
+    model, least = MODELS[thin], 0.94 if thin == "joined" else 0.98
     plan, cluster = Plan.parse(f"{text} microbatches=64"), parse_cluster("1x4 h100")
     tokens = torch.empty(256, 16, dtype=torch.long, device="meta")
     short = RehearsalSubject(model, next_token_loss, (tokens, tokens), options=Options(example=(tokens, tokens)))
@@ -194,7 +200,7 @@ def test_many_thin_micro_batches_are_bounded_where_the_host_takes_its_time(text:
     own = profile_layers(short, pieces=found, key=ProfileKey.of(plan, batch=256, pieces=found.count), cluster=cluster)
     figures = bound(plan, profile=own, cut=found.stages(()), cluster=cluster, exact=True)
     truth = figures_of(predict(rehearse(short, plan=plan, ranks=4, device="cuda"), cluster=cluster))
-    assert 0.98 * truth.seconds < figures.seconds <= truth.seconds * (1 + 1e-9)
+    assert least * truth.seconds < figures.seconds <= truth.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

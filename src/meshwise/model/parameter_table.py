@@ -172,9 +172,7 @@ def parameter_table(
     check_readable(module)
     _refuse_shared_memory(names)
     rule = options or matrices_decay
-    sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
-    limit = min(25 * 2**20, sum(sizes.values()) // 8) if bucket is None else bucket
-    divided = _joined(partition(module), sizes=sizes, limit=limit)
+    divided = joined_units(module, bucket=bucket)
     pieces = [piece for unit in divided for piece in unit]
     owner = {name: piece.module for piece in reversed(pieces) for name in piece.parameters}  # the first that uses it
     unit_of = {piece.module: _unit_name(unit, owner) for unit in divided for piece in unit}
@@ -204,13 +202,15 @@ def parameter_table(
     )
 
 
-def _joined(units: list[list[GatheredModule]], *, sizes: Mapping[str, int], limit: int) -> list[list[GatheredModule]]:
-    """Return the units, with neighbours joined up to `limit` bytes.
+def joined_units(module: nn.Module, *, bucket: int | None = None) -> list[list[GatheredModule]]:
+    """Return the units of a model, with small neighbours joined. bucket: as in `parameter_table`.
 
     A unit of an opened module (`spans`) is not joined: its neighbours would stay gathered for that module's forward."""
+    sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
+    limit = min(25 * 2**20, sum(sizes.values()) // 8) if bucket is None else bucket
     found: list[list[GatheredModule]] = []
     size = 0.0 if limit else math.inf
-    for unit in units:
+    for unit in partition(module):
         names = {name for piece in unit for name in piece.parameters}
         own = math.inf if any(piece.spans for piece in unit) else sum(sizes[name] for name in names)
         if found and size + own <= limit:

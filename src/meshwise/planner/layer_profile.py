@@ -27,7 +27,7 @@ from meshwise.engine.schedule_and_cut import cut_on
 from meshwise.model.deferred_init import ParameterSource
 from meshwise.model.forward import default_forward
 from meshwise.model.meta_tensor_values import ShapeConstants
-from meshwise.model.parameter_units import partition
+from meshwise.model.parameter_table import joined_units
 from meshwise.pipeline.cut.model_cut import CutOptions, ModelCut, cut_pieces
 from meshwise.pipeline.cut.probe_result import CutError
 from meshwise.pipeline.schedules.schedule_table import ActionKind
@@ -249,14 +249,14 @@ def profile_layers(
     memory = memory_of(rehearsal)
     tied = {stage for stages in pieces.cut.ties.values() for stage in sorted(stages)[1:]}
     steps = [rehearsal.steps[index] for index in range(plan.pp)]
-    names = _names(pieces.cut)
-    joined = {module.module for unit in partition(pieces.model) for module in unit[1:]}
+    later = {module.module for unit in joined_units(pieces.whole) for module in unit[1:]}
+    joined = {index for index, name in zip(pieces.like, pieces.names, strict=True) if name in later}
     many, copies = Counter(pieces.like), Counter(id(tape) for tape in rehearsal.tapes)
     known: dict[int, ModelPiece] = {}
     for index, tape in enumerate(rehearsal.tapes):
         if id(tape) not in known:
             single = copies[id(tape)] == many[index] == 1
-            work = partial(_work, cost_model=cost_model, alone=single, joined=names[index] in joined)
+            work = partial(_work, cost_model=cost_model, alone=single, joined=index in joined)
             piece = _piece(steps[index], glue=_glue(steps, index), work=work, cost_model=cost_model)
             more = {"update": 0.0} if index in tied else {"states": memory[index].rest}
             known[id(tape)] = dataclasses.replace(piece, **more)
@@ -299,7 +299,7 @@ def _work(entries: Iterable[Entry], *, cost_model: CostModel, alone: bool, joine
     """Return the cost of an action's entries, as if the host always launched operations in time.
 
     | alone    True if no other piece equals this one; its collectives depend on the neighbours, so they do not count
-    | joined   True if an earlier piece is in the same unit: one operation copies both gradients, counted there"""
+    | joined   True if an earlier piece may be in the same unit: one operation copies both gradients, counted there"""
     counted = tuple(entry for entry in entries if not (alone and isinstance(entry, TapeCall)))
     now = waits = 0.0
     kernels = level = top = 0
