@@ -211,7 +211,7 @@ class CheapSplits(Grid):
     zero=2, the others without."""
 
     def part(self) -> list[Cell]:
-        cheap = {"": ("cp=4 context=usp cp_heads=2",), "gpipe": ("tp=2", "cp=2 context=ring"), "1f1b": ("dp=2 ep=2",)}
+        cheap = {"": ("cp=2 context=ulysses",), "gpipe": ("tp=2", "cp=2 context=ring"), "1f1b": ("dp=2 ep=2",)}
         chosen = [cell for cell in self.whole() if cell["inner"] in cheap.get(cell["schedule"], ())]
         return [cell for cell in chosen if cell["zero"] == (2 if "ep" in cell["inner"] else 0)]
 

@@ -173,7 +173,8 @@ KIND = Grid(
         "tied": (False, True),
     },
     cost=lambda cell: ranks_of(cell["ranks"]) * len(cell["ranks"].split()),
-    heavy=lambda cell: "tp=2" in cell["ranks"],  # `DISPATCH` has other routings than top-2 under tp
+    # `DISPATCH` has other routings than top-2 under tp and in stages
+    heavy=lambda cell: "tp=" in cell["ranks"] or "pp=" in cell["ranks"],
     strength=1,
 )
 
