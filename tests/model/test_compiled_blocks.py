@@ -230,11 +230,10 @@ def test_a_cache_that_differs_in_each_layer_is_told() -> None:
 
 
 def steps_of(
-    world: World, kind: str, plan: str, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, layers: int = 2
+    world: World, kind: str, plan: str, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
 ) -> tuple[list[tuple[float, float]], list[Tensor], tuple[int, int, int]]:
     """Losses and norms of three steps, the parameters after them, and numbers of blocks, graphs and graph breaks."""
-    build, options = partial(transformer, kind, layers=layers), Options(compiler="eager")
-    batch = pictures if kind == "vit" else tokens
+    build, options, batch = partial(transformer, kind), Options(compiler="eager"), pictures if kind == "vit" else tokens
     trainer = parallelize(build, plan, world=world, loss=logits_loss, options=options, optimizer=optimizer, lr=1e-2)
     results = [trainer.step(batch(number)) for number in range(3)]
     numbers, counts = [(result.loss, result.grad_norm) for result in results], trainer.compiled
@@ -254,8 +253,8 @@ def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan
     """Compare losses alone, and with SGD: while a thread compiles, `torch.compiler.is_compiling()` holds in all
     threads, and Adam then computes by other formulas."""
     sgd = torch.optim.SGD
-    expected = run(2, steps_of, args=(kind, plan, sgd, 1))
-    found = run(2, steps_of, args=(kind, f"{plan} compile=blocks", sgd, 1))
+    expected = run(2, steps_of, args=(kind, plan, sgd))
+    found = run(2, steps_of, args=(kind, f"{plan} compile=blocks", sgd))
     assert [[loss for loss, _ in each[0]] for each in found] == [[loss for loss, _ in each[0]] for each in expected]
     assert sum(graphs for _, _, (_, graphs, _) in found) > 0
 
