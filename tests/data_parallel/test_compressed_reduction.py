@@ -196,8 +196,7 @@ COUNT = 12 * 4
 SHAPES = ("dp=2", "dp=3", "dp=4", "dp=2 tp=2", "dp=2 pp=2 microbatches=2", "dp=1 cp=2")
 INVARIANTS = Grid(
     {"wire": WIRES, "shape": SHAPES, "zero": (0, 1, 2, 3)},
-    # the replays have more ranks; ZeRO 3 is there without stages
-    heavy=lambda cell: cell["shape"] in ("dp=3", "dp=4") or ("pp=" in cell["shape"] and cell["zero"] == 3),
+    heavy=lambda cell: cell["shape"] in ("dp=3", "dp=4"),  # the replays have more ranks
     cost=lambda cell: ranks_of(cell["shape"]),
     strength=1,
 )
