@@ -88,11 +88,13 @@ def expected(model: Callable[[], nn.Module]) -> Any:
     )
 
 
-def losses(world: World, plan: Plan, model: Callable[[], nn.Module] | None = None, **more: Any) -> list[float]:
-    """Train three steps with no call in between, which could wait for what a step has left under way."""
+def losses(
+    world: World, plan: Plan, model: Callable[[], nn.Module] | None = None, steps: int = 3, **more: Any
+) -> list[float]:
+    """Train up to three steps with no call in between, which could wait for what a step has left under way."""
     made, build = options(plan, **more), model or model_of(plan)
     trainer = parallelize(build, plan, loss=next_token_loss, world=world, options=made, lr=1e-2, weight_decay=0.1)
-    found = [trainer.step(batch).loss for batch in (*batches(), batches()[0])]
+    found = [trainer.step(batch).loss for batch in (*batches(), batches()[0])[:steps]]
     trainer.close()
     world.close()
     return found
@@ -123,8 +125,8 @@ def expected_losses(model: Callable[[], nn.Module]) -> list[float]:
     return [step["loss"] for step in steps]
 
 
-def check_losses(text: str, *, on: Any, model: Callable[[], nn.Module] | None = None) -> None:
-    """Check that three steps under a plan have the losses of one process, on every rank."""
+def check_losses(text: str, *, on: Any, model: Callable[[], nn.Module] | None = None, steps: int = 3) -> None:
+    """Check that up to three steps under a plan have the losses of one process, on every rank."""
     plan = parsed(text)
-    for found in run(plan.mesh().size, losses, on=on, args=(plan, model)):
-        agree(found, expected_losses(model or model_of(plan)), bound=BOUND)
+    for found in run(plan.mesh().size, losses, on=on, args=(plan, model, steps)):
+        agree(found, expected_losses(model or model_of(plan))[:steps], bound=BOUND)

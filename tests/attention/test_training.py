@@ -71,8 +71,11 @@ def under(plan: str, model: Any, *, length: int, **options: Any) -> Any:
             "length": (16, 13),
         },
         exists=lambda cell: not (cell["cp"] == 3 and cell["context"].startswith("u")),
-        # four ranks show more than three where they share out heads
-        heavy=lambda cell: cell["cp"] == 4 and not cell["context"].startswith("u"),
+        # four ranks show more than three where they share out heads, three more than two where they share out tokens
+        heavy=lambda cell: (
+            (cell["cp"] == 4 and not cell["context"].startswith("u"))
+            or (cell["cp"] == 3 and cell["context"] in ("gather", "auto"))
+        ),
         cost=lambda cell: cell["cp"] * cell["dp"] * cell["microbatches"],
         single=("zero", "microbatches", "dp", "length", "model"),
     )
@@ -103,6 +106,7 @@ def test_a_gpt_trains_as_on_one_process(
         },
         exists=lambda cell: cell["tp"] == 2 or not cell["sequence_parallel"],
         cost=lambda cell: cell["tp"] * cell["pp"] * (4 if cell["rest"] and cell["tp"] == 2 else 1),
+        heavy=lambda cell: cell["tp"] == cell["pp"] == 1 and not cell["rest"],  # the test above has cp alone
         strength=1,
     )
 )

@@ -99,8 +99,12 @@ TENSOR_PLANS = (
 )
 
 
-LARGE = ("dp=2 tp=4 tp_mode=2d zero=2", "pp=2 tp=2 zero=1 microbatches=2 partition=params")
-"""What they combine has plans of its own."""
+LARGE = (
+    "dp=2 tp=4 tp_mode=2d zero=2",
+    "tp=8 tp_mode=3d",
+    "pp=2 tp=2 zero=1 microbatches=2 partition=params",
+)
+"""What they combine has plans of its own, and 2d splits each matrix in two dims as 3d does."""
 
 TENSORS = Grid(
     {"before": TENSOR_PLANS, "plan": TENSOR_PLANS},

@@ -30,6 +30,7 @@ GRID = Grid(
         "frozen": (False, True),
     },
     cost=lambda cell: 2.0 if cell["dp"] == "3x2" else 1.0,
+    heavy=lambda cell: cell["dp"] == "3x2" and cell["zero"] < 3,  # two groups of two have the others
     single=("tied", "frozen", "microbatches"),
 )
 
@@ -56,7 +57,8 @@ OTHERS = (
 )
 
 
-@pytest.mark.grid(Grid({"plan": OTHERS}, heavy=lambda cell: "zero=3 pp" in cell["plan"]))
+# Mixtures of experts have groups under tp and in stages, in tests/expert/test_hybrid_experts.py.
+@pytest.mark.grid(Grid({"plan": OTHERS}, heavy=lambda cell: "tp=" in cell["plan"] or "pp=" in cell["plan"]))
 def test_it_goes_with_the_other_axes_and_with_offload(plan: str, tmp_path: Path) -> None:
     options = dataclasses.replace(TRAINING["options"], example=batches()[0])
     options = dataclasses.replace(options, swap=dataclasses.replace(options.swap, folder=tmp_path))

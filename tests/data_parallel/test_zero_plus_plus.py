@@ -307,9 +307,10 @@ def test_codecs_in_two_hops_are_the_algorithm_in_plain_lines(wire: str, shape: s
 # ---- verify and refusals -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "plan", ["dp=4 zero=3 hpz=2 gather=int8 wire=int8", "dp=2 tp=2 zero=3 gather=int4", "dp=2x2 zero=1 wire=1bit"]
-)
+CONTRACTS = ("dp=4 zero=3 hpz=2 gather=int8 wire=int8", "dp=2 tp=2 zero=3 gather=int4", "dp=2x2 zero=1 wire=1bit")
+
+
+@pytest.mark.grid(Grid({"plan": CONTRACTS}, heavy=lambda cell: cell["plan"] == CONTRACTS[2]))
 def test_verify_prints_the_contracts(plan: str) -> None:
     report = verify(Case().build, next_token_loss, batches()[:2], plan, lr=1e-2)
     assert report.ok, str(report)

@@ -92,7 +92,14 @@ RANKS = (
 )
 
 
-SAME = ("dp=2 tp=2 etp=2", "pp=2 tp=2 ep=2", "pp=2 cp=2 ep=2 context=striped", "dp=2 cp=2 ep=4 chunk=3")
+SAME = (
+    "dp=2 tp=2 etp=2",
+    "dp=2 tp=2 ep=4",
+    "pp=2 tp=2 ep=2",
+    "pp=2 tp=2 etp=2",
+    "pp=2 cp=2 ep=2 context=striped",
+    "dp=2 cp=2 ep=4 chunk=3",
+)
 
 LAYOUTS = Grid(
     {
@@ -103,7 +110,7 @@ LAYOUTS = Grid(
     },
     cost=lambda cell: ranks_of(cell["ranks"]) * (1 + len(cell["rest"].split())),
     single=("zero", "rest", "tied"),
-    # other cells divide the same: in stages, at chunks, or with fewer replicas
+    # other cells divide the same: in stages, at chunks, with sequence parallelism, or with fewer replicas
     heavy=lambda cell: ranks_of(cell["ranks"]) == 8 or cell["ranks"] in SAME,
 )
 
@@ -166,6 +173,8 @@ KIND = Grid(
         "tied": (False, True),
     },
     cost=lambda cell: ranks_of(cell["ranks"]) * len(cell["ranks"].split()),
+    # `DISPATCH` has other routings than top-2 under tp and in stages
+    heavy=lambda cell: "tp=" in cell["ranks"] or "pp=" in cell["ranks"],
     strength=1,
 )
 
@@ -200,7 +209,8 @@ DISPATCH = Grid(
     },
     exists=lambda cell: cell["dispatch"] != "auto" or cell["chunk"] > 0,
     cost=lambda cell: ranks_of(cell["ranks"]),
-    heavy=lambda cell: cell["ranks"] == "pp=2 dp=2 ep=2",
+    # stages in an order of their own, and tokens that tp divides, show more
+    heavy=lambda cell: cell["ranks"] in ("pp=2 dp=2 ep=2", "dp=4 ep=2", "dp=2 tp=2 ep=4"),
     strength=1,
 )
 

@@ -41,6 +41,9 @@ def model_of(family: Family) -> Any:
 ON_TWO = ("tp=2 ep=2", "tp=2 etp=2")
 """What `dp=2 tp=2 ep=2 etp=2` divides, on fewer ranks."""
 
+ALIKE = ("MistralLarge4", "Qwen3_5", "HunYuan")
+"""Families with the structure of AXK2, of Qwen3Next and of GraniteMoe."""
+
 PLANS = Grid(
     {
         "name": tuple(FAMILIES),
@@ -52,6 +55,13 @@ PLANS = Grid(
     ),
     cost=lambda cell: ranks_of(cell["plan"]),
     strength=1,
+    # one of a structure, and four ranks that divide experts in both ways with a small family
+    heavy=lambda cell: (
+        cell["name"] in ALIKE
+        or ("etp" in cell["plan"] and "dp" in cell["plan"] and cell["name"] != "GraniteMoe")
+        # further tests have ranks that share key heads and split tokens
+        or cell["plan"] == "tp=4 sequence_parallel=1"
+    ),
 )
 
 

@@ -40,6 +40,8 @@ HYBRID = Grid(
     },
     # zero with each division of plain ranks is in test_hybrid_shards.py
     cost=lambda cell: ranks_of(f"{cell['ranks']} zero=1") * (1 + len(cell["rest"].split())),
+    # on half as many ranks another one divides the same, or one of test_agreement.py for etp
+    heavy=lambda cell: cell["ranks"] in ("dp=4x2 ep=4", "dp=2x2 tp=2 ep=4", "dp=2x2 tp=2 ep=2 etp=2"),
     strength=1,
 )
 
@@ -60,7 +62,7 @@ COPIED = Grid(
             "pp=2 dp=4 hpz=2 ep=2 microbatches=2",
         )
     },
-    heavy=lambda cell: any(key in cell["plan"] for key in ("dp=8", "tp=", "pp=")),
+    heavy=lambda cell: any(key in cell["plan"] for key in ("dp=8", "dp=2x4", "tp=", "pp=")),
 )
 
 
@@ -107,10 +109,10 @@ def counted(world: World, plan: str) -> tuple[Counts, Any, bool]:
     return counts, table, holds_together(world)
 
 
-@pytest.mark.grid(Grid({"zero": (1, 2, 3)}, heavy=lambda cell: cell["zero"] == 2))
+@pytest.mark.grid(Grid({"zero": (1, 2, 3)}, heavy=lambda cell: cell["zero"] < 3))
 def test_a_step_calls_what_the_formula_says(zero: int) -> None:
     """Four ranks share dense parameters, two of them the same experts; the two groups add up what a rank owns."""
-    m, ranks = 3, {"dense": 4, "experts": 2}
+    m, ranks = 2, {"dense": 4, "experts": 2}
     counts, table, together = run(8, counted, args=(f"dp=2x4 ep=2 zero={zero} microbatches={m}",))[0]
     of_experts = lambda row: ".experts." in row.name  # noqa: E731
     dense = [2 * padded((row for row in unit.rows if not of_experts(row)), ranks=4) for unit in table.units]
@@ -140,7 +142,7 @@ def test_a_step_calls_what_the_formula_says(zero: int) -> None:
 @pytest.mark.parametrize("plan, axes", [("dp=4 hpz=2 ep=2", "dp_node"), ("dp=8 hpz=4 ep=2", "dp_node·dp_shard")])
 def test_ranks_of_a_node_divide_the_second_copy_of_the_same_experts(plan: str, axes: str) -> None:
     """All ranks with the same experts gather them once a step; later gathers stay in the node."""
-    m, layers, ep = 3, 2, 2
+    m, layers, ep = 2, 2, 2
     counts, table, _ = run(
         Plan.parse(f"{plan} zero=3").mesh().size, counted, args=(f"{plan} zero=3 microbatches={m}",)
     )[0]
@@ -156,8 +158,15 @@ def test_ranks_of_a_node_divide_the_second_copy_of_the_same_experts(plan: str, a
 @pytest.mark.threads("a rehearsal gathers what ranks of a host share", or_gpus=True)
 @pytest.mark.grid(
     Grid(
-        {"plan": ("dp=2x4 ep=2 zero=2 microbatches=2", "dp=4x2 ep=4 zero=3", "dp=4 hpz=2 ep=2 zero=3")},
-        heavy=lambda cell: "dp=4x2" in cell["plan"],
+        {
+            "plan": (
+                "dp=2x2 ep=2 zero=2 microbatches=2",
+                "dp=2x4 ep=2 zero=2 microbatches=2",
+                "dp=4x2 ep=4 zero=3",
+                "dp=4 hpz=2 ep=2 zero=3",
+            )
+        },
+        heavy=lambda cell: "dp=4x2" in cell["plan"] or "dp=2x4" in cell["plan"],
     )
 )
 def test_a_rehearsal_makes_the_calls_of_a_step(plan: str) -> None:

@@ -26,21 +26,27 @@ from meshwise.testing import agree, run
 PLANS = ("dp=4 ep=2 zero=3 microbatches=2", "dp=4 ep=4 zero=1", "dp=2 tp=2 ep=4 zero=2", "dp=2 tp=2 ep=2 etp=2")
 
 
+APART = ("Mixtral", "DeepseekV3", "GptOss", "Llama4", "Switch")
+"""Families whose experts have a form of their own."""
+
 FAMILY = Grid(
     {"family": tuple(FAMILIES), "plan": PLANS},
     # etp refuses experts that are modules
     exists=lambda cell: (
         cell["family"] != "Ernie" and (cell["family"] not in ("Switch", "Nllb") or "etp" not in cell["plan"])
     ),
-    # those whose experts have a form of their own
-    heavy=lambda cell: cell["family"] not in ("Mixtral", "DeepseekV3", "GptOss", "Llama4", "Switch"),
+    heavy=lambda cell: cell["family"] not in APART,
     strength=1,
 )
 ON_TWO = Grid(
     {"plan": ("dp=2 ep=2", "tp=2"), "family": tuple(FAMILIES)},
+    # attentions that another family has too, and families whose experts `FAMILY` divides
     heavy=lambda cell: (
-        # attentions that another family has too
-        cell["plan"] == "tp=2" and cell["family"] in ("Mixtral", "Qwen3Moe", "DeepseekV2", "Ernie", "Nllb")
+        cell["family"]
+        in {
+            "tp=2": ("Mixtral", "Qwen3Moe", "DeepseekV2", "Ernie", "Nllb", "Olmoe"),
+            "dp=2 ep=2": APART,
+        }[cell["plan"]]
     ),
 )
 
@@ -60,9 +66,12 @@ def test_stages_divide_their_experts(family: str) -> None:
 HOT = Grid(
     {
         "family": ("Qwen3Moe", "DeepseekV3", "GptOss", "Llama4"),
-        "plan": ("dp=2 tp=2 ep=2 etp=2 zero=3 replicate=2 dispatch_parts=2",),
+        "plan": (
+            "dp=2 tp=2 ep=2 etp=2 zero=3 replicate=2 dispatch_parts=2",
+            "dp=2 ep=2 zero=3 replicate=2 dispatch_parts=2",
+        ),
     },
-    heavy=lambda cell: cell["family"] not in ("GptOss", "Llama4"),
+    heavy=lambda cell: cell["family"] != ("GptOss" if "etp" in cell["plan"] else "Llama4"),
 )
 
 
@@ -91,11 +100,13 @@ def compared(model: Any, plan: str) -> mw.Report:
 GROUPED: Sequence[tuple[str, Mapping[str, int], str]] = (
     ("Qwen3Moe", {"moe_intermediate_size": 8}, "dp=2 ep=2 zero=3"),
     ("Qwen3Moe", {"moe_intermediate_size": 8}, "dp=2 tp=2 ep=2 etp=2"),
+    ("Qwen3Moe", {"moe_intermediate_size": 8}, "tp=2 etp=2"),
     ("GptOss", {}, "dp=2 tp=2 ep=4 zero=1"),
+    ("GptOss", {}, "dp=2 ep=2 zero=1"),
 )
 
 
-@pytest.mark.grid(Grid({"case": GROUPED}, heavy=lambda cell: "zero=3" in cell["case"][2]))
+@pytest.mark.grid(Grid({"case": GROUPED}, heavy=lambda cell: cell["case"] not in (GROUPED[2], GROUPED[4])))
 def test_divided_experts_are_those_of_one_process_by_grouped_products(
     case: tuple[str, Mapping[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,10 +126,15 @@ def test_divided_experts_are_those_of_one_process_by_grouped_products(
 FORMS = Grid({"family": ("Qwen3Moe", "DeepseekV3")}, heavy=lambda cell: cell["family"] == "DeepseekV3")
 
 
-@pytest.mark.grid(FORMS)
-def test_experts_too_narrow_for_grouped_products_are_computed_one_after_the_other(family: str) -> None:
+@pytest.mark.grid(
+    Grid(
+        {"family": FORMS.axes["family"], "plan": ("tp=2 etp=2", "dp=2 tp=2 ep=2 etp=2")},
+        heavy=lambda cell: FORMS.heavy(cell) or "dp=" in cell["plan"],
+    )
+)
+def test_experts_too_narrow_for_grouped_products_are_computed_one_after_the_other(family: str, plan: str) -> None:
     with pytest.warns(UserWarning, match=r"etp=2 leaves \w+ an inner size of 6 in float32.* multiple of 4 \* etp"):
-        report = compared(grouped(family), "dp=2 tp=2 ep=2 etp=2")
+        report = compared(grouped(family), plan)
     assert report.ok, report.verdict
 
 

@@ -74,7 +74,10 @@ def trained(world: World, plan: str, changes: dict[str, Any]) -> tuple[list[Any]
     return numbers, [value.clone() for _, value in trainer.full_parameters()], trainer.compiled
 
 
-@pytest.mark.parametrize("plan", PLANS)
+# Other tests here have stages and micro-batches, and one on processes has bf16; gathers that overlap have ZeRO 2.
+@pytest.mark.grid(
+    Grid({"plan": PLANS}, heavy=lambda cell: cell["plan"] not in ("dp=2 zero=2 overlap_gather=1", PLANS[4]))
+)
 def test_the_eager_backend_gives_the_same_bits(plan: str) -> None:
     ranks = Plan.parse(plan).mesh().size
     expected, values, none = run(ranks, trained, args=(plan, {}))[0]
@@ -137,8 +140,8 @@ SPLIT = (
 
 
 # Other tests here have ZeRO 3 with recomputation, and stages, around blocks that are whole; a collective is left out of
-# what is compiled under every scheme.
-@pytest.mark.grid(Grid({"plan": SPLIT}, heavy=lambda cell: cell["plan"] not in ("tp=2", "tp=2 sequence_parallel=1")))
+# what is compiled under every scheme, and a test on processes compares the bits of tp=2.
+@pytest.mark.grid(Grid({"plan": SPLIT}, heavy=lambda cell: cell["plan"] != "tp=2 sequence_parallel=1"))
 def test_a_split_block_is_compiled_around_its_collectives(plan: str) -> None:
     ranks = Plan.parse(plan).mesh().size
     expected, values, _ = run(ranks, trained, args=(plan, {"layers": 2}))[0]
@@ -238,11 +241,12 @@ def steps_of(
     return numbers, values, (counts.blocks, counts.graphs, counts.graph_breaks)
 
 
+# A test on processes has tp=2.
 @pytest.mark.grid(
     Grid(
         {"kind": ("llama", "mixtral"), "plan": ("tp=2", "dp=2 ep=2")},
         exists=lambda cell: (cell["kind"], cell["plan"]) != ("llama", "dp=2 ep=2"),
-        strength=1,
+        heavy=lambda cell: cell["plan"] == "tp=2",
     )
 )
 def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan: str) -> None:
@@ -255,18 +259,22 @@ def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan
     assert sum(graphs for _, _, (_, graphs, _) in found) > 0
 
 
-@pytest.mark.parametrize(
-    "kind, plan",
-    [
-        ("llama", "dp=1"),
-        ("qwen2", "dp=1 microbatches=2"),
-        ("qwen3", "dp=1"),
-        ("gpt2", "dp=1"),
-        ("bert", "dp=1 recompute=full"),
-        ("vit", "dp=1"),
-        ("qwen3", "dp=1 precision=bf16"),
-    ],
+EACH = Grid(
+    {
+        "kind": ("llama", "qwen2", "qwen3", "gpt2", "bert", "vit"),
+        "plan": ("dp=1", "dp=1 microbatches=2", "dp=1 recompute=full", "dp=1 precision=bf16"),
+    },
+    exists=lambda cell: (
+        cell["plan"] == "dp=1"
+        or (cell["kind"], cell["plan"].split()[1])
+        in (("qwen2", "microbatches=2"), ("qwen3", "precision=bf16"), ("bert", "recompute=full"))
+    ),
+    # those like Llama are in tests of a cache and on processes, bf16 too
+    heavy=lambda cell: cell["kind"] in ("llama", "qwen2", "qwen3") or (cell["kind"], cell["plan"]) == ("bert", "dp=1"),
 )
+
+
+@pytest.mark.grid(EACH)
 def test_each_family_of_transformers_keeps_its_bits(kind: str, plan: str) -> None:
     [(expected, values, _)] = run(1, steps_of, args=(kind, plan))
     [(found, others, (blocks, graphs, breaks))] = run(1, steps_of, args=(kind, f"{plan} compile=blocks"))
