@@ -67,7 +67,8 @@ EXACT = Grid(
     {"kind": tuple(KINDS), "shape": SHAPES, "dp": (1, 2, 3), "zero": (0, 1), "codec": ("none", "1bit")},
     cost=lambda cell: ranks_of(f"{cell['shape']} dp={cell['dp']}") * (8 if cell["dp"] == 1 else 1),
     exists=lambda cell: ranks_of(f"{cell['shape']} dp={cell['dp']}") <= 8,
-    heavy=lambda cell: ranks_of(f"{cell['shape']} dp={cell['dp']}") > 6,
+    # Slices of a grid are encoded as slices of one dimension are.
+    heavy=lambda cell: ranks_of(f"{cell['shape']} dp={cell['dp']}") > 6 or "2d" in cell["shape"],
     single=("shape", "dp"),
 )
 

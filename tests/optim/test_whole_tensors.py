@@ -142,7 +142,12 @@ def test_other_divisions_agree_with_clipped_gradients(plan: str) -> None:
         agree(rank, single, bound=1e-9)
 
 
-@pytest.mark.parametrize("plan", ["dp=2 zero=1 precision=bf16", "dp=2 zero=3 tp=2 precision=bf16"])
+@pytest.mark.grid(
+    Grid(
+        {"plan": ("dp=2 zero=1 precision=bf16", "dp=2 zero=3 tp=2 precision=bf16")},
+        heavy=lambda cell: "zero=1" in cell["plan"],
+    )
+)
 def test_masters_are_updated_in_fp32(plan: str) -> None:
     kind, arguments = kind_and_arguments("adafactor")
     verified = verify(
