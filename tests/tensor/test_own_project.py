@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from grid import Grid
 from last_outcome import alone, outcome
 from meshwise import verify
 from meshwise.cli.main import main
@@ -132,7 +133,7 @@ clip_norm = 0.5
 """
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "tp=4 tp_mode=2d"])
+@pytest.mark.grid(Grid({"plan": ("tp=2", "tp=4 tp_mode=2d")}, heavy=lambda cell: "2d" in cell["plan"]))
 def test_the_command_says_that_it_is_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan: str
 ) -> None:

@@ -122,7 +122,14 @@ def ranks(cell: Cell) -> float:
     return ranks_of(cell["plan"])
 
 
-@pytest.mark.grid(Grid({"plan": (*SCHEMES, *GRIDS), "kind": KINDS}, cost=ranks, strength=1))
+@pytest.mark.grid(
+    Grid(
+        {"plan": (*SCHEMES, *GRIDS), "kind": KINDS},
+        cost=ranks,
+        strength=1,
+        heavy=lambda cell: cell["plan"] == GRIDS[0],  # in the next test
+    )
+)
 def test_a_table_of_a_block_gets_the_gradient_of_all_heads_once(plan: str, kind: str) -> None:
     model, rules, batches = _given(kind)
     parts = assign_roles(model, plan=Plan.parse(plan), rules=rules)
@@ -148,7 +155,7 @@ def test_a_table_used_by_scores_and_hidden_states_gets_the_gradients_of_both(pla
     split_agrees(model, plan=plan, parts=parts, batch=((batches[0]["tokens"], batches[0]["targets"]), _loss))
 
 
-@pytest.mark.grid(Grid({"plan": TRAINED}, heavy=lambda cell: cell["plan"] in TRAINED[1:3]))
+@pytest.mark.grid(Grid({"plan": TRAINED}, heavy=lambda cell: cell["plan"] in (*TRAINED[1:3], TRAINED[4])))
 def test_a_table_of_a_block_trains_as_on_one_process(plan: str) -> None:
     model, rules, batches = _given("own")
     given: dict[str, Any] = {"loss": _counted, "optimizer": torch.optim.AdamW, "lr": 1e-2}
