@@ -44,8 +44,10 @@ PLANS = Grid(
     exists=exists,
     cost=cost,
     single=("recompute",),
-    # Every stage of ZeRO with three replicas, and the splits of matrices once.
-    heavy=lambda cell: cell["split"] != "dp=3" and cell["zero"] != ONCE.get(cell["split"], 0),
+    # Every stage of ZeRO with three replicas, there with blocks that are computed again; the splits of matrices once.
+    heavy=lambda cell: (
+        cell["split"] != "dp=3" and (cell["zero"] != ONCE.get(cell["split"], 0) or cell["recompute"] != "none")
+    ),
 )
 FEW_PLANS = Grid(AXES, exists=exists, cost=cost, strength=1, heavy=lambda cell: "2d" in cell["split"])
 

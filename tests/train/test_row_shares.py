@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from data_parallel.test_agreement import BOUND, TRAINING, Case, batches, expected
-from grid import Grid
+from grid import Grid, ranks_of
 from meshwise.base.mesh import weighted_split
 from meshwise.base.tensor_tree import row_count, take_rows
 from meshwise.comm.api import flight_recorder
@@ -152,15 +152,17 @@ def test_a_slow_rank_gets_fewer_rows_and_the_run_is_the_same(monkeypatch: pytest
     assert steps(resumed) == steps(auto)[21:], "bit for bit"
 
 
-@pytest.mark.parametrize("plan, ranks", [("dp=2", 2), ("dp=2 server=1", 3)])
+@pytest.mark.grid(
+    Grid({"plan": ("dp=2", "dp=2 server=1")}, heavy=lambda cell: cell["plan"] == "dp=2")  # a server has its replicas
+)
 def test_new_shares_inside_a_window_of_a_stream_leave_out_no_sample(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: str, ranks: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, plan: str
 ) -> None:
     seen = slowed(monkeypatch)
     for how in ("even", "auto"):
         made = job_of_data(tmp_path, "Stateful", plan=plan, bucket=3, collator="pad")
         given = {"steps": 24, "batch": 8, "save_every": 0, "output": str(tmp_path / how), "shares": how}
-        run_job(change(made, "train", **given), ranks=ranks)
+        run_job(change(made, "train", **given), ranks=ranks_of(plan))
     assert seen.count((1, 2)) == seen.count((0, 6)) == 4, "20 steps end inside a window of 3 batches"
     assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "even"), rel=1e-9)
 
