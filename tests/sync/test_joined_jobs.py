@@ -175,8 +175,7 @@ def test_the_others_go_on_without_a_job_that_is_lost(
     assert capfd.readouterr().err.count("meshwise: round 2 continues without job") == 2
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.grid(Grid({"after": (False, True), "ends": (False, True)}, strength=1))
 def test_nobody_applies_half_of_a_round(
     meeting: tuple[str, Store], monkeypatch: pytest.MonkeyPatch, after: bool, ends: bool
 ) -> None:

@@ -37,6 +37,7 @@ SHAPES = ("dp=2", "dp=4", "dp=2 tp=2", "dp=2 pp=2 microbatches=2")
         exists=lambda cell: (cell["case"], cell["shape"]) != ("groups", "dp=2"),
         cost=lambda cell: ranks_of(cell["shape"]),
         strength=1,
+        heavy=lambda cell: "tp" in cell["shape"],  # what a codec loses is verified under it
     )
 )
 def test_a_plan_is_verified_against_its_replay(case: str, shape: str) -> None:
