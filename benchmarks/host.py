@@ -203,8 +203,8 @@ ROWS = (
     Row(
         "pipeline",
         pipeline_contestants.CHECKED,
-        (pipeline_contestants.contestant("meshwise 1f1b"), pipeline_contestants.BUCKETED),
-        (0.9, 0.9),
+        (pipeline_contestants.contestant("meshwise 1f1b"), *pipeline_contestants.BUCKETS),
+        (0.9, 0.9, 0.9),
         2,
         2 * pipeline_contestants.MICROBATCHES,
     ),

@@ -209,12 +209,15 @@ CHECKED = _row(
 )
 """Does what a step of meshwise does; for `host.py`."""
 
-BUCKETED = _row("meshwise 1f1b, bucket=25M", "meshwise", "small units joined", _meshwise("schedule=1f1b bucket=25M"))
+BUCKETS = tuple(
+    _row(f"meshwise 1f1b, bucket={size}", "meshwise", what, _meshwise(f"schedule=1f1b bucket={size}"))
+    for size, what in (("0", "each unit apart"), ("25M", "a stage is one unit"))
+)
 
 
 def contestant(name: str) -> Contestant:
     """The row of that name. Raises ValueError, listing the names, when there is none."""
-    rows = {row.name: row for row in (*OURS, *PEERS, CHECKED, BUCKETED)}
+    rows = {row.name: row for row in (*OURS, *PEERS, CHECKED, *BUCKETS)}
     if name not in rows:
         raise ValueError(f"no contestant {name!r}; there are {', '.join(rows)}")
     return rows[name]

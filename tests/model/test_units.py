@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshwise as mw
+from meshwise.comm.api.world import World
 from meshwise.model.parameter_table import parameter_table
 from meshwise.model.parameter_units import partition
 from meshwise.reference import GPT, MLP, GPTConfig, MLPConfig
+from meshwise.testing import run
 
 
 class Silent(nn.Module):
@@ -64,6 +67,21 @@ def test_a_bucket_joins_neighbours_up_to_its_bytes() -> None:
         found = {unit.name: unit.numel * 4 / block for unit in parameter_table(Scaled(), bucket=bucket).units}
         assert [size for name, size in found.items() if name != "(root)"] == sizes
         assert found["(root)"] == 0.1
+
+
+def test_units_of_a_stage_are_joined_as_those_of_the_whole_model() -> None:
+    def stage(world: World) -> list[int]:
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(16)]
+        options = mw.Options(example=torch.zeros(2, 4))
+        plan = "pp=2 microbatches=2 partition=params"
+        trainer = mw.parallelize(nn.Sequential(*blocks), plan, loss=squares, world=world, options=options)
+        return [unit.spec.numel for unit in trainer.units]
+
+    assert run(2, stage) == [[2 * 40] * 4] * 2
+
+
+def squares(output: Tensor, _batch: Tensor) -> tuple[Tensor, int]:
+    return output.square().sum(), output.numel()
 
 
 def test_a_tied_head_joins_the_embedding_and_takes_the_final_norm_along() -> None:

@@ -59,7 +59,7 @@ from meshwise.model.forward import (
     default_forward,
     no_loss,
 )
-from meshwise.model.parameter_table import ParameterOptions, check_trains, parameter_table
+from meshwise.model.parameter_table import ParameterOptions, bucket_bytes, check_trains, parameter_table
 from meshwise.model.parameter_units import Patterns, partition
 from meshwise.model.random_draws import RandomDraws
 from meshwise.optim.build_optimizer import OptimizerClass, build_optimizer, default_options, needs_of
@@ -505,9 +505,8 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         place()
     else:
         share_parameters(source, world=world)
-    task = setting.task
     make = cutter(source.module, plan=plan, schedule=schedule, where=options.cut, parts=parts)
-    run = partial(cut_source, source, plan=plan, make=make, forward=task.forward, loss=task.loss)
+    run = partial(cut_source, source, plan=plan, make=make, forward=setting.task.forward, loss=setting.task.loss)
     run = partial(run, example=options.example, device=world.device)
     cut = on_first_rank(run, world=world, shared=(PlanError, LossError))
     if not source.deferred:  # the cut has run the model where the user put it, buffers beside parameters
@@ -515,6 +514,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
     blocks = setting.policy.blocks.names(source.module)
     like = shapes_of(source.module, seed=options.seed).module
     convert(like, precision=setting.storage.precision)
+    joined = dataclasses.replace(plan, bucket=bucket_bytes(like, bucket=plan.bucket))
     stages: dict[int, LiveStage] = {}
     for index in schedule.stages_of(world.group("pp").index):
         stage, recall = make_stage(source.module, cut=cut, index=index, like=like), ForwardReplay()
@@ -523,7 +523,7 @@ def _in_stages(source: ParameterSource, *, setting: ParallelSetting) -> tuple[En
         here = parts_of_stage(parts, module=stage.module, model=source.module, last=index + 1 == cut.stages)
         contents = cut.contents(index)
         absent = frozenset(contents.modules) - frozenset(contents.modules[contents.start : contents.stop])
-        own = dataclasses.replace(setting, parts=here, absent=absent, extents=ShardSizes())
+        own = dataclasses.replace(setting, plan=joined, parts=here, absent=absent, extents=ShardSizes())
         live = _build_engine(source.for_module(stage.module), own, recall=recall, earlier=earlier)
         stages[index] = LiveStage(**vars(live), stage=stage)
         kept = in_flight(schedule)[index]

@@ -162,7 +162,7 @@ def parameter_table(
 
     | options    returns the optimizer options of a parameter, from its name and value; by default `matrices_decay`
     | replicas   axes over which the gradients of every parameter are summed
-    | bucket     neighbouring units are joined up to so many bytes; None: 25 MiB, but at most an eighth of the model
+    | bucket     bytes up to which neighbouring units are joined, see `bucket_bytes`
 
     In the returned table every parameter is whole on every rank; `placed` returns a table with other placements.
     Raises ValueError as `check_trains` and `check_readable` do. Also raises ValueError for options that are no
@@ -202,18 +202,23 @@ def parameter_table(
     )
 
 
+def bucket_bytes(module: nn.Module, *, bucket: int | None = None) -> int:
+    """Return the bytes up to which units are joined: `bucket`; for None 25 MiB, but at most an eighth of the model."""
+    return min(25 * 2**20, sum(p.nbytes for p in module.parameters()) // 8) if bucket is None else bucket
+
+
 def joined_units(module: nn.Module, *, bucket: int | None = None) -> list[list[GatheredModule]]:
-    """Return the units of a model, with small neighbours joined. bucket: as in `parameter_table`.
+    """Return the units of a model, with small neighbours joined. bucket: as in `bucket_bytes`.
 
     A unit of an opened module (`spans`) is not joined: its neighbours would stay gathered for that module's forward."""
     sizes = {name: parameter.nbytes for name, parameter in module.named_parameters()}
-    limit = min(25 * 2**20, sum(sizes.values()) // 8) if bucket is None else bucket
+    bucket = bucket_bytes(module, bucket=bucket)
     found: list[list[GatheredModule]] = []
-    size = 0.0 if limit else math.inf
+    size = 0.0 if bucket else math.inf
     for unit in partition(module):
         names = {name for piece in unit for name in piece.parameters}
         own = math.inf if any(piece.spans for piece in unit) else sum(sizes[name] for name in names)
-        if found and size + own <= limit:
+        if found and size + own <= bucket:
             found[-1] = [*found[-1], *unit]
             size += own
         else:

@@ -73,7 +73,7 @@ def _other_tensors(nodes: Sequence[ast.AST]) -> list[str]:
         for one, default in zip([*plain, *given.kwonlyargs], defaults, strict=True):
             value = default.value if isinstance(default, ast.Constant) else None
             number = isinstance(value, int | float | str) or getattr(one.annotation, "id", "") in _NUMBERS
-            found += [] if number or one.arg in ("self", _argument(nodes)) else [one.arg]
+            found += [] if number or one.arg in ("self", given.args[1].arg) else [one.arg]
     return found
 
 
@@ -95,8 +95,3 @@ def _nodes(forward: Any) -> tuple[ast.AST, ...]:
         return ()
     found = isinstance(definition, ast.FunctionDef) and len(definition.args.args) > 1
     return tuple(ast.walk(definition)) if found else ()
-
-
-def _argument(nodes: Sequence[ast.AST]) -> str:
-    """Return the name of a forward's first argument, or "" without source code."""
-    return next((node.args[1].arg for node in nodes if isinstance(node, ast.arguments)), "")
