@@ -1,7 +1,7 @@
 """Timelines of one step: the events of each rank with their times, predicted by a simulation or recorded in a run."""
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -115,11 +115,9 @@ class Timeline:
     @cached_property
     def spent(self) -> Mapping[str, float]:
         """Time of a step by activity (see `time_by_activity`), mean over the ranks, in the unit of the events."""
-        total: dict[str, float] = defaultdict(float)
-        for own in time_by_activity(self):
-            for what, time in own.items():
-                total[what] += time
-        return {what: time / self.ranks for what, time in total.items()}
+        times = time_by_activity(self)
+        every = dict.fromkeys(what for own in times for what in own)
+        return {what: sum(own.get(what, 0.0) for own in times) / self.ranks for what in every}
 
     def _of(self, wanted: TimelineRow) -> tuple[tuple[Event, ...], ...]:
         rows: list[list[Event]] = [[] for _ in range(self.ranks)]

@@ -65,15 +65,13 @@ class MeasuredStep:
     @cached_property
     def run(self) -> Timeline:
         """Timeline of the schedule alone, from the first action to the last of any rank."""
-        events = [event for rank in range(self.step.ranks) for event in self._inside(rank)]
+        events: list[Event] = []
+        for rank in range(self.step.ranks):
+            own = [event for event in self.step.events if event.rank == rank]
+            start = next(event.stop for event in own if event.kind == "begin")
+            stop = next(event.start for event in own if event.kind == "exchange")
+            events += (event for event in own if start <= event.start and event.stop <= stop)
         return Timeline(_from_zero(events), self.step.pipelines)
-
-    def _inside(self, rank: int) -> list[Event]:
-        """Return the events of one rank's row."""
-        own = [event for event in self.step.events if event.rank == rank]
-        start = next(event.stop for event in own if event.kind == "begin")
-        stop = next(event.start for event in own if event.kind == "exchange")
-        return [event for event in own if start <= event.start and event.stop <= stop]
 
     @cached_property
     def predicted(self) -> Timeline:
@@ -83,11 +81,9 @@ class MeasuredStep:
     @cached_property
     def ideal(self) -> Timeline:
         """Timeline of the schedule if all stages took the mean time and nothing else took time."""
-        taken: dict[ActionKind, list[float]] = {}
-        for means in (means for stages in self._means for means in stages):
-            for kind, mean in means.items():
-                taken.setdefault(kind, []).append(mean)
-        equal = {kind: statistics.fmean(means) for kind, means in taken.items()}
+        every = [means for stages in self._means for means in stages]
+        kinds = {kind for means in every for kind in means}
+        equal = {kind: statistics.fmean(means[kind] for means in every if kind in means) for kind in kinds}
         return self._clocked([[equal] * len(stages) for stages in self._means])
 
     @cached_property

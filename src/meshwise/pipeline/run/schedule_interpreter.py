@@ -129,7 +129,7 @@ class _ScheduleRun:
     def __init__(self, owner: ScheduleInterpreter, schedule: Schedule, jobs: Mapping[int, MicrobatchJob]) -> None:
         self._stages, self._storages, self._trained = owner._stages, owner._storages, owner._trained
         self._world, self._rank, self._agreed = owner._world, owner._rank, owner._agreed
-        self._ranks, self._jobs = schedule.rank_of, jobs
+        self._ranks, self._jobs, self._other_end = schedule.rank_of, jobs, schedule.other_end
         self._order = _row_order(schedule, frozenset(jobs), rank=owner._rank)
         self._flights: dict[Place, _Flight] = defaultdict(_Flight)
         self._leaving: dict[tuple[ActionKind, Place], tuple[Header | None, Sequence[Tensor]]] = {}
@@ -285,9 +285,6 @@ class _ScheduleRun:
             wait_all(self._sending[rank].popleft())
             self._waited[rank] += 1
 
-    def _other_end(self, action: Action) -> int:
-        return self._ranks[action.counterpart.stage]
-
     # ---- receiving ---------------------------------------------------------------------------------------------
 
     def _start(self, action: Action) -> None:
@@ -378,20 +375,13 @@ def pack(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]
 
     The skeleton has a meta tensor of the same `requires_grad` in place of each tensor; it can be pickled. Each tensor
     is returned once, in the order of first occurrence in the skeleton."""
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def spec_of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in seen:
-            shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
-            seen[id(tensor)] = (tensor, shape)
-        return seen[id(tensor)][1]
-
-    skeleton: dict[str, Any] = map_tensors(spec_of, dict(values))
-    return skeleton, tuple(tensor for tensor, _ in seen.values())
+    parts = tensor_specs(values)
+    bare = [torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad) for x in parts]
+    return unpack(values, arrived=bare), parts
 
 
 def tensor_specs(skeleton: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return each meta tensor of a skeleton once; a tensor with `requires_grad` gets a gradient back."""
+    """Return each tensor of a skeleton, or of values, once; one with `requires_grad` gets a gradient back."""
     return tuple({id(tensor): tensor for tensor in tensors(dict(skeleton))}.values())
 
 

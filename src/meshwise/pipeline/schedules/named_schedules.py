@@ -220,7 +220,18 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
         raise ScheduleError(f"pp={pp} microbatches={microbatches} virtual_stages={virtual}: each is at least 1")
     works = named.nearest(pp, microbatches=microbatches, virtual_stages=virtual)
     if works != (microbatches, virtual):
-        raise ScheduleError(_refusal(name, pp, given=(microbatches, virtual), works=works))
+        needs = []
+        if microbatches != works[0]:
+            step, least = named.multiple(pp), named.least(pp)
+            needs.append(f"a multiple of pp={pp} micro-batches" if step > 1 else f"at least {least} micro-batches")
+        if virtual != works[1]:
+            least, most = named.virtual
+            needs.append(f"virtual_stages={least}" if least == most else f"at least virtual_stages={least}")
+        raise ScheduleError(
+            f"schedule={name} with pp={pp} needs {' and '.join(needs)}, not microbatches={microbatches} "
+            f"virtual_stages={virtual}. Nearest that works: 'pp={pp} microbatches={works[0]} "
+            f"virtual_stages={works[1]} schedule={name}'"
+        )
     choice = {"virtual_stages": virtual} if named.virtual[1] is None else {}
     return named.build(pp, microbatches=microbatches, **choice)
 
@@ -231,21 +242,6 @@ def planned_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: i
     Tables from files and schedules without overlap are not changed. Raises ScheduleError as `make_schedule` does."""
     schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     return schedule if is_path(name) or not SCHEDULES[name].overlaps else send_first(schedule)
-
-
-def _refusal(name: str, pp: int, *, given: tuple[int, int], works: tuple[int, int]) -> str:
-    named = SCHEDULES[name]
-    needs = []
-    if given[0] != works[0]:
-        step, least = named.multiple(pp), named.least(pp)
-        needs.append(f"a multiple of pp={pp} micro-batches" if step > 1 else f"at least {least} micro-batches")
-    if given[1] != works[1]:
-        least, most = named.virtual
-        needs.append(f"virtual_stages={least}" if least == most else f"at least virtual_stages={least}")
-    return (
-        f"schedule={name} with pp={pp} needs {' and '.join(needs)}, not microbatches={given[0]} virtual_stages="
-        f"{given[1]}. Nearest that works: 'pp={pp} microbatches={works[0]} virtual_stages={works[1]} schedule={name}'"
-    )
 
 
 def _from_file(path: str, *, pp: int, microbatches: int, virtual_stages: int | None) -> Schedule:

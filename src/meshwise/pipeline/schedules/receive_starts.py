@@ -1,7 +1,7 @@
 """Choose when each rank starts its receives, so that a launch may wait for all earlier work (`receive_starts`).
 
-CUDA may load a kernel at its first launch only when all work of the device is done. A started receive is such work. If
-its sender needs a later action of this rank first, both ranks wait for ever. The same holds for a started send.
+A launch may wait for a started receive, and its sender for a later action of this rank: then both ranks wait for ever
+(docs/gpu.md, "NCCL on one GPU"). The same holds for a started send.
 
 So a receive starts early, to overlap with computations, but only if its sender needs no later action of this rank. The
 order is found by a careful run of the table. There a rank starts a computation, gather or reduction only when each

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from meshwise.plan import PlanError
@@ -181,16 +181,13 @@ def lower(schedule: Schedule, *, gathers: bool) -> Schedule:
 def send_first(schedule: Schedule) -> Schedule:
     """Return the table with each B after a rank's last forward replaced by I and W.
 
-    After its last forward, a rank only waits for gradients. In a B, each stage computes its weights' gradients before
-    it sends its input's gradient. These delays are (p - 1) w of 1F1B's bubble (p - 1) (f + i + w), if w is at most f.
-    I and W keep no activation for longer than B, because W follows I at once."""
+    docs/pipeline.md says how much shorter the bubble is ("Schedules are tables"). I and W keep no activation for longer
+    than B, because W follows I at once."""
     rows = []
     for row in schedule.rows:
         last = max((place for place, action in enumerate(row) if action.kind is ActionKind.F), default=-1) + 1
-        late: list[Action] = []
-        for action in row[last:]:
-            kinds = (ActionKind.I, ActionKind.W) if action.kind is ActionKind.B else (action.kind,)
-            late += (action._replace(kind=kind) for kind in kinds)
+        parts = {ActionKind.B: (ActionKind.I, ActionKind.W)}
+        late = (one._replace(kind=kind) for one in row[last:] for kind in parts.get(one.kind, (one.kind,)))
         rows.append((*row[:last], *late))
     return Schedule(tuple(rows))
 
@@ -255,12 +252,8 @@ def add_reductions(schedule: Schedule) -> Schedule:
     rows = []
     for row in schedule.rows:
         last = {action.stage: action for action in row if action.kind in (ActionKind.B, ActionKind.W)}
-        reduced: list[Action] = []
-        for action in row:
-            reduced.append(action)
-            if action == last.get(action.stage):
-                reduced.append(Action(action.stage, ActionKind.REDUCE))
-        rows.append(tuple(reduced))
+        ends = ((one, Action(one.stage, ActionKind.REDUCE)) if last.get(one.stage) == one else (one,) for one in row)
+        rows.append(tuple(chain.from_iterable(ends)))
     return Schedule(tuple(rows))
 
 
