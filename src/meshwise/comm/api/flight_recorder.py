@@ -165,7 +165,7 @@ class TimedSpan:
 
 
 class ActivityStopwatch:
-    """Stopwatch for the activities and waits of one rank."""
+    """Stopwatch for the activities and waits of one rank; `background`: work of its other threads."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -173,7 +173,7 @@ class ActivityStopwatch:
         self._began, self._origin = time.monotonic(), self.now()  # one moment, by the host's clock and as an event
         self._marks: list[tuple[Activity, StreamEvent]] = []
         self._waits: list[tuple[str, StreamEvent, StreamEvent]] = []
-        self._background: list[TimedSpan] = []
+        self.background: list[TimedSpan] = []
 
     def now(self) -> StreamEvent:
         """Return an event with a time, recorded on the current stream."""
@@ -187,10 +187,6 @@ class ActivityStopwatch:
         """Add a wait for the collective `what` that began at the event `since` and ends now."""
         self._waits.append((what, since, self.now()))
 
-    def add_background(self, events: Iterable[tuple[str, float, float]]) -> None:
-        """Add (work, start, stop) of other threads of this rank, with times of `time.monotonic`."""
-        self._background += [TimedSpan(*event, in_background=True) for event in events]
-
     def read(self, *, offset: float = 0.0) -> list[TimedSpan]:
         """Return this rank's activities in order, then its waits, then the work of its other threads. Blocks the host
         until the GPU has reached the last event. offset: seconds to subtract from all times."""
@@ -201,7 +197,7 @@ class ActivityStopwatch:
         for what, since, until in self._waits:
             start, stop = (self._at(moment) - offset for moment in (since, until))
             spans.append(TimedSpan(what, start, stop, waits=True))
-        background = (replace(one, start=one.start - offset, stop=one.stop - offset) for one in self._background)
+        background = (replace(one, start=one.start - offset, stop=one.stop - offset) for one in self.background)
         return [*spans, *background]
 
     def _at(self, event: StreamEvent) -> float:
@@ -308,7 +304,7 @@ class FlightRecorder:
         """Add activities of this rank's other threads to the times of the `timed` block; outside a block, do nothing.
         events: (activity, start, stop), with times of `time.monotonic`."""
         if self._stopwatch is not None:
-            self._stopwatch.add_background(events)
+            self._stopwatch.background += [TimedSpan(*event, in_background=True) for event in events]
 
     @contextlib.contextmanager
     def timed(self, streams: Streams) -> Iterator[ActivityStopwatch]:
@@ -447,13 +443,10 @@ def raised_at(error: BaseException) -> str:
     the innermost frame outside torch; without that, the innermost frame."""
     entries = traceback.extract_tb(error.__traceback__)
     others = [entry for entry in entries if not entry.filename.startswith(_TORCH)]
-    theirs = [entry for entry in others if not _is_pythons_or_ours(entry.filename)]
+    own = [one for one in others if "site-packages" in one.filename or not one.filename.startswith((_PYTHON, "<"))]
+    theirs = [entry for entry in own if not entry.filename.startswith(_OURS)]
     entry = (theirs or others or entries)[-1]
     return f"{entry.filename}:{entry.lineno} {entry.name}"
-
-
-def _is_pythons_or_ours(file: str) -> bool:
-    return (file.startswith((_PYTHON, "<")) and "site-packages" not in file) or file.startswith(_OURS)
 
 
 def call_site() -> str:

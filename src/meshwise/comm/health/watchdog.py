@@ -62,12 +62,6 @@ class RankAnswer:
     lost: str = ""
     unfinished: CallRecord | None = None
 
-    def pending(self) -> Sequence[PlacedCall]:
-        """Return the calls in which this rank may be waiting."""
-        if self.waiting is not None:
-            return [self.waiting]
-        return self.recent if self.waited else []
-
 
 @dataclass(frozen=True)
 class AbsentRank:
@@ -169,7 +163,8 @@ class RankSurvey:
         """Pairs (waiting rank, other rank) in which the other rank has not made the call that the first waits in."""
         waits: dict[tuple[int, int], None] = {}
         for rank, answer in sorted(self.answers.items()):
-            for call in answer.pending():
+            last = answer.recent if answer.waited else ()  # on a GPU, the rank may wait in any of them
+            for call in last if answer.waiting is None else [answer.waiting]:
                 for other in call.line.ranks:
                     known = self.answers.get(other) or self.absent[other]
                     if other != rank and known.counts.get(call.line, 0) <= call.ordinal:

@@ -65,7 +65,11 @@ def fork_server_from_here() -> None:
 
     def copy(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         del path
-        pid = _fork()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed stream is None
+            stream.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # about OpenBLAS' threads, which it handles in forks
+            pid = os.fork()
         if not pid:
             util.spawnv_passfds = ordinary
             _serve(args[-1], passfds)
@@ -86,14 +90,6 @@ def _terminal_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _fork() -> int:
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # a closed stream is None
-        stream.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about OpenBLAS' threads, which OpenBLAS handles in forks
-        return os.fork()
 
 
 def _serve(line: str, kept: Sequence[int]) -> NoReturn:

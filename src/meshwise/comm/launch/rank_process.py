@@ -187,7 +187,11 @@ def rank_main(
         if signal.getsignal(number) != signal.SIG_IGN:  # a signal that is ignored now stays ignored
             signal.signal(number, signal.SIG_DFL)
     environment.enter()
-    _keep_lines_whole()
+    # All ranks write to the same terminal or file, so each writes whole lines. Parts of lines would mix when a buffer
+    # is full, or with PYTHONUNBUFFERED. Each line is out before a rank can be killed.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
     if LauncherProcess().is_gone():
         _leave(1)
     atexit.register(_leave, 0)
@@ -222,14 +226,6 @@ def rank_main(
                 time.sleep(CONSEQUENCE_SECONDS)
         finally:  # an exception here would give status 0, and the launcher would wait for a result
             _leave(1)
-
-
-def _keep_lines_whole() -> None:
-    """Write output one whole line at a time, because all ranks write to the same terminal or file. Otherwise parts of
-    lines would mix when a buffer is full, or with PYTHONUNBUFFERED. Each line is out before a rank can be killed."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def threads_from_environment() -> int | None:

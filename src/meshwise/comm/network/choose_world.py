@@ -11,7 +11,6 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -166,10 +165,9 @@ def gloo_calls(world: World, *, size: int) -> Mapping[str, Call]:
     def part(x: Tensor) -> Tensor:
         return x.view(size, -1)[world.rank]
 
-    calls: dict[str, Call] = {
+    return {
         "all_reduce": lambda _, x, __: [group.allreduce([x])],
         "all_gather": lambda _, __, y: [group._allgather_base(y, part(y))],  # in place, which saves gloo a copy
         "reduce_scatter": lambda _, x, y: [group._reduce_scatter_base(part(y), x)],
         "broadcast": lambda _, x, __: [group.broadcast(x, root=0)],
     }
-    return MappingProxyType(calls)

@@ -1,12 +1,10 @@
 """Open the key-value store of a job, give each attempt its own keys, and list the ranks that have joined.
 
-torch's stores listen on every interface of a machine, and any process that can connect may write into them. If
-MASTER_ADDR is a loopback address, the store here gets a socket that is bound to the loopback interface. For any other
-address torch's store is used unchanged.
+torch's stores listen on every interface, and any process that can connect may write into them. If MASTER_ADDR is a
+loopback address, the store here listens on the loopback interface alone. Otherwise torch's store is used unchanged.
 
-After a restart the store may still have all keys of earlier attempts. The launchers of several machines may also number
-the restarts differently. So the ranks of an attempt agree on a new prefix for their keys (`unused_store`).
-docs/faults.md says how ("Network").
+The ranks of an attempt agree on a new prefix for their keys (`unused_store`): docs/faults.md says why and how
+("Network"). The number of the restart would not do, because launchers of several machines may count differently.
 
 Ranks can only connect when all have started, with the same world size and the same software. Otherwise torch waits or
 fails with an unclear error. `roll_call` shows the cause before, through the store. Each rank writes its entry. Rank 0
@@ -180,9 +178,9 @@ def _await(condition: Callable[[], bool], *, until: float) -> bool:
 
 def job_store() -> Store | None:
     """Return the store of the job, with a prefix that no earlier start of the job has used. Every rank calls it. The
-    store is at MASTER_ADDR and MASTER_PORT; None without a launcher, or for a world of one rank. It listens on the
-    loopback interface only if MASTER_ADDR is a loopback address. Raises ValueError when the environment is incomplete,
-    torch's DistError when the store cannot be reached for ten minutes, TimeoutError when ranks are missing."""
+    store is at MASTER_ADDR and MASTER_PORT; None without a launcher, or for a world of one rank. Raises ValueError when
+    the environment is incomplete, torch's DistError when the store cannot be reached for ten minutes, TimeoutError when
+    ranks are missing."""
     rank, size = launched_rank() or (0, 1)
     if size == 1:
         return None

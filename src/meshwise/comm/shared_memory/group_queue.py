@@ -53,10 +53,7 @@ _ALIGNMENT = 16
 
 def travels_in_payload(tensors: Sequence[Tensor]) -> bool:
     """Return whether the contents of all these tensors together fit into one payload of the board, 64 KB."""
-    size = 0
-    for x in tensors:
-        size += _aligned(x.nbytes)
-    return size <= PAYLOAD_BYTES
+    return sum(_aligned(x.nbytes) for x in tensors) <= PAYLOAD_BYTES
 
 
 class QueueState:

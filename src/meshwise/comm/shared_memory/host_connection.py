@@ -8,8 +8,7 @@ A word is an integer of 8 bytes, read and written in one piece. So a rank counts
     |         16…   for each queue: its key, and the index of its first word
     |         …     the queues, each at a multiple of `PAYLOAD_WORDS` (`QueueState` describes their contents)
 
-A waiting rank polls a few times, then yields the core between polls, and then sleeps until the other rank's bell rings.
-docs/architecture.md says why, and has the rules of the shared memory ("Worlds")."""
+docs/architecture.md says how a rank waits, and has the rules of the shared memory ("Worlds")."""
 
 import ctypes
 import enum
@@ -63,8 +62,7 @@ _PROOF_WORD = 1
 _SLEEP_SECONDS = 0.005
 _LATER_SECONDS = 0.001
 
-# A rank that makes a call wakes all ranks that sleep on its board, even if they wait for another call. After this
-# number of wakes in vain, a waiting rank sleeps for a fixed time instead, which costs the calling rank nothing.
+# Wakes in vain, by calls that a rank does not wait for, after which it sleeps for a fixed time.
 _MOST_VAIN_WAKES = 16
 _BACK_OFF_SECONDS = 0.0002
 
