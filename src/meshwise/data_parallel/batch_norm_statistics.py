@@ -15,8 +15,9 @@ While the model runs, calls of `F.batch_norm` are intercepted, so every module t
 in place, the weight rows that it looks up, which are others on ranks with other rows of the batch."""
 
 import contextlib
+import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,19 +31,7 @@ from meshwise.data_parallel.bucket import StorageConfig
 from meshwise.model.random_interception import ForwardAndBackwardMode
 from meshwise.plan import Plan, PlanError
 
-
-@dataclass(frozen=True)
-class _Call:
-    """Arguments of a call of F.batch_norm."""
-
-    input: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    training: bool = False
-    momentum: float = 0.1
-    eps: float = 1e-5
+_BATCH_NORM = inspect.signature(functional.batch_norm)
 
 
 class BatchStatistics(ForwardAndBackwardMode):
@@ -74,13 +63,17 @@ class BatchStatistics(ForwardAndBackwardMode):
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of `func`; for a batch norm in training, with statistics over all ranks."""
-        if func is functional.batch_norm and (call := _Call(*args, **kwargs)).training:
-            return self._normalised(call)
+        if func is functional.batch_norm:
+            bound = _BATCH_NORM.bind(*args, **kwargs)
+            bound.apply_defaults()
+            if bound.arguments["training"]:
+                return self._normalised(SimpleNamespace(**bound.arguments))
         if func is Tensor.add_ and any(args[0] is norm.num_batches_tracked for norm in self._norms):
             self._counter = args[0]  # torch counts before F.batch_norm; without rows on any rank it is taken back
         return func(*args, **kwargs)
 
-    def _normalised(self, call: _Call) -> Tensor:
+    def _normalised(self, call: SimpleNamespace) -> Tensor:
+        """Return the result of F.batch_norm for the arguments of a call, by name."""
         x = call.input if call.input.dtype.itemsize >= 4 else call.input.float()
         mean, squares, count = self._of_all(x if self._counts else x[:0])
         variance = squares / count.clamp(min=1)

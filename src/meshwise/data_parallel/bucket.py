@@ -534,10 +534,9 @@ class Bucket:
             yield "parameters", self.second
         if self.has_master and self.master is not None:
             yield "parameters", self.master
-        if self.gradient is not None:
-            yield "gradients", self.gradient
-        if self.reduced is not None and (self.gradient is None or not _within(self.reduced, self.gradient)):
-            yield "gradients", self.reduced
+        held = (x for x in (self.reduced, self.gradient) if x is not None)
+        for gradient in {x.untyped_storage().data_ptr(): x for x in held}.values():  # each memory once
+            yield "gradients", gradient
         for state in self.reduction_state.values():
             yield "reduction", state
 
@@ -556,7 +555,3 @@ def _dense(gradient: Tensor) -> Tensor:
 def _square(values: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(values)
     return norm.double().square()
-
-
-def _within(view: Tensor, buffer: Tensor) -> bool:
-    return view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

@@ -175,11 +175,13 @@ def _owned(bucket: Bucket, piece: BucketPiece, optimizer: torch.optim.Optimizer)
         yield StoredSlice.of_full(empty, name=piece.row.name, slot="parameter")
     yield from values_to_load(bucket).slices_of(piece, slot="parameter", within=bucket.shard)
     for part, parameter in optimizer_slices(bucket):
+        held = part.slices_of(piece, slot="parameter", within=bucket.shard)
+        has_first = any(not any(one.rectangle.offsets) for one in held)  # one rank has it, and saves the scalars
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 flat = BucketSlice(bucket, part.start, value)
                 yield from flat.slices_of(piece, slot=f"optimizer/{key}", within=bucket.shard)
-            elif value is not None and _has_first(part, piece):
+            elif value is not None and has_first:
                 slot, number = number_slot(value, key=key, name=piece.row.name)
                 yield StoredSlice.of_full(number, name=piece.row.name, slot=slot)
 
@@ -217,12 +219,6 @@ def _structured(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the state of one parameter from the tensors of `_whole_state`, by slot."""
     text = bytes(tensors[_LAYOUT].tolist())
     return json.loads(text, object_hook=lambda it: tensors[it[_TENSOR]] if _TENSOR in it else it)  # type: ignore[no-any-return]
-
-
-def _has_first(part: BucketSlice, piece: BucketPiece) -> bool:
-    """Return whether this rank saves the first element of the full parameter, and its scalars; one rank does."""
-    here = part.slices_of(piece, slot="parameter", within=part.bucket.shard)
-    return any(not any(held.rectangle.offsets) for held in here)
 
 
 def number_slot(value: Any, *, key: str, name: str) -> tuple[str, Tensor]:
@@ -282,10 +278,8 @@ class CheckpointRefill:
             wanted = (*row.shape, *((2,) if row.dtype.is_complex else ()))
             if found != wanted:
                 raise ValueError(f"{row.name} has the shape {found} in the checkpoint and {wanted} in the model")
-        self._trained: dict[Options, list[str]] = {}
-        for row in engine.table.rows:
-            if row.trainable and row.numel:
-                self._trained.setdefault(row.options, []).append(row.name)
+        trained = [row for row in engine.table.rows if row.trainable and row.numel]
+        self._first_with = {row.options: [row.name] for row in reversed(trained)}
 
     def needed(self) -> Iterator[StoredSlice]:
         """Yield every slice that the caller must fill on this rank; other ranks may store the same elements.
@@ -355,7 +349,7 @@ class CheckpointRefill:
         """Return the parameters with elements in a slice; for padding alone, any parameter with its options."""
         pieces = part.bucket.place.pieces
         own = [one.row.name for one in pieces if max(one.start, part.start) < min(one.stop, part.stop)]
-        return own or self._trained.get(options, [])[:1]
+        return own or self._first_with.get(options, [])
 
     def _reduction_state(self, bucket: Bucket) -> Iterator[StoredSlice]:
         """Set the reduction's state to zero, and yield the slices of it that the checkpoint has.

@@ -12,9 +12,8 @@ rank's message is its gradient plus the error of its last message. N ranks, a bu
     | codec      1 encode N shards, all-to-all ─ 2 each owner adds up its shard ─ 3 encode, all-gather (zero=0 alone)
     | powersgd   1 all-reduce M Q = P ─ 2 orthogonalise P ─ 3 all-reduce Mᵀ P = Q; the sum is P Qᵀ
 
-What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847). The applied sums and all errors, also the
-owners' of step 3, add up to the sums of the true gradients. PowerSGD (Vogels et al., arXiv 1905.13727) takes Q of the
-last step for the next one; after a load it begins anew.
+What a codec loses stays in `error` (Karimireddy et al., arXiv 1901.09847), also on the owners of step 3. PowerSGD
+(Vogels et al., arXiv 1905.13727) takes Q of the last step for the next one; after a load it begins anew.
 
 docs/synchronisation.md has the bytes of each codec. A block of 256 elements has its own fp32 scale: its largest
 magnitude, or its mean magnitude for `1bit`. `qsgd` rounds up with a probability that makes the expected value exact
@@ -120,14 +119,12 @@ class ReducedPart(NamedTuple):
     values: Tensor
 
 
-ZERO: Mapping[int, Reduction] = MappingProxyType(
-    {
-        0: Reduction(),
-        1: Reduction(shards_updates=True),
-        2: Reduction(shards_updates=True, shards_gradients=True),
-        3: Reduction(shards_updates=True, shards_gradients=True, shards_parameters=True),
-    }
-)
+ZERO: Mapping[int, Reduction] = {
+    0: Reduction(),
+    1: Reduction(shards_updates=True),
+    2: Reduction(shards_updates=True, shards_gradients=True),
+    3: Reduction(shards_updates=True, shards_gradients=True, shards_parameters=True),
+}
 """The reduction of each stage of ZeRO, by its number."""
 
 

@@ -2,11 +2,9 @@
 
 `UnitGradients` takes the gradients of a unit from `.grad` all at once, with one hook per unit.
 
-Autograd leaves a new gradient in `.grad` without a copy. A hook on one parameter of the unit runs when its gradient
-arrives. If other gradients of the unit are still missing, the hook moves to a parameter without one. So after the first
-backward it is on the parameter whose gradient arrives last (docs/architecture.md, "Hooks of the model"). Hooks also
-stay on the first and the last parameter, where this rank makes progress in collectives, and on those with the user's
-own hook for accumulated gradients, which may remove the gradient.
+Autograd leaves a new gradient in `.grad` without a copy. docs/architecture.md shows how the hook moves to the parameter
+whose gradient arrives last ("Hooks of the model"). Hooks also stay on the first and the last parameter, where this rank
+makes progress in collectives, and on those with the user's own hook for accumulated gradients, which may remove it.
 
 ZeRO-3 gathers: the parameters of a unit are gathered before its modules run, and freed when the next unit runs.
 
@@ -197,8 +195,7 @@ class LiveUnit:
         self.whole = False
         self._show(self._unused)
         for bucket in self.buckets:
-            if bucket.is_sharded:
-                bucket.free()
+            bucket.free()
 
     def trainable(self) -> Iterator[tuple[Bucket, int, nn.Parameter]]:
         """Yield (bucket, index in the bucket, parameter) of every trainable parameter."""
