@@ -5,7 +5,7 @@ same mode on every rank that runs it."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -100,9 +100,7 @@ class RecomputedBlocks:
             for name, cost in costs.items():
                 found[name] = cost if name not in found else found[name].merged(cost)
         blocks = {block.name: block for block in self._blocks if block.name in found}
-        self.costs = {
-            name: RecomputeCost(found[name].bytes, found[name].seconds, self._in_flight[name]) for name in blocks
-        }
+        self.costs = {name: replace(found[name], in_flight=self._in_flight[name]) for name in blocks}
         self.set_modes(choose_modes(self.costs, budget=self._plan.budget, allowed=ALLOWED[self._plan.recompute]))
         for block in blocks.values():
             block.measures = False

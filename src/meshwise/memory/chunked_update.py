@@ -4,7 +4,6 @@ Only the chunks of a round have gradients, and torch's optimizers skip parameter
 optimizer holds the state of all parameters, as without offloading, and steps once per round.
 docs/memory.md has a picture of the rounds ("The update"): staging buffers are read, updated and written in turn.
 
-A round has as many chunks as fit into a staging buffer. If nothing is offloaded, one round holds all chunks.
 `ChunkedUpdate.step` runs all rounds, when the gradients of all buckets have been reduced.
 
 During the update, the disk tensors of a round's chunks lie in one staging buffer, chunk by chunk (`StagedRound`):
@@ -254,15 +253,13 @@ class ChunkedUpdate:
     def _kept(self, chunk: UpdateChunk) -> Mapping[str, torch.dtype]:
         """Return the dtype of each elementwise state of the optimizer, by key, from a step over a small parameter."""
         kept: dict[str, torch.dtype] = {}
+        groups = {member: group for group in self.optimizer.param_groups for member in group["params"]}
         for parameter in chunk.slices:
-            group = next(
-                group for group in self.optimizer.param_groups if any(parameter is member for member in group["params"])
-            )
             small = nn.Parameter(torch.zeros(16, dtype=parameter.dtype))
             small.grad = torch.zeros_like(small)
             trial = object.__new__(type(self.optimizer))
             vars(trial).update(vars(self.optimizer), state=defaultdict(dict))
-            trial.param_groups = [{**group, "params": [small]}]
+            trial.param_groups = [{**groups[parameter], "params": [small]}]
             for key, value in self.optimizer.state.get(parameter, {}).items():  # of Adagrad in torch 2.11
                 trial.state[small][key] = small.detach().to(value.dtype) if value.dim() else value.clone()
             trial.step()

@@ -1,11 +1,7 @@
 """Store tensors in a file without a name, and move them between the file and memory on threads.
 
-A tensor in the file is an ordinary tensor: a view of the file's mapping. Code that reads or fills it (a checkpoint, a
-load, a user) needs no special call, but pays with page faults. Data that moves in every step bypasses the page cache
-(O_DIRECT), in large aligned pieces. Several threads read and write pieces between the file and the caller's buffers.
-The kernel keeps the mapping and the direct transfers coherent.
-
-docs/memory.md says why the file has no name, and why its space is reserved at an allocation ("Disk").
+docs/memory.md says how tensors in the file are read and written, why the file has no name, and why its space is
+reserved at an allocation ("Disk").
 
 Reading ahead without a limit would hold the whole model in memory, and the tier `disk` would save nothing. So a read
 or a write takes a buffer from a `BufferPool` of limited size. A buffer is free again when its content is written or no
@@ -127,8 +123,11 @@ class SwapFile:
         """Return a new tensor of zeros with one dim, stored in the file. Raises TierError if the disk has no room."""
         size = max(BLOCK, whole_blocks(numel * dtype.itemsize))
         self._reserve(size)
-        if size > self._room.numel():
-            self._map(max(size, self.size, 64 * 2**20))
+        if size > self._room.numel():  # a mapping keeps a file descriptor, so mappings are few and large
+            mapped = max(size, self.size, 64 * 2**20)
+            self._file.truncate(self.size + mapped)
+            self._room = torch.frombuffer(mmap.mmap(self._file.fileno(), mapped, offset=self.size), dtype=torch.uint8)
+            self._offsets[self._room.data_ptr()] = self.size
         tensor, self._room = self._room[: numel * dtype.itemsize].view(dtype), self._room[size:]
         self.size += size
         return tensor
@@ -191,12 +190,6 @@ class SwapFile:
 
         starts = range(0, memory.numel(), PIECE)
         return SwapTransfer([self._pool.submit(move, offset + low, memory[low : low + PIECE]) for low in starts])
-
-    def _map(self, size: int) -> None:
-        """Map `size` bytes after the bytes in use. A mapping keeps a file descriptor, so mappings are few and large."""
-        self._file.truncate(self.size + size)
-        self._room = torch.frombuffer(mmap.mmap(self._file.fileno(), size, offset=self.size), dtype=torch.uint8)
-        self._offsets[self._room.data_ptr()] = self.size
 
     def _reserve(self, size: int) -> None:
         try:
