@@ -5,9 +5,8 @@ docs/context.md has the order of tokens and the exchange of keys for each value 
 `work_table` counts which rank computes how many pairs of query and key, and when, under a plan. The work of an
 attention is in proportion to these pairs.
 
-`TokenState` knows which rank has which tokens of a micro-batch, and cuts the batch to this rank's. The token dim is dim
-1 of a batch's first tensor: integers (samples, tokens) or floats (samples, tokens, features). Every tensor with as many
-elements along dim 1 is cut, except a mask (samples, tokens, tokens), which stays whole."""
+`TokenState` knows which rank has which tokens of a micro-batch, and cuts the batch to this rank's: docs/context.md says
+which tensors ("How a model gets global positions")."""
 
 import dataclasses
 import inspect

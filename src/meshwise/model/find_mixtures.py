@@ -50,10 +50,9 @@ def ruled_mixtures(module: nn.Module, *, rules: Mapping[str, str] | None) -> Map
     modules = dict(module.named_modules())
     for pattern in (pattern for pattern, role in (rules or {}).items() if role == "experts"):
         for name in (name for name in modules if matches(name, pattern=pattern)):
-            inside = [key for key, each in modules[name].named_children() if isinstance(each, nn.ModuleList)]
-            lists = (
-                [name] if isinstance(modules[name], nn.ModuleList) else [f"{name}.{key}".lstrip(".") for key in inside]
-            )
+            children = modules[name].named_children()
+            inside = [f"{name}.{key}".lstrip(".") for key, each in children if isinstance(each, nn.ModuleList)]
+            lists = [name] if isinstance(modules[name], nn.ModuleList) else inside
             if len(lists) != 1:
                 near = f"Name one of its lists: {{'{lists[0]}': 'experts'}}" if lists else "Name a module with one list"
                 raise ValueError(

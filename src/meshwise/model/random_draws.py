@@ -195,10 +195,8 @@ class RandomDraws:
         with draws.running(rows, again=True): backward    # may repeat a forward
         draws.finish()
 
-    In the first step every module has hooks, and the modes are active everywhere. Later only modules that drew and
-    their callers have hooks, and the modes are active only inside modules that draw themselves. A module that the first
-    step did not run counts as one of them. If torch's generator moves in a later step, a draw was missed: all modules
-    get their hooks back. The small masks of a step are drawn together when it begins (`MasksAhead`)."""
+    docs/architecture.md says which modules have hooks after the first step ("Random draws"). A module that the first
+    step did not run counts as one that draws. If torch's generator moves in a later step, a draw was missed."""
 
     def __init__(
         self,
@@ -426,8 +424,15 @@ class RandomDraws:
         if self.everywhere:
             self._drawing.add(frame.name)
         if frame.visit is None:
-            repeated = self._stack[1].name if len(self._stack) > 1 else ""
-            raise ValueError(_ambiguous(repeated, len(self._visits.get(repeated, ()))))
+            name = self._stack[1].name if len(self._stack) > 1 else ""
+            what = "a function outside of any module draws random numbers in a repeated forward"
+            if name:
+                known = f"the first forward called it in {len(self._visits.get(name, ()))} places"
+                what = f"{name} draws random numbers in a repeated forward, and {known}"
+            raise ValueError(
+                f"{what}, so the draw to repeat is not known; checkpoint the whole module that calls it "
+                "(torch.utils.checkpoint), or do not repeat it"
+            )
         frame.draws += 1
         return _plain(frame.name), frame.visit.path, frame.draws
 
@@ -576,14 +581,3 @@ def _digest(text: str) -> int:
 
 
 _as_text = functools.lru_cache(maxsize=256)(repr)
-
-
-def _ambiguous(name: str, places: int) -> str:
-    if not name:
-        what = "a function outside of any module draws random numbers in a repeated forward"
-    else:
-        what = f"{name} draws random numbers in a repeated forward, and the first forward called it in {places} places"
-    return (
-        f"{what}, so the draw to repeat is not known; checkpoint the whole module that calls it "
-        "(torch.utils.checkpoint), or do not repeat it"
-    )

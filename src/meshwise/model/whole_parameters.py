@@ -1,9 +1,6 @@
 """Interface that gives an optimizer norms or full tensors of parameters that are split over ranks.
 
-An optimizer under a plan updates flat slices: parts of one or more parameters. A class that needs norms of whole
-parameters (LARS, LAMB) or whole matrices (Muon, Shampoo) sets `needs`, and receives the argument `logical`.
-docs/large_batch.md has an example ("Your own class").
-
+docs/large_batch.md says what a class declares to receive the argument `logical`, and has an example ("Your own class").
 `logical` is a `LogicalTensors`; under a plan it is a `LogicalSlices`. Every rank must call its methods in the same
 order. Slices of frozen parameters have no gradient."""
 
