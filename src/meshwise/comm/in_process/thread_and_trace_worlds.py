@@ -17,9 +17,8 @@ left unchanged. Within a rank, one thread at a time may call collectives.
 
 In a `TraceWorld` one rank of a job of any size runs alone: its collectives are recorded and move no data. To compute
 the communication cost of a plan, run a step of one rank in this world, and read its records (`World.record`). Kinds,
-axes, bytes and order are as in the real job. Meta tensors take no memory and no time.
-
-With tensors that have values, all tensors of other ranks count as zeros, and `exchange` repeats this rank's value."""
+axes, bytes and order are as in the real job. Meta tensors take no memory and no time; tensors of other ranks count as
+zeros."""
 
 import threading
 import time
@@ -158,10 +157,8 @@ class Rendezvous:
             self._end_if_failed()
             ordinal = self._calls.get((rank, line, ranks), 0)
             self._calls[rank, line, ranks] = ordinal + 1
-            pending = self._pending.get((line, ranks, ordinal))
-            if pending is None:
-                pending = PendingCollective(ranks, changed=threading.Condition(self._lock))
-                self._pending[line, ranks, ordinal] = pending
+            new = PendingCollective(ranks, changed=threading.Condition(self._lock))
+            pending = self._pending.setdefault((line, ranks, ordinal), new)
             pending.arrive(rank, record=record, deposit=deposit)
             if table := disagreement(pending.records):
                 self._fail(RanksDisagree(f"the ranks called different collectives:\n{table}"))
@@ -257,15 +254,13 @@ class Rendezvous:
         """Return a line with the state of each rank, and the Python stacks of the ranks that have not finished."""
         lines = []
         for rank in range(self.size):
-            pending = self._waiting.get(rank)
             if rank in self._finished:
                 lines.append(f"  rank {rank} has finished")
                 continue
-            if pending is None:
-                lines.append(f"  rank {rank} is running")
-            else:
-                lines.append(f"  rank {rank} waits for {ranks_text(pending.missing())} in {pending.records[rank]}")
-            lines.append(stack_of(self.threads[rank].ident))
+            pending, state = self._waiting.get(rank), "is running"
+            if pending is not None:
+                state = f"waits for {ranks_text(pending.missing())} in {pending.records[rank]}"
+            lines += [f"  rank {rank} {state}", stack_of(self.threads[rank].ident)]
         return "\n".join(filter(None, lines))
 
 

@@ -10,8 +10,7 @@ A forked rank inherits the environment that the server had at its start. So the 
 to each rank (`LauncherEnvironment`). The launcher is not the parent of a rank, so `launcher_info.LauncherProcess` asks
 multiprocessing whether the launcher runs.
 
-By default (`start_context`) the server is a new process. If the launcher has only imported modules so far, the server
-can be a fork of the launcher (`fork_server_from_here`): then the server need not import torch."""
+By default (`start_context`) the server is a new process. `fork_server_from_here` forks the launcher instead."""
 
 import atexit
 import contextlib

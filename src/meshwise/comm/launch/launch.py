@@ -221,12 +221,10 @@ def _as_launcher(size: int, *, method: str) -> Iterator[None]:
 def cores() -> int:
     """Return the number of cores of the process's affinity, limited by the CPU quota of its cgroup; at least 1."""
     own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    try:
+    with contextlib.suppress(OSError):
         share = _SHARE.read_text("utf-8").split()
-    except OSError:
-        return own
-    if len(share) == 2 and share[0] != "max":
-        own = max(1, min(own, round(int(share[0]) / int(share[1]))))
+        if len(share) == 2 and share[0] != "max":
+            own = max(1, min(own, round(int(share[0]) / int(share[1]))))
     return own
 
 
@@ -320,8 +318,7 @@ class _Agent(LocalElasticAgent):
 
 def _is_reaped(process: int) -> bool:
     """Return whether a process has ended and its parent has taken its status, which torch then learns."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    return False
+        return False
+    return True

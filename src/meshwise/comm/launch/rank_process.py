@@ -136,8 +136,7 @@ def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> Base
         if first.trace:
             first.error.add_note(f"raised on rank {rank} of {size}:\n{first.trace.rstrip()}")
         return first.error
-    rank = silent[0]
-    status = statuses[rank]
+    status = statuses[silent[0]]
     kind = RankKilledError if status == -signal.SIGKILL else RankLostError
     error = _with_notes(kind(_ended(silent, size=size, status=status)), raised)
     if kind is RankKilledError:

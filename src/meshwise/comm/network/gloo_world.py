@@ -10,12 +10,11 @@ The first messages are started before the call returns. A collective of one phas
 of two phases is completed by a thread, so that the second phase starts before a call of `wait`. There is one thread
 for each group, which runs its calls in order.
 
-docs/architecture.md says why `GlooTransport` uses gloo's sends and receives alone ("Worlds").
-
 The tag of a message is a hash of the call: ranks (not of a send), kind, operation, phase, size, dtype. So a rank never
 receives a message of a different collective: it waits, and the hang report names the ranks that differ.
 
-CUDA tensors are copied to pinned memory and back: docs/architecture.md says by which threads ("Worlds")."""
+docs/architecture.md says why `GlooTransport` uses gloo's sends and receives alone, and which threads copy CUDA tensors
+to pinned memory and back ("Worlds")."""
 
 import itertools
 import os

@@ -7,8 +7,7 @@ The ranks of an attempt agree on a new prefix for their keys (`unused_store`): d
 ("Network"). The number of the restart would not do, because launchers of several machines may count differently.
 
 Ranks can only connect when all have started, with the same world size and the same software. Otherwise torch waits or
-fails with an unclear error. `roll_call` shows the cause before, through the store. Each rank writes its entry. Rank 0
-waits for all entries, but not longer than a limit. It then writes a list of the entries, which all ranks read."""
+fails with an unclear error. `roll_call` shows the cause before: every rank gets a list of the ranks that are there."""
 
 import ctypes
 import errno

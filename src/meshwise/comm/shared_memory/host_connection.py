@@ -236,11 +236,9 @@ class HostConnection:
         | meanwhile   called before each sleep; does this rank's part of other calls, as far as it can
 
         Raises RankLostError when a rank of `among` has ended and the condition is still false."""
-        for _ in range(10):
-            if condition():
-                return
-        for _ in range(30):
-            os.sched_yield()  # another rank may need this core
+        for poll in range(40):
+            if poll >= 10:
+                os.sched_yield()  # another rank may need this core
             if condition():
                 return
         board, wakes = self.peers[rank].board, 0

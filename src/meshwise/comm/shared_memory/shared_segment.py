@@ -91,10 +91,9 @@ def _path(process: int, place: int) -> Path:
 
 
 def _is_there(process: int, place: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return str(_path(process, place).readlink()).startswith(f"/memfd:{_LABEL}{place >> _FD_BITS} ")
-    except OSError:
-        return False
+    return False
 
 
 def fits(size: int, *, slab: int) -> bool:
