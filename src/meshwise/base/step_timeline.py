@@ -148,8 +148,7 @@ def time_by_activity(timeline: Timeline) -> tuple[dict[str, float], ...]:
     | bubble           the remaining time, with nothing to compute"""
     changes: list[list[tuple[float, int, str]]] = [[] for _ in range(timeline.ranks)]
     for event in timeline.events:
-        activity = _activity(event)
-        if activity is not None and event.stop > event.start:
+        if event.stop > event.start and (activity := _activity(event)) is not None:
             changes[event.rank] += ((event.start, 1, activity), (event.stop, -1, activity))
     return tuple(_sum_by_activity(own, timeline.seconds) for own in changes)
 

@@ -82,8 +82,7 @@ def probe(
         return seen
     inner = _traced(model, call, found, timed=timed, parts=parts)
     calls = (dataclasses.replace(whole, inside=one.inside) for whole, one in zip(seen.calls, inner.calls, strict=True))
-    changed = seen.changed | inner.changed
-    return dataclasses.replace(seen, calls=tuple(calls), changed=changed)
+    return dataclasses.replace(seen, calls=tuple(calls), changed=seen.changed | inner.changed)
 
 
 _Parts: TypeAlias = Mapping[str, Sequence[str]]
@@ -130,7 +129,8 @@ def _run(
             result = call(watched)
         last, ended = record.last
         tail = seconds_of_tail(last, since=ended, result=result) if record.timed and not bare else 0.0
-        changed = _changes(before, _buffers_outside(watched, pieces=pieces))
+        # A buffer that is new is no state.
+        changed = frozenset(name for name, _, _ in before - _buffers_outside(watched, pieces=pieces))
         return dataclasses.replace(record.probe_result(result, everywhere), tail=tail, changed_buffers=changed)
     finally:
         for module in pieces.values():  # else it would keep this run's tensors alive until the next garbage collection
@@ -328,24 +328,15 @@ def _own_forward(
     return output, PieceCall(key, name, parameters, used, bytes_of(output), cost, same_shape)
 
 
-def _buffers_outside(model: nn.Module, *, pieces: Collection[str]) -> dict[str, tuple[Tensor, int]]:
-    """Return the buffers outside of these pieces by name, each with its version."""
+def _buffers_outside(model: nn.Module, *, pieces: Collection[str]) -> set[tuple[str, Tensor, int]]:
+    """Return (name, buffer, version) of each buffer outside of these pieces; a write or replacement changes them."""
     inside_pieces = {one for name in pieces for one in model.get_submodule(name).modules()}
     return {
-        f"{owner}.{name}" if owner else name: (buffer, buffer._version)
+        (f"{owner}.{name}" if owner else name, buffer, buffer._version)
         for owner, module in model.named_modules()
         if module not in inside_pieces
         for name, buffer in module.named_buffers(recurse=False)
     }
-
-
-def _changes(before: dict[str, tuple[Tensor, int]], after: dict[str, tuple[Tensor, int]]) -> frozenset[str]:
-    """Return the names of the buffers that were written to or replaced. A buffer that is new is no state."""
-    return frozenset(
-        name
-        for name, (tensor, version) in before.items()
-        if name not in after or after[name][0] is not tensor or after[name][1] != version
-    )
 
 
 def profile_module(

@@ -4,15 +4,13 @@ A schedule is a table of actions, one row per rank. `make_schedule` builds it, `
 runs. docs/pipeline.md has the bubbles and the memory of all schedules. p: number of ranks. v: stages per rank. f, i and
 w: times of the actions F (forward), I (input gradient) and W (weight gradient).
 
-In the classic schedules (naive, GPipe, 1F1B, interleaved, looped) a backward is one action. Every rank first runs some
-forwards, then one forward and one backward in turn, then the remaining backwards. The schedules differ in the number of
-first forwards, and in the order in which a rank runs its stages.
+In the classic schedules (naive, GPipe, 1F1B, interleaved, looped) a backward is one action. They differ in the number
+of forwards before the first backward, and in the order in which a rank runs its stages (`_alternating`).
 
 In the zero-bubble schedules a backward is I, run at once because the stage before waits for it, and W, run later. zb-h1
-and zb-h2 (Qi et al., 2023) use one rule; F, I and W take 1 unit. In each unit, a rank runs the next forward if the
-limits allow it, else the next I, else a W. The two differ only in their two limits. zb-v (Qi et al., 2024) and
-dualpipev (DeepSeek, 2025) put stages r and 2p - 1 - r on rank r (a V). So the loss is on rank 0. The rule of zb-h1
-would leave gaps in a V, so the two are written as phases of repeated actions."""
+and zb-h2 (Qi et al., 2023) differ only in two limits (`_greedy`). zb-v (Qi et al., 2024) and dualpipev (DeepSeek, 2025)
+put stages r and 2p - 1 - r on rank r (a V). So the loss is on rank 0. The rule of zb-h1 would leave gaps in a V, so the
+two are written as phases of repeated actions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

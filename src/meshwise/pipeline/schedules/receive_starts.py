@@ -1,6 +1,6 @@
 """Choose when each rank starts its receives, so that a launch may wait for all earlier work (`receive_starts`).
 
-A launch may wait for a started receive, and its sender for a later action of this rank: then both ranks wait for ever
+A launch may wait for a started receive, and its sender for a later action of this rank. Then both ranks wait for ever
 (docs/gpu.md, "NCCL on one GPU"). The same holds for a started send.
 
 So a receive starts early, to overlap with computations, but only if its sender needs no later action of this rank. The
