@@ -297,9 +297,8 @@ class _SavedTensors:
         return moved
 
     def _moves(self, tensor: Tensor) -> bool:
-        if tensor.layout != torch.strided or type(tensor) not in (Tensor, nn.Parameter):
-            return False
-        if tensor.device.type != self._mover.device.type:
+        plain = tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter)
+        if not plain or tensor.device.type != self._mover.device.type:
             return False
         storage = tensor.untyped_storage()
         if not self._transfers.least <= storage.nbytes() <= 8 * tensor.nbytes:  # a small view of a storage stays

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import torch
@@ -47,10 +48,8 @@ class UpdateChunk:
     @property
     def spans(self) -> Iterator[tuple[nn.Parameter, slice]]:
         """Each parameter of the optimizer, with the range of the chunk's elements that it covers."""
-        start = 0
-        for parameter in self.slices:
-            yield parameter, slice(start, start + parameter.numel())
-            start += parameter.numel()
+        borders = accumulate((parameter.numel() for parameter in self.slices), initial=0)
+        return ((parameter, slice(*span)) for parameter, span in zip(self.slices, pairwise(borders), strict=True))
 
     def state_keys(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the state keys of `on_disk` that the optimizer has already; after its first step, it has all."""

@@ -169,10 +169,8 @@ class _Call:
         recall = self._block.recall
         keeps = self._selective or clock is not None
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(recall.using(self._tape if keeps else None))
-                if keeps:
-                    stack.enter_context(SavedOperations(recall, clock=clock))
+            kept = SavedOperations(recall, clock=clock) if keeps else contextlib.nullcontext()
+            with recall.using(self._tape if keeps else None), kept:
                 yield
         finally:
             del self._tape.results[self._needed :]
@@ -207,15 +205,13 @@ class _Call:
         recall = self._block.recall
         fill = functools.partial(self._fill, deque(self._slots))
         play = recall.using(self._tape if self._selective else None, repeated=True)
-        restored = (self._block.repeated(), self._containers.as_before())
+        kept = SavedOperations(recall) if self._selective else contextlib.nullcontext()
+        restored = (self._block.repeated(), self._containers.as_before(), kept)
         with contextlib.ExitStack() as stack:
             for context in (torch.enable_grad(), self._torch_state(), recall.restored(self._state), play, *restored):
                 stack.enter_context(context)
-            if self._selective:
-                stack.enter_context(SavedOperations(recall))
-            stack.enter_context(saved_tensors_hooks(fill, lambda tensor: tensor))
-            stack.enter_context(contextlib.suppress(_Enough))
-            self._block.run(*args, **kwargs)
+            with saved_tensors_hooks(fill, lambda tensor: tensor), contextlib.suppress(_Enough):
+                self._block.run(*args, **kwargs)
         self._tape = ReplayTape()
 
     def _fill(self, left: deque[weakref.ref[_Slot]], tensor: Tensor) -> Tensor:

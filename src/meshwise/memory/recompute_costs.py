@@ -1,11 +1,9 @@
 """Modes of recomputation: the outputs that `selective` keeps, the cost of each mode, and the choice of modes.
 
 docs/memory.md shows what a block keeps in each mode ("Recomputation"). `recompute.py` measures the extra seconds.
-`choose_modes` chooses the modes that fit a memory budget. Most bytes that a block saves are cheap to compute: the
-scores, softmax and dropout of attention, norms, activation functions. Most of its time goes into products with weights,
-whose outputs are comparatively small (Korthikanti et al., arXiv 2205.05198, section 4). So under `selective` the
-outputs of the operations in `KEPT` are kept, and all other operations are computed again: also `bmm`, which computes
-the scores of unfused attention, large but cheap.
+`choose_modes` chooses the modes that fit a memory budget. `selective` keeps the outputs of the operations in `KEPT`.
+Products with weights take most of a block's time, and their outputs are comparatively small (Korthikanti et al., arXiv
+2205.05198, section 4). `bmm` is computed again: the scores of unfused attention are large but cheap.
 
 Two torch modes keep these outputs. `SavedOperations` sees the functions that Python code calls, at a cost of one
 microsecond each. It runs those that may keep an output, or write to a kept one, inside `_KeptOutputs`. This mode sees
