@@ -143,10 +143,9 @@ def _split_kv(block: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 @contextlib.contextmanager
 def _plain_torch(device: torch.device) -> Iterator[None]:
     """Disable autocast and overrides of torch functions inside the block."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        if torch.amp.is_autocast_available(device.type):
-            stack.enter_context(torch.autocast(device.type, enabled=False))
+    casts = torch.amp.is_autocast_available(device.type)
+    uncast = torch.autocast(device.type, enabled=False) if casts else contextlib.nullcontext()
+    with torch._C.DisableTorchFunction(), uncast:
         yield
 
 

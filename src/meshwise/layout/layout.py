@@ -268,11 +268,9 @@ class TokenRanges:
 
     def narrow(self, start: int, *, stop: int) -> "TokenRanges":
         """Return the positions of the local tokens `start` to `stop` (excluded)."""
-        found, passed = [], 0
-        for part in self.ranges:
-            found.append(part[max(0, start - passed) : max(0, stop - passed)])
-            passed += len(part)
-        return TokenRanges(tuple(found))
+        firsts = itertools.accumulate(map(len, self.ranges), initial=0)
+        places = zip(self.ranges, firsts, strict=False)
+        return TokenRanges(tuple(part[max(0, start - first) : max(0, stop - first)] for part, first in places))
 
     def below(self, position: int) -> "TokenRanges":
         """Return the positions below `position`."""

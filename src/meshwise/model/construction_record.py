@@ -161,7 +161,9 @@ class ConstructionRecord:
         if not operation.shapes_only:
             args, kwargs = map_tensors(lambda t: _view(t, memory), (args, kwargs))
         if operation.random:
-            kwargs["generator"] = self._generator(self._streams[index])
+            # torch's CPU generator keeps 32 bits of its seed. Among 1,000 streams two are equal with a chance of 1e-4.
+            digest = hashlib.blake2b(f"{self.seed}\0{self._streams[index]}".encode(), digest_size=4).digest()
+            kwargs["generator"] = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         results = list(tensors(operation.run(*args, **kwargs)))
         created = [(was, got) for was, got in zip(operation.outputs, results, strict=True) if was is not None]
         if any(was.dtype != got.dtype for was, got in created):
@@ -174,11 +176,6 @@ class ConstructionRecord:
                 memory[storage(was)] = _as_laid_out(was, got).untyped_storage()
                 if operation.uninitialised:
                     got.fill_(math.nan if got.is_floating_point() or got.is_complex() else 0)
-
-    def _generator(self, stream: str) -> torch.Generator:
-        # torch's CPU generator keeps 32 bits of its seed. Among 1,000 streams two are equal with a chance of 1e-4.
-        digest = hashlib.blake2b(f"{self.seed}\0{stream}".encode(), digest_size=4).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 def _view(t: Tensor, memory: Mapping[int, torch.UntypedStorage]) -> Tensor:

@@ -266,11 +266,7 @@ class RandomDraws:
         if self.everywhere:
             if self._ran:
                 self._settle()
-        elif (
-            self._random_state
-            and not self.unknown
-            and not all(map(torch.equal, self._random_state, generator_states()))
-        ):
+        elif not self.unknown and not all(map(torch.equal, self._random_state, generator_states())):
             self.everywhere = True
             self._watch(None)
             warnings.warn(

@@ -25,11 +25,9 @@ def describe_groups(optimizer: torch.optim.Optimizer, *, names: Sequence[Sequenc
     """Return each group of an optimizer for JSON: {"names": its item of `names`, "values": hyperparameters by key}.
 
     Raises ValueError for a hyperparameter other than numbers, strings, None, tensors, and lists of these."""
-    described = []
-    for group, members in zip(optimizer.param_groups, names, strict=True):
-        values = {key: plain_value(value, key=key) for key, value in group.items() if key not in ("params", "names")}
-        described.append({"names": list(members), "values": values})
-    return described
+    kept = [{key: group[key] for key in group if key not in ("params", "names")} for group in optimizer.param_groups]
+    values = ({key: plain_value(value, key=key) for key, value in group.items()} for group in kept)
+    return [{"names": list(members), "values": own} for members, own in zip(names, values, strict=True)]
 
 
 def saved_groups(*, names: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -220,11 +218,9 @@ def _trained(kind: OptimizerClass, values: Sequence[Tensor], arguments: Mapping[
     parameters = [nn.Parameter(value.clone()) for value in values]
     tried = [kind(own, **arguments) for own in ([[one] for one in parameters] if single else [parameters])]
     for step in range(_STEPS):
-        first = 0
-        for parameter in parameters:
-            numbers = torch.arange(first, first + parameter.numel(), dtype=torch.float32)
-            parameter.grad = torch.cos(numbers * (step + 1)).view_as(parameter)
-            first += parameter.numel()
+        slopes = torch.cos(torch.arange(sum(_CUTS), dtype=torch.float32) * (step + 1))
+        for parameter, slope in zip(parameters, slopes.split([one.numel() for one in parameters]), strict=True):
+            parameter.grad = slope.clone().view_as(parameter)
         for each in tried:
             each.step()
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

@@ -1,12 +1,11 @@
 """Run an optimizer class on whole tensors, each of them on one rank (`whole`): Adafactor, Shampoo, your own class.
 
-An update by rows, columns, norms or matrices is another algorithm on a slice. Here each
-parameter has its own instance of the class, and the step of the instance runs on the rank that owns the parameter:
+An update by rows, columns, norms or matrices is another algorithm on a slice. Here each parameter has its own instance
+of the class, and the step of the instance runs on the rank that owns the parameter:
 
     slices of values and gradients ── gathered on the owner ── step of the class ── new values ── slices
 
-`data_parallel/whole_parameter_functions.py` describes the owners of parameters, and the bytes that are sent. The state
-of a parameter, of any tensors, exists only on its owner; a checkpoint holds these tensors whole."""
+`data_parallel/whole_parameter_functions.py` describes the owners of parameters, docs/large_batch.md what they store."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
