@@ -3,11 +3,6 @@
 `RehearsalSubject` has all that `parallelize` gets, except the plan. Of ranks, stages, micro-batches and steps that do
 equal work, `rehearse` runs one. docs/simulation.md has a table of them ("What is rehearsed").
 
-The tape of a rank (`tape_recorder.py`) has the memory after the plan is applied, and all that two steps do.
-
-`MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans. If
-the rehearsal needs more rows than the batch has, kept values repeat the batch's rows: six rows become 0 1 2 3 4 5 0 1.
-
 A model may read masks, positions and lengths. If it reads other values, as by `x.item()`, it fails, unless the value
 follows from sizes or from integers of the batch.
 
@@ -80,6 +75,11 @@ class RehearsalSubject:
     """Keyword arguments of the optimizer."""
     options: Options = field(default_factory=Options)
 
+    @property
+    def training(self) -> dict[str, Any]:
+        """The loss, the optimizer with its arguments, and the options, as keywords of `parallelize`."""
+        return {"loss": self.loss, "optimizer": self.optimizer, "options": self.options, **self.arguments}
+
 
 LARGEST = 2**24
 """Largest number of elements of a tensor whose values are kept."""
@@ -95,7 +95,7 @@ class MetaBatch:
 
     @classmethod
     def of(cls, batch: Any, *, rows: int) -> "MetaBatch":
-        """Return a batch of meta tensors with `rows` rows; kept values repeat the batch's rows in order."""
+        """Return a batch of meta tensors with `rows` rows; kept values repeat the batch's rows: 0 1 2 3 0 1."""
         values: list[tuple[Tensor, Tensor]] = []
 
         def stand_in(tensor: Tensor) -> Tensor:
@@ -348,9 +348,7 @@ class Rehearsal:
 
     @cached_property
     def steps(self) -> list[tuple[TapeSegment, ...]]:
-        """Segments of a whole step, after the first one, of each rank along pp.
-
-        Recorded micro-batches are copied for the micro-batches that did not run."""
+        """Segments of a whole step, after the first one, of each rank along pp, with all micro-batches."""
         return [self._step(tape, index) for index, tape in enumerate(self.tapes)]
 
     def _step(self, tape: Tape, index: int) -> tuple[TapeSegment, ...]:
