@@ -159,10 +159,8 @@ def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: f
 
 def _ranks_by(values: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int]]:
     """Return a dict from each value to the ranks that have it; `values[i]` belongs to `ranks[i]`."""
-    found: dict[str, list[int]] = {}
-    for value, rank in zip(values, ranks, strict=True):
-        found.setdefault(value, []).append(rank)
-    return found
+    pairs = list(zip(values, ranks, strict=True))
+    return {value: [rank for one, rank in pairs if one == value] for value in values}
 
 
 def _in_words(ranks_by_value: Mapping[str, list[int]]) -> str:

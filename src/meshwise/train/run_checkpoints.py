@@ -116,10 +116,8 @@ def _resume_start(job: Job) -> RunStart:
 
 
 def _numbered(wanted: Path) -> Iterator[Path]:
-    """Yield the folder names that runs with this output take, in order: `demo`, `demo-2`, `demo-3` and so on."""
-    yield wanted
-    for number in itertools.count(2):
-        yield wanted.with_name(f"{wanted.name}-{number}")
+    """Return the folder names that runs with this output take, in order: `demo`, `demo-2`, `demo-3` and so on."""
+    return itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2)))
 
 
 def _new_folder(wanted: Path) -> Path:

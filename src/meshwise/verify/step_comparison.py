@@ -43,9 +43,7 @@ _COLLINEAR = 1e-6
 
 
 class ReferenceSide:
-    """One-process side of a verification: a trusted reference run, and then the runs of its neighbours.
-
-    Neighbours measure the bounds, unless the bound is constant (see `rounding_bounds`)."""
+    """One-process side of a verification: a trusted reference run, and runs of neighbours if these measure bounds."""
 
     def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, device: torch.device) -> None:
         models = [subject.prepared()]
@@ -217,10 +215,8 @@ class StepComparison:
         """Return the first module of the forward whose output has a different mean square, or None."""
         assert self._reference is not None
         sides = [outputs.mean_squares() for outputs in self._reference.outputs]
-        for module in self._reference.outputs[0].order:
-            if self._number(ours.get(module, 0.0), [side[module] for side in sides], step).over:
-                return module
-        return None
+        differs = lambda name: self._number(ours.get(name, 0.0), [side[name] for side in sides], step).over  # noqa: E731
+        return next(filter(differs, self._reference.outputs[0].order), None)
 
 
 def _keep_worst(worst: dict[str, BoundedDifference], figures: Mapping[str, BoundedDifference]) -> None:
