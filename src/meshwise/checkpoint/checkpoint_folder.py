@@ -12,8 +12,7 @@ A checkpoint is loaded under any plan: every rank reads the blocks with its rect
          read into the window ───► crc32 of every block ──► elements copied to their tensors (`read_spans`)
 
 The window is the only buffer; data is copied a second time only if it is misaligned. Files of other programs have no
-checksums to compare. Files are read, not mapped: the system kills a process that reads past the end of a mapped file.
-`on_all_ranks` raises the error of one rank on every rank."""
+checksums. Files are read, not mapped: the system kills a process that reads past the end of a mapped file."""
 
 import dataclasses
 import errno

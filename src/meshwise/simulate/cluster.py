@@ -1,8 +1,7 @@
 """Define a cluster as data (devices, links, hosts) and read it from a TOML file.
 
-A cluster consists of a few constants. Each is measured (`meshwise bench calibrate`) or taken from a data sheet. The
-cost model (`cost_model.py`) computes the seconds of an operation or a collective from these constants, by the formulas
-of docs/simulation.md ("Clusters")."""
+A cluster consists of a few constants. Each is measured (`meshwise bench calibrate`) or taken from a data sheet.
+docs/simulation.md has the formulas with these constants ("Clusters")."""
 
 import dataclasses
 import difflib

@@ -5,10 +5,7 @@ code itself with its hooks, buffers and schedules, not a second model of it. The
 operation that returns it until the last reference ends.
 
 Some choices depend on the predicted device, which need not exist here. `KernelChoice` chooses the kernels of attention,
-dropout and RMS norm for that device, and `optimizer_on` the kind of optimizer (fused or not).
-
-`RehearsalWorld` records every call. One rank of each kind of stage is rehearsed, each on its own thread. Through
-`StageMessages`, small Python values (shapes, sizes) travel between the threads as in a real run."""
+dropout and RMS norm for that device, and `optimizer_on` the kind of optimizer (fused or not)."""
 
 import contextlib
 import dataclasses
@@ -363,7 +360,7 @@ def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
 
 
 class StageMessages:
-    """Messages between the threads that rehearse the ranks along pp.
+    """Messages (small Python values, such as shapes) between the threads that rehearse the ranks along pp.
 
     Only one thread runs at a time, until it waits. Otherwise all threads would compete for Python's interpreter lock,
     and switch at every operation. If a thread fails, threads that wait for it raise BrokenBarrierError."""
