@@ -453,7 +453,6 @@ def fullest_mixture(modules: Sequence[nn.Module]) -> str:
 
 
 def _divided(modules: Sequence[nn.Module]) -> Iterator[tuple[str, SplitExperts | CallingModule]]:
-    """Yield the name and the module of each mixture whose experts are divided."""
-    for name, each in (pair for module in modules for pair in module.named_modules()):
-        if isinstance(each, SplitExperts | CallingModule):
-            yield name, each
+    """Return the name and the module of each mixture whose experts are divided."""
+    pairs = (pair for module in modules for pair in module.named_modules())
+    return ((name, each) for name, each in pairs if isinstance(each, SplitExperts | CallingModule))
