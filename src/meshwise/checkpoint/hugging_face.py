@@ -8,9 +8,7 @@
 `read_pretrained` returns an index of the full tensors, so each rank can load only its rectangles under any plan.
 Tensors keep their names, but the tensors of single experts also become parts of fused experts. None is transposed.
 
-docs/checkpoints.md has the files that an export of each kind of model writes, and their readers ("Hugging Face"). In
-most mixtures transformers gives each expert its own tensors. An export writes its files to a folder beside the target,
-and moves them only if the model read back computes the same logits, up to rounding."""
+docs/checkpoints.md has the files that an export of each kind of model writes, and their readers ("Hugging Face")."""
 
 import contextlib
 import errno

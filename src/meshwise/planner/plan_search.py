@@ -1,11 +1,8 @@
 """Search a plan space for the fastest plans: estimate all plans cheaply, and rehearse only plans that may be best.
 
-A plan gets up to five estimates (`EstimateLevel`), each more exact and more expensive than the last one. The last one
-is a rehearsal; the others are lower bounds. docs/planner.md has a table of them ("The search").
-
-The plan with the lowest time always gets its next estimate. So a rehearsed plan that is faster than all remaining
-bounds is the best plan, and the next such plan the second best. All plans that are not rehearsed by then have lost;
-their bounds show why. A plan that does not fit is replaced by plans with less memory."""
+docs/planner.md has a table of the estimates ("The search"). The plan with the lowest time always gets its next one. So
+a rehearsed plan that is faster than all remaining bounds is the best plan, and the next such plan the second best. A
+plan that does not fit is replaced by plans with less memory."""
 
 import dataclasses
 import functools

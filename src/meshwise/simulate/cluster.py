@@ -1,7 +1,6 @@
 """Define a cluster as data (devices, links, hosts) and read it from a TOML file.
 
-A cluster consists of a few constants. Each is measured (`meshwise bench calibrate`) or taken from a data sheet.
-docs/simulation.md has the formulas with these constants ("Clusters")."""
+Its constants are measured (`meshwise bench calibrate`) or from data sheets; docs/simulation.md has their formulas."""
 
 import dataclasses
 import difflib

@@ -2,13 +2,7 @@
 
 The first step allocates the optimizer's state. The peak is the peak of the second step, which starts with that state.
 
-`memory_advice` explains an out-of-memory error: docs/memory.md shows what it prints. It rehearses the plan, and then
-plans that need less memory, from the cheapest change to the most expensive one, until a plan fits. `needs` does the
-same before a run. When the system kills a rank, its launcher prints the same advice (`cli/train_command.py`).
-
-`room_left` returns the free memory of a GPU (`comm/api/streams.py`). On a CPU it returns the least limit of `ulimit`,
-or of an equal part for each rank of what is free in the machine and in each cgroup of the process (a container, a batch
-job). As in container runtimes, inactive pages of a cgroup's page cache count as free."""
+docs/memory.md shows what `memory_advice` and `needs` print, and what `room_left` counts ("Out of memory")."""
 
 import math
 import os

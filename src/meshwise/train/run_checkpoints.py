@@ -3,11 +3,9 @@
 docs/checkpoints.md shows the folder. Ranks that torchrun starts again find the folder by the run ID in its file
 `launch`, and resume from its checkpoints. Without a checkpoint, they begin as the first start did.
 
-docs/faults.md says what a resumed run continues (`restore_run`). `resume_keys.toml` lists the keys of its job that may
-differ (`job_changes`).
+docs/faults.md says what a resumed run continues, and `resume_keys.toml` lists the keys of its job that may differ.
 
-`RunCheckpoints` saves in the background while training continues. Rank 0 emits `Saved` when a checkpoint is complete.
-All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the run's end."""
+All ranks must learn of a failed save at the same step, so `SaveFailed` is emitted at the next save or at the end."""
 
 import contextlib
 import hashlib

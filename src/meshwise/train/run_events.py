@@ -1,8 +1,7 @@
 """Define the events of a training run (a step, a validation, a checkpoint …), and pass them to files and trackers.
 
 The training loop passes each event to sinks. They print the events (`console_output`), write them to metrics.jsonl
-(`JsonLines`), and pass them to the loggers of the job (`logger_maker`). Only rank 0 has sinks. docs/checkpoints.md
-lists the loggers."""
+(`JsonLines`), and pass them to the loggers of docs/checkpoints.md (`logger_maker`). Only rank 0 has sinks."""
 
 import dataclasses
 import json

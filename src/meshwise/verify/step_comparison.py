@@ -10,8 +10,7 @@
                               │ rank against rank               the value of … on rank r
 
 Figures come in the order of computation, so the first figure over its bound is at the fault or just after it. Tensors
-are compared one at a time: every rank except the first holds its shards and one full parameter. `ReferenceSide` is the
-one process; `ReplayedSide` takes its place for replicas that agree across steps."""
+are compared one at a time: every rank except the first holds its shards and one full parameter."""
 
 import dataclasses
 import itertools
@@ -249,9 +248,8 @@ def _owner(name: str) -> str:
 class ReplayedSide(ReferenceSide):
     """One-process side of a verification of replicas: a reference run of each replica, and the rule of their scheme.
 
-    A plan with a `sync` across steps does not train as one process does, so it is compared with the published
-    algorithm. This class runs the algorithm on full parameters of all replicas, without ranks, buckets and messages.
-    Loss, gradients and norm are from the first replica; the parameters are the mean over the replicas."""
+    It runs the published algorithm on full parameters of all replicas, without ranks, buckets and messages. Loss,
+    gradients and norm are from the first replica; the parameters are the mean over the replicas."""
 
     def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, trainer: Trainer) -> None:
         """Make the reference run of each replica. Raises ValueError unless the bound is exact."""
