@@ -189,9 +189,8 @@ class ReferenceRun:
         return float(norm)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, value) of every parameter, frozen or not; a tied parameter once, under its first name."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
+        """Return (name, value) of every parameter, frozen or not; a tied parameter once, under its first name."""
+        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
 
 
 def build_whole(model: nn.Module | Callable[[], nn.Module], *, seed: int) -> nn.Module:

@@ -1,10 +1,7 @@
 """Measure the speed of this machine: `calibrate` returns it as a `Cluster`, from which the simulator predicts times.
 
 All ranks measure at the same time, because they also share caches, memory and links in training. Matrix products are
-timed over a grid of shapes, and their efficiency by shape is fitted by three constants (see `MatmulEfficiency`). Most
-other numbers are medians over all rounds of all ranks.
-
-On a CPU operations are timed by the processor time of the calling thread, which other programs do not change."""
+timed over a grid of shapes, and their efficiency by shape is fitted by three constants (see `MatmulEfficiency`)."""
 
 import functools
 import itertools
@@ -105,7 +102,7 @@ class _Stopwatch:
 
     def _now(self) -> float:
         if not self.on_gpu:
-            return time.thread_time()
+            return time.thread_time()  # other programs do not change it
         streams_of(self.world.device).synchronize()
         return time.perf_counter()
 

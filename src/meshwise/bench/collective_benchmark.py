@@ -1,10 +1,7 @@
 """Time the collectives of a World over tensor sizes and group sizes; return the times, and draw them as a PNG.
 
-docs/benchmarks.md says what a sample is, and how samples of different kinds take turns ("Collectives"). A collective
-that copies cannot be faster than the `copy` beside it.
-
-Times of different group sizes cannot be compared: a larger group moves more bytes for the same tensor. Compare
-bandwidths instead, which are defined as in nccl-tests (docs/benchmarks.md)."""
+docs/benchmarks.md says what a sample is, how samples of different kinds take turns, and which figures can be compared
+("Collectives"). A collective that copies cannot be faster than the `copy` beside it."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,14 +1,13 @@
 """Check that this machine can train and that its ranks can communicate, and report the reason when they cannot.
 
-    | 1  examine the machine: software, cores, memory, GPUs, links, limits
-    | 2  under torchrun: reach the store of the job, where each rank registers; report ranks that are missing or differ
-    | 3  connect the ranks of the job (or start local ranks), and let every pair of ranks exchange messages
+    | 1  `examine_machine`: software, cores, memory, GPUs, links, limits
+    | 2  `examine_roll_call` under torchrun: each rank registers in the store of the job; some may be missing or differ
+    | 3  `exchange_messages` of all ranks of the job (or of local ranks): compare and time messages of every pair
 
 Step 3 only runs if the steps before found no problem. Every step that waits for other ranks has a short time limit,
 because the ordinary time limits of a job are too long for a check.
 
-Step 1 is `examine_machine`, step 2 `examine_roll_call`. Step 3, `exchange_messages`, compares and times messages. In
-round d, rank r sends to rank r + d and receives from rank r − d, modulo the number of ranks:
+In round d of step 3, rank r sends to rank r + d and receives from rank r − d, modulo the number of ranks:
 
     4 ranks, 3 rounds:    0→1 1→2 2→3 3→0    0→2 1→3 2→0 3→1    0→3 1→0 2→1 3→2"""
 
@@ -159,10 +158,8 @@ def examine_roll_call(entries: Sequence[RollCallEntry], *, size: int, seconds: f
 
 def _ranks_by(values: Sequence[str], ranks: Sequence[int]) -> dict[str, list[int]]:
     """Return a dict from each value to the ranks that have it; `values[i]` belongs to `ranks[i]`."""
-    found: dict[str, list[int]] = {}
-    for value, rank in zip(values, ranks, strict=True):
-        found.setdefault(value, []).append(rank)
-    return found
+    pairs = list(zip(values, ranks, strict=True))
+    return {value: [rank for one, rank in pairs if one == value] for value in values}
 
 
 def _in_words(ranks_by_value: Mapping[str, list[int]]) -> str:

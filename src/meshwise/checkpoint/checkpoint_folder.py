@@ -1,8 +1,7 @@
 """Find, check, replace, remove and load the folders of checkpoints; a new checkpoint appears complete or not at all.
 
 A save writes into the folder `step-200.partial-…`, and one rename (`move_into_place`) makes it `step-200`.
-docs/checkpoints.md has the order of these steps, and what a crash leaves ("Crashes and damage"). `damages` compares
-every byte of a checkpoint with its checksum.
+docs/checkpoints.md has the order of these steps, and what a crash leaves ("Crashes and damage").
 
 A checkpoint is loaded under any plan: every rank reads the blocks with its rectangles (`fill`, `CheckpointReader`).
 
@@ -12,8 +11,7 @@ A checkpoint is loaded under any plan: every rank reads the blocks with its rect
          read into the window ───► crc32 of every block ──► elements copied to their tensors (`read_spans`)
 
 The window is the only buffer; data is copied a second time only if it is misaligned. Files of other programs have no
-checksums to compare. Files are read, not mapped: the system kills a process that reads past the end of a mapped file.
-`on_all_ranks` raises the error of one rank on every rank."""
+checksums. Files are read, not mapped: the system kills a process that reads past the end of a mapped file."""
 
 import dataclasses
 import errno
@@ -358,7 +356,7 @@ def prune(root: Path, *, keep_last: int) -> list[Path]:
 
 
 def damages(folder: Path) -> Iterator[Damage]:
-    """Read a whole checkpoint and yield every damage. If the index is damaged, yield only its damage."""
+    """Compare every byte of a checkpoint with its checksum, and yield every damage; of a damaged index its own only."""
     try:
         index = read_index(folder)
     except DamageError as error:

@@ -5,13 +5,10 @@
     model-00001-of-00003.safetensors …
     model.safetensors.index.json                   {"weight_map": {tensor: file}}
 
-`read_pretrained` returns an index of the full tensors in the files, so each rank can load only its rectangles, under
-any plan. The files have no checksums. Tensors keep the model's names, but the tensors of single experts also become
-parts of fused experts. No tensor is transposed.
+`read_pretrained` returns an index of the full tensors, so each rank can load only its rectangles under any plan.
+Tensors keep their names, but the tensors of single experts also become parts of fused experts. None is transposed.
 
-docs/checkpoints.md has the files that an export of each kind of model writes, and their readers ("Hugging Face"). In
-most mixtures transformers gives each expert its own tensors. An export writes its files to a folder beside the target,
-and moves them only if the model read back computes the same logits, up to rounding."""
+docs/checkpoints.md has the files that an export of each kind of model writes, and their readers ("Hugging Face")."""
 
 import contextlib
 import errno

@@ -57,9 +57,8 @@ STAGING_BYTES = 8 * CHUNK_BYTES
 class BufferedWriter:
     """Writer of a new file at `path`: the bytes `head`, then the elements of `tensors` in order.
 
-    A thread begins to copy the tensors to chunks when the writer is made. The thread that calls `write` writes the
-    chunks to the file. `streams` allocates the buffer of at most `staging` bytes, but at least two chunks. `read`
-    returns the values to write for a tensor, at the time of its copy; None: the values of the tensor itself."""
+    A thread begins to copy the tensors when the writer is made. `streams` allocates the buffer of at most `staging`
+    bytes, but at least two chunks. `read` returns the values to write for a tensor; None: its own."""
 
     def __init__(
         self,

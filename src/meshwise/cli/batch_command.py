@@ -1,8 +1,5 @@
 """The command `meshwise batch`: find by short trials how a job's steps and best learning rate depend on the batch size.
 
-Each trial is a run in the folder `folder`, beside `study.html`, `study.png` and `study.csv`. A second call trains the
-trials that are missing, so a study can be stopped at any time (`train_trials`).
-
 All trials read the same number of samples, at a constant rate after a warm-up over the first tenth. The rate does not
 decay, so the steps to a loss do not depend on later samples. `BatchStudy` fits S_min and E_min of McCandlish et al.
 (arXiv 1812.06162, eq. 2.11; docs/large_batch.md): (S / S_min - 1) (E / E_min - 1) = 1 for S steps and E samples."""

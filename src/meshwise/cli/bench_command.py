@@ -1,7 +1,4 @@
-"""The command `meshwise bench`: measure the collectives of this machine, or its speed for the simulator.
-
-| bench collectives   time and bandwidth of every collective over tensor sizes and group sizes
-| bench calibrate     compute, copy and network rates of this machine, written as a cluster file"""
+"""The command `meshwise bench`: measure the collectives of this machine, or its speed for the simulator."""
 
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 """The command `meshwise launch`: write the file with which a cluster starts a training job.
 
-A recipe is a text file in `launch_recipes`, in which `{{name}}` is replaced by a value. Each recipe runs `meshwise
-doctor` on all nodes, then `meshwise train` with `--train.resume auto`. Before the time limit it creates the file `stop`
-in the folder of the run, so that the run saves a checkpoint and ends."""
+A recipe is a text file in `launch_recipes`, in which `{{name}}` is replaced by a value (docs/clusters.md)."""
 
 import re
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """The command `meshwise lesson`: list the lessons of the course, run a lesson in the terminal, or write its page.
 
-A lesson is a Python file in the percent format: `# %%` begins a cell of code, and `# %% [markdown]` a cell of text in
-comments. The lessons are the folder `lessons` of the repository."""
+A lesson is a Python file in the percent format: `# %%` begins code, `# %% [markdown]` a cell of text in comments."""
 
 import contextlib
 import io

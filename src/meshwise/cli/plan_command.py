@@ -152,10 +152,9 @@ def _heading(job: PlanJob, cluster: Cluster, space: PlanSpace, *, limit: float, 
 
 def _print_result(result: SearchResult, *, heading: Iterable[str], top: int, seconds: float) -> None:
     console = console_of_width(160)
-    for line in heading:
-        console.show(line)
     summary = f"{counted(len(result.candidates), of='plan')}, {result.rehearsals} of them rehearsed, in {seconds:.0f} s"
-    console.show(summary)
+    for line in (*heading, summary):
+        console.show(line)
     if result.best():
         console.show(text_table(best_table(result, top=top), wrapped=_WRAPPED))
     lost = lost_table(result, top=top)

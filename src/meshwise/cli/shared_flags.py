@@ -1,9 +1,7 @@
 """Check the flags that several commands share: `--ranks`, `--comm`, `--on`, and the paths of files to write.
 
-A command first calls `check_outputs` or `check_drawings`, which refuse a path that cannot be written. After the work,
-`write_and_say`, `write_drawings` and `write_picture` write the files: each file is replaced whole or not at all.
-`read_step` reads the measured step that a drawing shows. `run_chosen` calls the function that the first word after a
-command names, as in `meshwise draw mesh`. `say_start` prints that local ranks start."""
+A command first calls `check_outputs` or `check_drawings`. After the work, `write_and_say`, `write_drawings` and
+`write_picture` write the files: each file is replaced whole or not at all."""
 
 import math
 import os

@@ -78,14 +78,11 @@ def _rank(world: World, job: VerifyJob) -> Report:
     try:
         return verify(
             prepared.model,
-            prepared.loss,
-            prepared.batches(job.steps or max(3, job.plan.every + 1)),
-            prepared.job.plan,
+            batches=prepared.batches(job.steps or max(3, job.plan.every + 1)),
+            plan=prepared.job.plan,
             world=world,
             dtype=getattr(torch, job.dtype),
-            optimizer=prepared.optimizer,
-            options=prepared.options(example=None),
-            **prepared.optimizer_arguments,
+            **prepared.training(example=None),
         )
     except Exception as error:
         leave_traceback(error, world=world)

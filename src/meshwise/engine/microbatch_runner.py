@@ -1,12 +1,8 @@
 """Run the micro-batches of a rank that holds the whole model: forward and backward of each, or forward alone.
 
-`WholeModelRunner` in this file runs without pipeline stages, `StagedRunner` (`staged_runner.py`) with stages.
-
 `BatchSharder` splits a global batch into the rows of each rank, and a rank's rows into micro-batches. A rank may have
 no rows, because the last batch of an epoch is short. Where the forward contains collectives (ZeRO-3), this rank must
-still call them. So it runs a spare row, a copy of another row, whose loss is multiplied by 0.
-
-`gather_rows` gathers the rows of all ranks, with gradients, for losses that compare the samples of a batch."""
+still call them. So it runs a spare row, a copy of another row, whose loss is multiplied by 0."""
 
 import contextlib
 import dataclasses

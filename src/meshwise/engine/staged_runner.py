@@ -1,8 +1,7 @@
 """Run the micro-batches of a rank that holds pipeline stages, in the order of a schedule (`StagedRunner`).
 
-The parameters of a stage are gathered and freed when the schedule's interpreter asks. Gradients are reduced at the
-REDUCE of the schedule. If stages share a parameter, its gradients must be summed over these stages first. So the
-gradients of such stages are reduced at the end of the step."""
+If stages share a parameter, its gradients must be summed over these stages first. So the gradients of such stages are
+reduced at the end of the step, not at the REDUCE of the schedule."""
 
 import contextlib
 import functools

@@ -52,19 +52,18 @@ class StepAttempt:
     | started   start time, in seconds of `time.perf_counter`
     | scale     loss scale of its backwards; None without one
     | totals    sums over the global batch; None before they are exchanged
-    | problem   why the parameters were not updated; None if they were. `applied`: True once they are updated
+    | problem   why the parameters were not updated; None if they were
     | noise     the gradient noise of the step; None if it was not measured"""
 
     started: float
     scale: LossScale | None
     totals: StepTotals | None = None
     problem: str | None = None
-    applied: bool = False
     noise: NoiseScale | None = None
 
     def result(self) -> StepResult:
         """Return the result for the user, as soon as `totals` are known."""
-        totals, skipped = self.totals, not self.applied
+        totals, skipped = self.totals, self.problem is not None
         assert totals is not None
         took = time.perf_counter() - self.started
         scale = 1.0 if self.scale is None else self.scale.value
@@ -199,10 +198,10 @@ class TrainingSteps:
                 totals=StepTotals(loss, count, squared, self._ranks),
                 inspect=lambda arrival: self._runner.inspect(micro_batches, on_gradient=arrival),
             )
-            if self._noise is not None and attempt.applied:
+            if self._noise is not None and attempt.problem is None:
                 attempt.noise = self._noise.scale(noise, count=count, rows=rows)
         if self._replicas is not None:
-            self._replicas.after_step(count if attempt.applied else 0.0)
+            self._replicas.after_step(count if attempt.problem is None else 0.0)
         return attempt.result()
 
     @contextlib.contextmanager
@@ -252,7 +251,7 @@ class TrainingSteps:
             self._scale = self._scale.updated().expecting(totals.count)
         self._updating.apply(factor)
         self._recipe.routers.update(self._world)
-        self.applied = attempt.applied = True
+        self.applied = True
         self._skips, self._steps = 0, self._steps + 1
 
     def _left_out(self, problem: str, totals: StepTotals, inspect: Inspection | None) -> str:

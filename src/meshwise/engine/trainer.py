@@ -1,11 +1,6 @@
 """The Trainer, a user's handle on a model under a plan: train steps, evaluate, predict, inspect tensors, save, load.
 
-`profile` writes a profile of its steps. `measure` records when each action of each rank begins and ends:
-
-    with measure(trainer) as measuring:
-        for batch in batches:
-            trainer.step(batch)
-    print(measuring.steps()[-1])"""
+`profile` writes a profile of its steps. `measure` records when each action begins and ends (docs/pipeline.md)."""
 
 import contextlib
 import itertools

@@ -144,9 +144,7 @@ class SplitExperts(nn.Module):
         return self.sharding.exchange.run(hidden, index=index.unsqueeze(-1), weights=ones, experts=self._local(compute))
 
     def _local(self, compute: Compute) -> LocalExperts:
-        """Return `compute` for any number of rows, by this rank's experts and by copies of other experts.
-
-        Each parameter gets a gradient, maybe of zeros."""
+        """Return `compute` for any number of rows, by this rank's experts and by copies of other experts."""
 
         def computed(rows: Tensor, local: Tensor) -> Tensor:
             if not len(rows):
@@ -267,11 +265,8 @@ class CalledExpert(nn.Module):
 class CallingModule(nn.Module):
     """Base class placed before the own class of a module that calls experts one by one; runs its forward twice.
 
-    | first run     each call of an expert records its rows, and returns NaN
-    | exchange      the rows of all calls go to the ranks of their experts, and the results come back
-    | second run    each call returns its results; random draws are those of the first run
-
-    Gradients of the rows flow through the first run, all others through the second."""
+    In the first run each call records its rows, in the second it returns its results (docs/experts.md). Both have the
+    same random draws. Gradients of the rows flow through the first run, all others through the second."""
 
     sharding: ExpertCalls
 
@@ -458,7 +453,6 @@ def fullest_mixture(modules: Sequence[nn.Module]) -> str:
 
 
 def _divided(modules: Sequence[nn.Module]) -> Iterator[tuple[str, SplitExperts | CallingModule]]:
-    """Yield the name and the module of each mixture whose experts are divided."""
-    for name, each in (pair for module in modules for pair in module.named_modules()):
-        if isinstance(each, SplitExperts | CallingModule):
-            yield name, each
+    """Return the name and the module of each mixture whose experts are divided."""
+    pairs = (pair for module in modules for pair in module.named_modules())
+    return ((name, each) for name, each in pairs if isinstance(each, SplitExperts | CallingModule))

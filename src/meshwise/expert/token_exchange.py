@@ -270,9 +270,7 @@ class ExpertExchange:
         return _kept(local.masked_fill((local < 0) | (local >= own), own), own)
 
     def _routed(self, index: Tensor) -> list[_Routing]:
-        """Return the routing of each part of this rank's pairs, after one exchange of counts.
-
-        A repeated forward repeats it."""
+        """Return the routing of each part of this rank's pairs, after one exchange of counts."""
         parts = [index[start:stop] for start, stop in even_split(len(index), self._plan.dispatch_parts)]
         if index.is_meta:
             self._exchange_counts(index.new_empty(len(parts), self._experts))

@@ -3,9 +3,8 @@
 Each key is a field of `Plan` with a `Key` as metadata, from `keys.toml` (`plan_key`). The check, the command line and
 docs/plans.md use it.
 
-`read_words` reads the text of a plan word by word. `dp=2 zero=1` and `DP=2, zero = 1` are the same plan, which prints
-as the first text. `dp=4x8` gives two keys: dp and shards. Ambiguous text is refused. A path with spaces is written in
-double quotes: `schedule="my tables/one.txt"`."""
+`read_words` reads the text of a plan, as docs/plans.md shows it. `dp=4x8` gives two keys: dp and shards. A path with
+spaces is written in double quotes: `schedule="my tables/one.txt"`."""
 
 import contextlib
 import dataclasses

@@ -1,15 +1,8 @@
 """Search a plan space for the fastest plans: estimate all plans cheaply, and rehearse only plans that may be best.
 
-A plan gets up to five estimates (`EstimateLevel`), each more exact and more expensive than the last one. The last one
-is a rehearsal; the others are lower bounds. docs/planner.md has a table of them ("The search").
-
-The plan with the lowest time always gets its next estimate. So a rehearsed plan that is faster than all remaining
-bounds is the best plan, and the next such plan the second best. All plans that are not rehearsed by then have lost;
-their bounds show why. A plan that does not fit is replaced by plans with less memory.
-
-`ForkedWorkers` forks a child for each rehearsal, because pickle may refuse a model and the user's functions.
-
-`best_table` and `lost_table` show the result as text."""
+docs/planner.md has a table of the estimates ("The search"). The plan with the lowest time always gets its next one. So
+a rehearsed plan that is faster than all remaining bounds is the best plan, and the next such plan the second best. A
+plan that does not fit is replaced by plans with less memory."""
 
 import dataclasses
 import functools
@@ -370,7 +363,9 @@ def figures_of(prediction: Prediction) -> PlanFigures:
 
 @dataclass
 class ForkedWorkers:
-    """Pool of at most `count` forked children. With a count of 1, `finished` runs the work in this process."""
+    """Pool of at most `count` children, forked because pickle may refuse a model and the user's functions.
+
+    With a count of 1, `finished` runs the work in this process."""
 
     count: int
     _running: dict[Any, tuple[Hashable, BaseProcess]] = field(default_factory=dict)

@@ -1,6 +1,5 @@
 """List the plans that a search tries; values that are never better than another value are left out.
 
-`search_keys.toml` has the keys that a search chooses, and values to try.
 docs/planner.md has the values of each key, and why other values are left out ("Candidates"). Plans that the
 compatibility table refuses are left out too, and schedules that do not exist for these numbers."""
 

@@ -13,9 +13,7 @@
 
 The initialization is GPT-2's (Radford et al., 2019): normal with a standard deviation of 0.02. The two projections that
 write to the residual stream are scaled by 1/sqrt(2 · layers), so that the stream's variance does not grow with depth.
-Rotary positions follow Su et al., 2021; grouped-query attention (fewer key-value heads) follows Ainslie et al., 2023.
-
-`next_token_loss` returns the cross-entropy as a sum and a count, which the engine divides over the global batch."""
+Rotary positions follow Su et al., 2021; grouped-query attention (fewer key-value heads) Ainslie et al., 2023."""
 
 import math
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Define a cluster as data (devices, links, hosts) and read it from a TOML file.
 
-A cluster consists of a few constants. Each is measured (`meshwise bench calibrate`) or taken from a data sheet. The
-cost model (`cost_model.py`) computes the seconds of an operation or a collective from these constants, by the formulas
-of docs/simulation.md ("Clusters")."""
+Its constants are measured (`meshwise bench calibrate`) or from data sheets; docs/simulation.md has their formulas."""
 
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """Compute the seconds that operations, collectives and offloaded state take on a cluster.
 
-`CostModel` has the seconds of one entry of a tape, and `entry_times` the start and stop of each entry.
-
 `step_seconds` adds the time of offloaded state; docs/memory.md says when each kind moves ("The update"). If optimizer
 state is off the GPU, the host runs the update; gradients and parameters on the GPU then cross the link once."""
 

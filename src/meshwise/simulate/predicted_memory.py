@@ -1,17 +1,8 @@
 """Predict each rank's memory by category for every action of a step, and find the cheapest plan that fits.
 
 The first step allocates the optimizer's state. The peak is the peak of the second step, which starts with that state.
-`memory_of` returns the memory of a rehearsed plan, and `memory_table` shows it.
 
-`memory_advice` explains an out-of-memory error: docs/memory.md shows what it prints. It rehearses the plan, and then
-plans that need less memory, from the cheapest change to the most expensive one, until a plan fits. `needs` does the
-same before a run. When the system kills a rank, its launcher prints the same advice (`cli/train_command.py`).
-
-`room_left` returns the free memory of a GPU (`comm/api/streams.py`). On a CPU it returns the least limit of `ulimit`,
-or of an equal part for each rank of what is free in the machine and in each cgroup of the process (a container, a batch
-job). As in container runtimes, inactive pages of a cgroup's page cache count as free.
-
-`measure` runs a few real steps, and returns each rank's peak memory and step times, for comparison."""
+docs/memory.md shows what `memory_advice` and `needs` print, and what `room_left` counts ("Out of memory")."""
 
 import math
 import os
@@ -132,15 +123,7 @@ def measure(world: World, *, subject: RehearsalSubject, plan: Plan, steps: int =
     _warm_up(world.device)
     memory = streams_of(world.device).memory
     before = memory.held if memory else kernel_counts(_STATUS)["RssAnon"] + kernel_counts(_ROLLUP)["Pss_Shmem"]
-    trainer = parallelize(
-        subject.model,
-        plan,
-        loss=subject.loss,
-        optimizer=subject.optimizer,
-        world=world,
-        options=subject.options,
-        **subject.arguments,
-    )
+    trainer = parallelize(subject.model, plan, world=world, **subject.training)
     seconds = [trainer.step(subject.batch).seconds]
     if memory:
         memory.reset_peak()

@@ -3,15 +3,8 @@
 `RehearsalSubject` has all that `parallelize` gets, except the plan. Of ranks, stages, micro-batches and steps that do
 equal work, `rehearse` runs one. docs/simulation.md has a table of them ("What is rehearsed").
 
-The tape of a rank (`tape_recorder.py`) has the memory after the plan is applied, and all that two steps do.
-
-`MetaBatch` replaces the tensors of the user's batch by meta tensors, but keeps the values of integers and booleans. If
-the rehearsal needs more rows than the batch has, kept values repeat the batch's rows: six rows become 0 1 2 3 4 5 0 1.
-
 A model may read masks, positions and lengths. If it reads other values, as by `x.item()`, it fails, unless the value
-follows from sizes or from integers of the batch.
-
-A rehearsal raises the errors of the training code, but none that depends on values, as of a loss that is not finite."""
+follows from sizes or from integers of the batch."""
 
 import contextlib
 import dataclasses
@@ -80,6 +73,11 @@ class RehearsalSubject:
     """Keyword arguments of the optimizer."""
     options: Options = field(default_factory=Options)
 
+    @property
+    def training(self) -> dict[str, Any]:
+        """The loss, the optimizer with its arguments, and the options, as keywords of `parallelize`."""
+        return {"loss": self.loss, "optimizer": self.optimizer, "options": self.options, **self.arguments}
+
 
 LARGEST = 2**24
 """Largest number of elements of a tensor whose values are kept."""
@@ -95,7 +93,7 @@ class MetaBatch:
 
     @classmethod
     def of(cls, batch: Any, *, rows: int) -> "MetaBatch":
-        """Return a batch of meta tensors with `rows` rows; kept values repeat the batch's rows in order."""
+        """Return a batch of meta tensors with `rows` rows; kept values repeat the batch's rows: 0 1 2 3 0 1."""
         values: list[tuple[Tensor, Tensor]] = []
 
         def stand_in(tensor: Tensor) -> Tensor:
@@ -252,9 +250,7 @@ class TapeRecording:
 
 
 def _with_gathers_first(steady: tuple[TapeSegment, ...], *, first: Sequence[TapeSegment]) -> tuple[TapeSegment, ...]:
-    """Return a step that begins with the gathers that the step before has started (`overlap_gather`).
-
-    The step before has made these calls at its end, as this step makes its own for the next step."""
+    """Return a step that begins with the gathers that the step before has started at its end (`overlap_gather`)."""
     waited = {entry.sequence for part in steady for entry in part.entries if isinstance(entry, TapeWait)}
     begun = tuple(call for part in first for call in part.calls() if call.record.sequence in waited)
     if not begun:
@@ -317,12 +313,10 @@ def _watch(trainer: Trainer, recorder: Recorder, *, on_gpu: bool) -> None:
                 note(value, category=Category.GATHERED if gathered else usual)
         for state in [each for each in bucket.reduction_state.values() if not trainer.tiers.on_disk(each)]:
             recorder.record_allocation(state, category=Category.REDUCTION)
-    for module in trainer.modules:
-        for buffer in module.buffers():
-            recorder.record_allocation(buffer, category=Category.PARAMETERS)
-    for state in trainer.optimizer.state.values():
-        for value in tree.tensors(state):
-            recorder.record_allocation(value, category=Category.OPTIMIZER)
+    for buffer in (buffer for module in trainer.modules for buffer in module.buffers()):
+        recorder.record_allocation(buffer, category=Category.PARAMETERS)
+    for value in tree.tensors(list(trainer.optimizer.state.values())):
+        recorder.record_allocation(value, category=Category.OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -348,9 +342,7 @@ class Rehearsal:
 
     @cached_property
     def steps(self) -> list[tuple[TapeSegment, ...]]:
-        """Segments of a whole step, after the first one, of each rank along pp.
-
-        Recorded micro-batches are copied for the micro-batches that did not run."""
+        """Segments of a whole step, after the first one, of each rank along pp, with all micro-batches."""
         return [self._step(tape, index) for index, tape in enumerate(self.tapes)]
 
     def _step(self, tape: Tape, index: int) -> tuple[TapeSegment, ...]:
@@ -408,8 +400,8 @@ def rehearse(
     which the rows of `subject.batch` are repeated or cut; None for as many as it has. The warm-up of an optimizer that
     exchanges momenta takes one step, so the second step already exchanges them.
 
-    Raises the errors of `parallelize` and of a step: PlanError if the plan does not fit the ranks or the model. Raises
-    ValueError for a wrong model, optimizer, option or batch, and RuntimeError if the model reads values."""
+    Raises the errors of `parallelize` and of a step that need no values: PlanError if the plan does not fit ranks or
+    model, ValueError for a wrong model, optimizer, option or batch. Raises RuntimeError if the model reads values."""
     plan = Plan.of(plan).resolve(ranks, compiles=device == "cuda")
     rows = tree.row_count(subject.batch) if rows is None else rows
     if not rows:

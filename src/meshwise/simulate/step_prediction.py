@@ -1,13 +1,8 @@
 """Predict the time, bubble, waits, traffic and flops of a step from the tapes of all ranks and a cluster.
 
-To play a segment of a tape is to compute the times of its entries. A rank computes on one stream; on a GPU, operations
-start after the host has launched them. Collectives along the same axes run one after the other on their own stream. The
-rank stops only where its tape waits for a collective. Without pp, all segments are played one after the other. With pp,
-each is played alone. Then the pipeline's clock (`schedule_clock.py`) combines the stages with their messages, gathers
-and reductions. `predict` returns the result.
-
-A `Prediction` has the timeline of the step, from which the bubble and the waits follow, and each rank's memory. The
-timeline has the actions of the clock, the collectives and waits inside them, and the phases around the schedule."""
+To play a segment of a tape is to compute the times of its entries (`entry_times`). Without pp, all segments are played
+one after the other. With pp, each is played alone. Then the pipeline's clock (`schedule_clock.py`) combines the stages
+with their messages, gathers and reductions. `predict` returns the result."""
 
 import dataclasses
 import itertools
@@ -408,10 +403,7 @@ class _Rank:
         return found[len(found) // 2 :]
 
     def sent(self, *, agreements: bool = False) -> dict[str, float]:
-        """Return the bytes that this rank sends in a step, or in the agreements of a round, by the kind of link.
-
-        A ring over several nodes leaves each node at one rank only; the node's other ranks send inside the node. In an
-        all-to-all each rank sends to other nodes."""
+        """Return the bytes that this rank sends in a step, or in the agreements of a round, by the kind of link."""
         found = {"inside": 0.0, "between": 0.0}
         counted = [(part, 1) for part in self._around] + [(part, times) for _, part, times in self._actions]
         last_round = ((part, part.times) for part in self._rounds[len(self._rounds) // 2 :])

@@ -1,8 +1,5 @@
 """Define the tape of a rank: the recorded operations, collective calls and memory changes of its steps, in order.
 
-A tape consists of segments. A segment has the entries of one action of the schedule (`2F0`: stage 2, forward,
-micro-batch 0), or of one phase outside of actions (`exchange`, `update`). A tape has only a few of equal micro-batches.
-
 `count_operation` returns the entry of one torch operation. Flops follow torch's own formulas (2·m·k·n for a matrix
 product). Bytes are the sizes of all arguments read and tensors written; expanded elements count once. Its callers skip
 views and uninitialized memory (`moves_nothing`)."""

@@ -2,13 +2,7 @@
 
 Meta tensors have no values, so operations on them cost little time and no memory. The code that runs is the training
 code itself with its hooks, buffers and schedules, not a second model of it. The memory of a storage counts from the
-operation that returns it until the last reference ends.
-
-Some choices depend on the predicted device, which need not exist here. `KernelChoice` chooses the kernels of attention,
-dropout and RMS norm for that device, and `optimizer_on` the kind of optimizer (fused or not).
-
-`RehearsalWorld` records every call. One rank of each kind of stage is rehearsed, each on its own thread. Through
-`StageMessages`, small Python values (shapes, sizes) travel between the threads as in a real run."""
+operation that returns it until the last reference ends. The predicted device need not exist here (`KernelChoice`)."""
 
 import contextlib
 import dataclasses
@@ -171,8 +165,7 @@ def _category(doing: Activity) -> Category:
     """Return the default category of memory that is allocated during an activity."""
     if doing is StepPhase.UPDATE:
         return Category.OPTIMIZER
-    computes = isinstance(doing, Action) and doing.kind in COMPUTE
-    return Category.ACTIVATIONS if computes else Category.COMMUNICATION
+    return Category.ACTIVATIONS if isinstance(doing, Action) and doing.kind in COMPUTE else Category.COMMUNICATION
 
 
 _Made: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
@@ -363,7 +356,7 @@ def optimizer_on(kind: str, *, optimizer: OptimizerClass) -> OptimizerClass:
 
 
 class StageMessages:
-    """Messages between the threads that rehearse the ranks along pp.
+    """Messages (small Python values, such as shapes) between the threads that rehearse the ranks along pp.
 
     Only one thread runs at a time, until it waits. Otherwise all threads would compete for Python's interpreter lock,
     and switch at every operation. If a thread fails, threads that wait for it raise BrokenBarrierError."""

@@ -2,8 +2,7 @@
 
 The batch is fixed, grows with the samples read, or follows the noise scale: docs/large_batch.md draws both.
 
-The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches. `batch_factor` is the
-factor of the learning rate for a batch. `scheduler` finds a class of torch that sets the rates instead."""
+The size depends only on counts that a checkpoint stores. So a resumed run reads the same batches."""
 
 import math
 from collections.abc import Callable, Sequence

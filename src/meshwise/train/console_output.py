@@ -1,10 +1,7 @@
 """Print to the terminal: text and tables, the events of a training run (`ProgressLines`), and where a rank failed.
 
-`OutputConsole` prints to a terminal, a pipe whose reader may have ended, or a file on a full disk. `ProgressLines`
-prints events, on a terminal with a progress line that is redrawn, else as plain lines.
-
-`leave_traceback` writes the traceback of a failed rank into a file, and adds a note to the error: the line of the
-user's own code, and the file. Most lines of a traceback are not the user's. `notes` returns an error's notes."""
+`OutputConsole` prints to a terminal, a pipe whose reader may have ended, or a file on a full disk. `leave_traceback`
+adds the line of the user's own code to an error, because most lines of a traceback are not the user's."""
 
 import io
 import select

@@ -5,10 +5,8 @@ docs/data.md shows which samples a rank reads. Samples are numbered by a count o
 base ⌈√size⌉ (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, 2002). It is applied again until the result is
 below `size`. Its round function is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 
-`token_file` joins texts into one file of byte tokens in a cache folder; `open_tokens` maps it into memory. A token is a
-byte (0 … 255). A zero byte precedes every text file, so that a model learns where a text begins. The ranks of a machine
-share the memory of the mapped file. The file's name is a hash of the paths, sizes and modification times of the texts.
-The file is built under a lock, and appears when it is complete. `digest` hashes parts of it."""
+`token_file` joins texts into one file of bytes in a cache folder; `open_tokens` maps it into memory, which the ranks of
+a machine share. A zero byte precedes every text file, so that a model learns where a text begins."""
 
 import contextlib
 import fcntl

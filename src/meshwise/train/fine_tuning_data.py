@@ -3,9 +3,7 @@
 docs/fine_tuning.md shows records and a packed row. A record is tokenized once, into a file that ranks map into memory:
 
     | N words, uint32          R integers, int64            R integers, int64              two integers, int64
-    | tokens; bit 31: loss     first word of each record    its first token with a loss    largest token, R
-
-A row of `context` tokens is one record, or packed, as many as fit, in their order."""
+    | tokens; bit 31: loss     first word of each record    its first token with a loss    largest token, R"""
 
 import contextlib
 import functools

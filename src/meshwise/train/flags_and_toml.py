@@ -1,8 +1,7 @@
 """Read typed values from dotted flags (`parse_flags`), and a job from a TOML file and flags (`read_job`, `from_toml`).
 
 tyro parses the flags in both cases, so a TOML file and a command line accept the same keys with the same messages. The
-file's values become the defaults of the flags. So a flag overrides the file, and `--help` shows the file's values.
-`to_toml` writes a job as TOML. `change_file` changes single keys of a TOML file."""
+file's values become the defaults of the flags. So a flag overrides the file, and `--help` shows the file's values."""
 
 import contextlib
 import dataclasses

@@ -1,10 +1,7 @@
 """The training loop: `train` runs a job on the ranks of a world, from the first sample to the files at the end.
 
 Every rank calls `train`; rank 0 prints, and writes all files except the checkpoints and failure reports.
-`StepTimelines` measures some steps action by action.
-
-Every 20 steps the ranks exchange their busy times (`RankPace`): the time of the step without waits in collectives.
-docs/faults.md says which rank is slow ("Detection"). Slow GPUs are not found, because the device waits there."""
+`StepTimelines` measures some steps action by action. docs/faults.md says which ranks are slow."""
 
 import contextlib
 import itertools
@@ -101,15 +98,7 @@ def train(world: World, *, job: Job, console: Console | None = None) -> RunSumma
         raise JobError('train.shares = "auto" measures the time of CPUs, and these ranks have GPUs; leave it out')
     if job.train.shares == "auto" and (job.plan.apart_axes or job.plan.sync_axes):
         raise JobError(f'train.shares = "auto" needs ranks that update together, unlike "{job.plan}"; leave it out')
-    trainer = parallelize(
-        prepared.model,
-        job.plan,
-        loss=prepared.loss,
-        optimizer=prepared.optimizer,
-        world=world,
-        options=prepared.options(example=prepared.example()),
-        **prepared.optimizer_arguments,
-    )
+    trainer = parallelize(prepared.model, job.plan, world=world, **prepared.training(prepared.example()))
     claim = partial(claim_run_folder, job, path=start.folder, attempt=attempt)
     folder = on_first_rank(claim, world=world, shared=refused)
     sinks: list[EventSink] = []

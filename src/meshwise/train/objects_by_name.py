@@ -1,7 +1,4 @@
-"""Find the model, loss, optimizer and dataset function that a job names, and check their arguments.
-
-A wrong name or argument is refused before any rank starts. It may be a missing file, a module without the function,
-an argument that the function does not accept, or an optimizer that refuses its learning rate."""
+"""Find the model, loss, optimizer and dataset function that a job names, and check their arguments."""
 
 import difflib
 import importlib

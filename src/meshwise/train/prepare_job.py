@@ -75,6 +75,11 @@ class PreparedJob:
             forward=self.data.forward,
         )
 
+    def training(self, example: Any) -> dict[str, Any]:
+        """Return the loss, the optimizer with its arguments, and the `options`, as keywords of `parallelize`."""
+        options = self.options(example)
+        return {"loss": self.loss, "optimizer": self.optimizer, "options": options, **self.optimizer_arguments}
+
     def batches(self, count: int) -> Iterator[Any]:
         """Yield the first `count` global batches of the run, with all their rows."""
         size, data = BatchSizes(self.job.train).first, self.data

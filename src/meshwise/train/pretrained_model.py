@@ -1,8 +1,7 @@
 """Build a causal language model of transformers from a folder or a name of the Hugging Face hub, with LoRA if wanted.
 
 The function that `pretrained_model` returns copies each weight out of a file that is mapped into memory. Within
-`parallelize` these copies are only recorded: each rank reads the parameters one by one, and keeps its slices. So no
-rank holds the whole model, and `verify`, `simulate` and `plan` get the same model."""
+`parallelize` these copies are only recorded, so no rank holds the whole model (docs/fine_tuning.md)."""
 
 import importlib
 import inspect

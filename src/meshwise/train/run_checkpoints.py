@@ -3,11 +3,9 @@
 docs/checkpoints.md shows the folder. Ranks that torchrun starts again find the folder by the run ID in its file
 `launch`, and resume from its checkpoints. Without a checkpoint, they begin as the first start did.
 
-docs/faults.md says what a resumed run continues (`restore_run`). `resume_keys.toml` lists the keys of its job that may
-differ (`job_changes`).
+docs/faults.md says what a resumed run continues, and `resume_keys.toml` lists the keys of its job that may differ.
 
-`RunCheckpoints` saves in the background while training continues. Rank 0 emits `Saved` when a checkpoint is complete.
-All ranks must learn of a failure at the same step, so `SaveFailed` is emitted at the next save or at the run's end."""
+All ranks must learn of a failed save at the same step, so `SaveFailed` is emitted at the next save or at the end."""
 
 import contextlib
 import hashlib
@@ -116,10 +114,8 @@ def _resume_start(job: Job) -> RunStart:
 
 
 def _numbered(wanted: Path) -> Iterator[Path]:
-    """Yield the folder names that runs with this output take, in order: `demo`, `demo-2`, `demo-3` and so on."""
-    yield wanted
-    for number in itertools.count(2):
-        yield wanted.with_name(f"{wanted.name}-{number}")
+    """Return the folder names that runs with this output take, in order: `demo`, `demo-2`, `demo-3` and so on."""
+    return itertools.chain([wanted], (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2)))
 
 
 def _new_folder(wanted: Path) -> Path:

@@ -1,10 +1,7 @@
 """Define the events of a training run (a step, a validation, a checkpoint …), and pass them to files and trackers.
 
 The training loop passes each event to sinks. They print the events (`console_output`), write them to metrics.jsonl
-(`JsonLines`), and pass them to the loggers of the job (`logger_maker`). Only rank 0 has sinks. docs/checkpoints.md
-lists the loggers.
-
-The dataclasses that are derived from `RunEvent` are the events: Start, Step, Validation, Saved, End and others."""
+(`JsonLines`), and pass them to the loggers of docs/checkpoints.md (`logger_maker`). Only rank 0 has sinks."""
 
 import dataclasses
 import json
@@ -23,7 +20,7 @@ from meshwise.train.pretrained_model import import_library
 
 @dataclass(frozen=True)
 class RunEvent:
-    """Base class of the events of a run."""
+    """Base class of the events of a run, which are dataclasses."""
 
 
 @dataclass(frozen=True)
@@ -320,13 +317,10 @@ class JsonLines:
     def write(self, event: RunEvent) -> None:
         """Append the event as a line."""
         record = {"event": type(event).__name__.lower(), **dataclasses.asdict(event)}
-        self._file.write(json.dumps({key: _plain(value) for key, value in record.items()}) + "\n")
+        broken = {key: str(one) for key, one in record.items() if isinstance(one, float) and not math.isfinite(one)}
+        self._file.write(json.dumps(record | broken) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,7 +1,7 @@
 """Read samples of iterable datasets so that a run can resume (`SampleStream`), and collate them: `pad`, `pack`, others.
 
-docs/data.md lists the collators. With one, every rank reads and collates the whole global batch. A window of batches,
-sorted by length, begins at a multiple of its size; a run that resumes inside one reads it again."""
+docs/data.md lists the collators. A window of batches, sorted by length, begins at a multiple of its size; a run that
+resumes inside one reads it again."""
 
 import contextlib
 import inspect

@@ -12,11 +12,7 @@ So rounding explains the difference between a neighbour and the reference run, a
 
 If a gradient is small, rounding may choose the direction of its update. Small means: up to 16 times the difference of
 the neighbours; in float64, up to the rounding of the largest gradient. After such an update, that element of the
-parameter is not compared. An example is the bias of an attention's keys, whose exact gradient is zero.
-
-`VerificationInputs` are the user's model, loss and batches, prepared for a verification. `OutputMeanSquares` measures
-every module's output, to find the first where two forwards differ. A rank has a part of an output, but the mean square
-over all parts is the same for every split of the batch's rows."""
+parameter is not compared. An example is the bias of an attention's keys, whose exact gradient is zero."""
 
 import contextlib
 import dataclasses
@@ -45,7 +41,9 @@ from meshwise.testing import ReferenceRun, build_whole, difference, largest_magn
 
 
 class OutputMeanSquares:
-    """Mean squares of the outputs of all modules, measured by hooks. Run the model by the method `forward`."""
+    """Mean squares of the outputs of all modules, measured by hooks, to find the first where two forwards differ.
+
+    They are the same for every split of the batch's rows. Run the model by the method `forward`."""
 
     def __init__(self, forward: Forward) -> None:
         self._inner = forward

@@ -10,8 +10,7 @@
                               │ rank against rank               the value of … on rank r
 
 Figures come in the order of computation, so the first figure over its bound is at the fault or just after it. Tensors
-are compared one at a time: every rank except the first holds its shards and one full parameter. `ReferenceSide` is the
-one process; `ReplayedSide` takes its place for replicas that agree across steps."""
+are compared one at a time: every rank except the first holds its shards and one full parameter."""
 
 import dataclasses
 import itertools
@@ -43,9 +42,7 @@ _COLLINEAR = 1e-6
 
 
 class ReferenceSide:
-    """One-process side of a verification: a trusted reference run, and then the runs of its neighbours.
-
-    Neighbours measure the bounds, unless the bound is constant (see `rounding_bounds`)."""
+    """One-process side of a verification: a trusted reference run, and runs of neighbours if these measure bounds."""
 
     def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, device: torch.device) -> None:
         models = [subject.prepared()]
@@ -217,10 +214,8 @@ class StepComparison:
         """Return the first module of the forward whose output has a different mean square, or None."""
         assert self._reference is not None
         sides = [outputs.mean_squares() for outputs in self._reference.outputs]
-        for module in self._reference.outputs[0].order:
-            if self._number(ours.get(module, 0.0), [side[module] for side in sides], step).over:
-                return module
-        return None
+        differs = lambda name: self._number(ours.get(name, 0.0), [side[name] for side in sides], step).over  # noqa: E731
+        return next(filter(differs, self._reference.outputs[0].order), None)
 
 
 def _keep_worst(worst: dict[str, BoundedDifference], figures: Mapping[str, BoundedDifference]) -> None:
@@ -253,9 +248,8 @@ def _owner(name: str) -> str:
 class ReplayedSide(ReferenceSide):
     """One-process side of a verification of replicas: a reference run of each replica, and the rule of their scheme.
 
-    A plan with a `sync` across steps does not train as one process does, so it is compared with the published
-    algorithm. This class runs the algorithm on full parameters of all replicas, without ranks, buckets and messages.
-    Loss, gradients and norm are from the first replica; the parameters are the mean over the replicas."""
+    It runs the published algorithm on full parameters of all replicas, without ranks, buckets and messages. Loss,
+    gradients and norm are from the first replica; the parameters are the mean over the replicas."""
 
     def __init__(self, subject: VerificationInputs, *, judge: BoundJudge, trainer: Trainer) -> None:
         """Make the reference run of each replica. Raises ValueError unless the bound is exact."""

@@ -1,8 +1,7 @@
 """Verify that a model under a plan computes the same as on one process (`verify`).
 
 A wrongly split model may still train: if a factor, a rank or a micro-batch is wrong, the loss only falls more slowly.
-So before a costly run, `verify` trains the user's model for a few steps, under the plan and on one process. It
-compares the loss, every gradient and every parameter."""
+So `verify` compares the loss, every gradient and every parameter before a costly run."""
 
 import dataclasses
 import itertools

@@ -1,9 +1,8 @@
 """Collect the data to draw for a plan (`PlanAccount`): timeline, memory, mesh and facts, predicted or measured.
 
-`comparison_table` compares plans as a table: their keys, the parts of a step, and the memory. `write_chrome_trace`
-writes timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open. Each rank is a process
-with four rows: computations and waits, links, collectives, and traffic between memory tiers. Every message has an
-arrow, and memory by category is a counter. The format is JSON ("Trace Event Format"), times in µs."""
+`write_chrome_trace` writes timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+Each rank is a process with four rows: computations and waits, links, collectives, and traffic between memory tiers.
+Every message has an arrow, and memory is a counter. The format is JSON ("Trace Event Format"), times in µs."""
 
 import json
 import math

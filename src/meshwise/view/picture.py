@@ -1,9 +1,7 @@
 """Represent a picture as a value: shapes in drawing order (`Picture`), and write it as SVG, PNG or in a page.
 
-Pages, files and tests then have the same content. A paint is the name of a colour in `COLORS`, for light and dark
-screens; `style` writes all as CSS. Lengths are pixels; y points down. `svg` returns an element of a page, `svg_file` a
-whole file, `write_png` writes a PNG with matplotlib. `html_document` and `html_table` make pages. `stacked`, `legend`,
-`ticks` and `text_width` help to arrange shapes."""
+Pages, files and tests then have the same content. Lengths are pixels; y points down. `stacked`, `legend`, `ticks` and
+`text_width` help to arrange shapes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,9 +1,7 @@
 """Draw the timeline, memory and mesh of plans as pictures (`pictures`), all plans to the same scale.
 
-`timeline_picture` has a row for every rank, and time to the right; `memory_pictures` draws one area for each category
-of memory, above one another. `mesh_picture` has a cell for each rank, in grids of the two innermost axes; cells of a
-node have one colour. A long axis is shown by its first indices and its last index. `picture_sheet` is one picture of
-all plans, `page` an HTML page about them. docs/view.md shows examples."""
+docs/view.md shows examples of `timeline_picture`, `memory_pictures`, `mesh_picture` and `page`. A mesh has grids of the
+two innermost axes; a long axis is shown by its first indices and its last index."""
 
 import math
 from collections import defaultdict

@@ -4,9 +4,7 @@
     rank 1 │.  F0 B0─── F1 B1─── .  .
 
 In `draw_in_columns` a column is as long as the shortest computation; `─` continues a longer computation. `F0` is the
-forward of micro-batch 0. A rank with several stages writes the stage first: `2F0` (`label`). `draw_to_scale` draws
-times to scale, `rank_table` lists the computing and idle time of each rank. `expert_table` lists the part of a mixture
-that each rank has, and `load_picture` draws the loads of experts over time."""
+forward of micro-batch 0. A rank with several stages writes the stage first: `2F0` (`label`)."""
 
 import itertools
 import math
