@@ -40,7 +40,7 @@ torch.library.define(
 )
 torch.library.define(
     "meshwise::matmul_backward",
-    f"(Tensor dy, Tensor x, Tensor weight, {_SIZES}, bool[] needed) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor dy, Tensor x, Tensor weight, {_SIZES}, bool[] needed, int[] x_shape) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -85,14 +85,15 @@ def _run_backward(dy: Tensor, x: Tensor, weight: Tensor, product: Tensor, *sizes
     return tuple(dy.new_empty(0) if one is None else one.contiguous() for one in found)
 
 
-def _like_backward(dy: Tensor, x: Tensor, weight: Tensor, *sizes: Any) -> tuple[Tensor, ...]:
-    shapes = x.shape, weight.shape, dy.shape[-1:]
-    return tuple(dy.new_empty(shape if need else 0) for shape, need in zip(shapes, sizes[-1], strict=True))
+def _like_backward(dy: Tensor, _x: Tensor, weight: Tensor, *sizes: Any) -> tuple[Tensor, ...]:
+    *_, needed, x_shape = sizes
+    shapes = x_shape, weight.shape, dy.shape[-1:]
+    return tuple(dy.new_empty(shape if need else 0) for shape, need in zip(shapes, needed, strict=True))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 (torch names it)
     x, weight, _, product, *ctx.sizes, _, stored, world, axes, dim, sizes = inputs
-    ctx.again = None if stored is None else (axes, dim, sizes)
+    ctx.again, ctx.x_shape = None if stored is None else (axes, dim, sizes), list(x.shape)
     ctx.save_for_backward(x if stored is None else stored, weight, product, world)
 
 
@@ -101,7 +102,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     needed = list(ctx.needs_input_grad[:3])
     if ctx.again is not None and needed[1]:
         x = in_graph(x, name="regather", world=world, place=ctx.again)
-    found = torch.ops.meshwise.matmul_backward(dy, x, weight, product, *ctx.sizes, needed)
+    found = torch.ops.meshwise.matmul_backward(dy, x, weight, product, *ctx.sizes, needed, ctx.x_shape)
     return *(one if need else None for one, need in zip(found, needed, strict=True)), *[None] * 9
 
 

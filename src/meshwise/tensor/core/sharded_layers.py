@@ -1,7 +1,7 @@
 """Torch's layers on one rank's shards: linear, head, embedding, LayerNorm, RMSNorm, multi-head attention.
 
-Each `Sharded…` class becomes the first base class of a module's class. Its attribute `sharding` knows the split. Its
-forward calls collectives, so under compile=blocks it runs uncompiled, between the compiled parts of its block.
+Each `Sharded…` class becomes the first base class of a module's class. Its attribute `sharding` knows the split. Under
+compile=blocks a linear is one operator in the graph of its block; others run uncompiled, between compiled parts.
 
 *Embedding*: a rank looks up the tokens in its part of the vocabulary, and has zeros for all other tokens. The ranks sum
 the results. The sum equals the product of one-hot rows and the table.
@@ -163,7 +163,7 @@ class ShardedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return this rank's part of the linear's output."""
-        if torch.compiler.is_dynamo_compiling() and self.sharding.context.compiles:
+        if torch.compiler.is_dynamo_compiling() and not self.sharding.context.keeps:
             return self.sharding(input, self.weight, self.bias)
         return self._uncompiled(input)
 

@@ -119,7 +119,6 @@ class SharedGather:
     version: int = 0
     operand: MatmulInput | None = None
     readers: int = 0
-    rewritten: bool = False
 
     def put(self, part: Tensor, *, operand: MatmulInput, readers: int) -> None:
         """Keep the gathered `operand` of `part` for `readers` matrices; tensors of inference mode are not kept."""
@@ -129,8 +128,7 @@ class SharedGather:
     def take(self, x: Tensor) -> MatmulInput | None:
         """Return the kept operand if `x` is its part or the gathered tensor; else None. The last reader releases it."""
         operand = self.operand
-        compiles = torch.compiler.is_dynamo_compiling()  # which has no versions
-        self.rewritten |= not compiles and x is self.part and x._version != self.version
+        compiles = torch.compiler.is_dynamo_compiling()  # its tensors have no versions
         if operand is None or not (x is operand.value or (x is self.part and (compiles or x._version == self.version))):
             return None
         self.readers -= 1
@@ -153,11 +151,6 @@ class SplitContext:
     keeps: bool = False
     recall: ForwardReplay = dataclasses.field(default_factory=ForwardReplay)
     origins: TensorOrigins = dataclasses.field(default_factory=TensorOrigins)
-
-    @property
-    def compiles(self) -> bool:
-        """True if compiled code can have the products in its graph."""
-        return not (self.keeps or self.shared_gather.rewritten)
 
     def degree(self, axes: tuple[str, ...]) -> int:
         """Return the number of ranks along `axes`."""
