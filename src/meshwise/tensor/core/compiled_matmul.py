@@ -32,6 +32,7 @@ class Product(Protocol):
 
 PRODUCTS: Tickets[Product] = Tickets()
 
+# Other arguments need another name: Inductor's cache on disk has code that calls the operators as they were.
 _SIZES = "Tensor product, int[] x_sizes, int[] y_sizes"
 torch.library.define(
     "meshwise::matmul",

@@ -130,7 +130,7 @@ def multiply(
     kept: list[Tensor] = []
 
     def compute() -> Tensor:
-        x_coming, w_coming = _operands(_ready(x), _ready(weight), operation)
+        x_coming, w_coming = _operands(_ready(x), _ready(weight), x=operation.x, w=operation.w, operation=operation)
         x_whole, w_whole = x_coming(), w_coming()
         kept.extend([x_whole, w_whole] if operation.keeps else [])
         y = _product(x_whole, w_whole, bias=added, summed=operation.y, world=operation.world)
@@ -157,8 +157,8 @@ def multiply_backward(
     if for_bias and operation.y.dim is not None:  # while dy arrives
         d_bias = _rows_of(own, experts=experts).sum(-2)
     dy = arriving()
-    moved_x, moved_w = operation.x if for_w else OperandMove(), operation.w if for_x else OperandMove()
-    x_coming, w_coming = kept or _operands(whole, weight, dataclasses.replace(operation, x=moved_x, w=moved_w))
+    x_moved, w_moved = operation.x if for_w else OperandMove(), operation.w if for_x else OperandMove()
+    x_coming, w_coming = kept or _operands(whole, weight, x=x_moved, w=w_moved, operation=operation)
     dx = dw = None
     if for_x:
         partial = _product(dy, w_coming().mT.conj(), summed=operation.x, world=operation.world)
@@ -197,10 +197,12 @@ class _Multiply(torch.autograd.Function):
         return *gradients, None, None
 
 
-def _operands(x: Finish, weight: Finish, operation: MatmulCollectives) -> tuple[Finish, Finish]:
+def _operands(
+    left: Finish, weight: Finish, *, x: OperandMove, w: OperandMove, operation: MatmulCollectives
+) -> tuple[Finish, Finish]:
     """Start to gather X and W, and return functions that wait for X and for W (out, in)."""
-    x_coming = _gather(x, operation.x, world=operation.world)
-    w_coming = _gather(weight, operation.w, world=operation.world)
+    x_coming = _gather(left, x, world=operation.world)
+    w_coming = _gather(weight, w, world=operation.world)
     return x_coming, w_coming if operation.input_dim == -1 else lambda: w_coming().mT
 
 

@@ -73,6 +73,7 @@ class Projection(BoundToRank):
         self._input_dim = input_dim
         self.weight_move = self._weight_move(tuple(shape))
         self.ticket = PRODUCTS.add(self)
+        self._operations: dict[tuple[tuple[int, ...], ...], MatmulCollectives] = {}
 
     @property
     def input_move(self) -> OperandMove:
@@ -114,14 +115,18 @@ class Projection(BoundToRank):
 
     def operation(self, sizes: Sequence[Sequence[int]] = ()) -> MatmulCollectives:
         """Return the collectives of the product. sizes: the ranks' sizes of X and Y; by default the present ones."""
+        key = tuple(map(tuple, sizes))
+        if key in self._operations:
+            return self._operations[key]
         x = OperandMove() if self._shares else self.input_move
         y = self.context.operand_move(self.product.y)
-        if sizes:
-            x, y = (dataclasses.replace(one, sizes=tuple(s) or None) for one, s in zip((x, y), sizes, strict=True))
-        context = self.context
-        return MatmulCollectives(
-            context.world, x, self.weight_move, y, input_dim=self._input_dim, keeps=context.keeps, recall=context.recall
-        )
+        if key:
+            x, y = (dataclasses.replace(one, sizes=size or None) for one, size in zip((x, y), key, strict=True))
+        context, dim = self.context, self._input_dim
+        found = MatmulCollectives(context.world, x, self.weight_move, y, dim, context.keeps, context.recall)
+        if key:
+            self._operations[key] = found
+        return found
 
     def _shape(self, x: Tensor, weight: Tensor, *, operation: MatmulCollectives) -> list[int]:
         """Return the shape of the product's result on this rank."""
