@@ -148,21 +148,38 @@ def product(pairs: list[tuple[Tensor, Tensor]], *, alike: bool) -> float:
     return sum(float((x * y).sum()) for x, y in (pairs[:1] if alike else pairs))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
-def test_forward_is_the_definition_and_backward_its_adjoint(case: Case, contiguous: bool) -> None:
+COMPILED = {case.name: case for case in CASES if case.name != "all_to_all"}
+"""The last case of each collective, with uneven parts if it has parts, in a graph."""
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # of torch.compile itself
+@pytest.mark.parametrize(
+    "how, case",
+    [
+        pytest.param(how, case, id=f"{how}-{case}")
+        for how in ("contiguous", "strided", "compiled")
+        for case in (COMPILED.values() if how == "compiled" else CASES)
+    ],
+)
+def test_forward_is_the_definition_and_backward_its_adjoint(how: str, case: Case) -> None:
     def main(world: World) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        def call(x: Tensor) -> Tensor:
+            return case.call(x, world=world, axes="rank", **case.options).wait()
+
+        world.group("rank")  # as in every first step, which is not compiled
         x = case.input(world.rank)
-        if not contiguous:
+        if how == "strided":
             x = x.transpose(0, -1).contiguous().transpose(0, -1)
         x.requires_grad_()
-        y = case.call(x, world=world, axes="rank", **case.options).wait()
+        y = (torch.compile(call, backend="aot_eager", fullgraph=True) if how == "compiled" else call)(x)
         torch.testing.assert_close(y, case.expected(case.inputs(), world.rank), rtol=1e-14, atol=1e-14)
         g = tensor(y.shape, seed=100 if case.alike_out else 100 + world.rank)
         y.backward(g)
         assert x.grad is not None
         return (y.detach(), g), (x.detach(), x.grad)
 
+    if how == "compiled":
+        torch.compiler.reset()  # each case compiles `call`, and torch stops after 8
     results = run_threads(SIZE, main)
     forward = product([pair for pair, _ in results], alike=case.alike_out)
     backward = product([pair for _, pair in results], alike=case.alike_in)

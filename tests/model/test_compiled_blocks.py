@@ -1,6 +1,7 @@
 """Blocks under compile=blocks: the same bits with the eager backend, one compilation for all blocks of one shape."""
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -139,16 +140,68 @@ SPLIT = (
 )
 
 
-# Other tests here have ZeRO 3 with recomputation, and stages, around blocks that are whole; a collective is left out of
-# what is compiled under every scheme, and a test on processes compares the bits of tp=2.
-@pytest.mark.grid(Grid({"plan": SPLIT}, heavy=lambda cell: cell["plan"] != "tp=2 sequence_parallel=1"))
-def test_a_split_block_is_compiled_around_its_collectives(plan: str) -> None:
+# Other tests here have ZeRO 3 with recomputation, and stages, around blocks that are whole. A test on processes has
+# the bits of tp=2.
+@pytest.mark.grid(
+    Grid({"plan": SPLIT}, heavy=lambda cell: cell["plan"] not in ("tp=2 sequence_parallel=1", "tp=4 tp_mode=2d"))
+)
+def test_a_split_block_is_one_graph_but_for_split_norms(plan: str) -> None:
     ranks = Plan.parse(plan).mesh().size
     expected, values, _ = run(ranks, trained, args=(plan, {"layers": 2}))[0]
     compiled = run(ranks, trained, args=(f"{plan} compile=blocks", {"layers": 2}))
     assert compiled[0][0] == expected
     assert all(map(torch.equal, compiled[0][1], values))
     assert sum(counts.graphs for _, _, counts in compiled) > 0
+    assert (sum(counts.graph_breaks for _, _, counts in compiled) > 0) == ("2d" in plan)
+
+
+class Gated(nn.Module):
+    """Block whose two linears read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        result: Tensor = x + self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return result
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "gate_proj.weight"])
+def test_a_compiled_block_makes_the_collectives_of_the_block(frozen: str) -> None:
+    """The linears share the gather of their input, in the backward too."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(Gated(), Gated()).double()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith(frozen))
+        return model
+
+    def main(world: World, compiled: str) -> tuple[list[float], list[Tensor], Counter[str], int]:
+        options = Options(compiler="aot_eager")
+        trainer = parallelize(
+            build, f"tp=2 sequence_parallel=1 {compiled}", world=world, loss=squares, options=options, lr=1e-2
+        )
+        batch = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        losses = [trainer.step(batch).loss for _ in range(2)]
+        with world.record() as calls:
+            losses.append(trainer.step(batch).loss)
+        values = [value.clone() for _, value in trainer.full_parameters()]
+        return losses, values, Counter(call.kind for call in calls), trainer.compiled.graph_breaks
+
+    expected, found = run(2, main, args=("",)), run(2, main, args=("compile=blocks",))
+    for (losses, values, calls, _), (others, compiled, made, _) in zip(expected, found, strict=True):
+        assert others == losses
+        assert all(map(torch.equal, compiled, values))
+        assert made == calls
+    assert [breaks for *_, breaks in found] == [0, 0]
+
+
+def squares(output: Tensor, _batch: Tensor) -> tuple[Tensor, int]:
+    return output.square().sum(), output.numel()
 
 
 def test_a_mixture_is_compiled_around_its_experts() -> None:
@@ -164,8 +217,8 @@ def test_a_mixture_is_compiled_around_its_experts() -> None:
 
 
 def uneven() -> list[tuple[Tensor, Tensor]]:
-    """Batches whose rows most plans do not divide; the last one has fewer rows than some plans have ranks."""
-    drawn = torch.randint(32, (19, 9), generator=torch.Generator().manual_seed(1))
+    """Batches whose rows and tokens most plans do not divide; the last has fewer rows than some plans have ranks."""
+    drawn = torch.randint(32, (19, 8), generator=torch.Generator().manual_seed(1))
     return [(rows[:, :-1], rows[:, 1:]) for rows in drawn.split((12, 5, 2))]
 
 
@@ -244,7 +297,7 @@ def steps_of(
 # A test on processes has tp=2.
 @pytest.mark.grid(
     Grid(
-        {"kind": ("llama", "mixtral"), "plan": ("tp=2", "dp=2 ep=2")},
+        {"kind": ("llama", "mixtral"), "plan": ("tp=2", "tp=2 sequence_parallel=1", "dp=2 ep=2")},
         exists=lambda cell: (cell["kind"], cell["plan"]) != ("llama", "dp=2 ep=2"),
         heavy=lambda cell: cell["plan"] == "tp=2",
     )
@@ -257,6 +310,7 @@ def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan
     found = run(2, steps_of, args=(kind, f"{plan} compile=blocks", sgd))
     assert [[loss for loss, _ in each[0]] for each in found] == [[loss for loss, _ in each[0]] for each in expected]
     assert sum(graphs for _, _, (_, graphs, _) in found) > 0
+    assert any(breaks for *_, (_, _, breaks) in found) == (kind == "mixtral")
 
 
 EACH = Grid(
@@ -288,10 +342,10 @@ def test_each_family_of_transformers_keeps_its_bits(kind: str, plan: str) -> Non
 def test_processes_that_compile_keep_the_bits(kind: str, plan: str, processes: Processes) -> None:
     expected = run(2, steps_of, args=(kind, plan), on=processes)
     found = run(2, steps_of, args=(kind, f"{plan} compile=blocks"), on=processes)
-    for (numbers, values, _), (others, compiled, (_, graphs, _)) in zip(expected, found, strict=True):
+    for (numbers, values, _), (others, compiled, (_, graphs, breaks)) in zip(expected, found, strict=True):
         assert others == numbers
         assert all(map(torch.equal, compiled, values))
-        assert graphs > 0
+        assert (graphs > 0, breaks) == (True, 0)
 
 
 def test_blocks_of_one_shape_are_compiled_once() -> None:

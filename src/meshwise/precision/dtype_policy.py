@@ -266,7 +266,7 @@ def active_product_casts() -> contextlib.AbstractContextManager[Any]:
 
 def product_dtype(device: str) -> torch.dtype | None:
     """Return the dtype of products on a type of device in this thread, by `ProductCasts` or autocast; None if unset."""
-    if device == "cuda" and (found := _product_casts()) is not None:
+    if device == "cuda" and not torch.compiler.is_dynamo_compiling() and (found := _product_casts()) is not None:
         found.used = True
         return found.dtype
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

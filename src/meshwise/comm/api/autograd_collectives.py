@@ -20,7 +20,9 @@ first three), and each collective turns one kind into another, or into itself:
 
 A call starts the collective along `axes` of `world`, and `.wait()` returns the result. Computation between the call and
 `.wait()` overlaps with the collective. The backward of this computation overlaps with the conjugate collective:
-autograd runs the backward of `.wait()` first and the backward of the call last."""
+autograd runs the backward of `.wait()` first and the backward of the call last.
+
+In a compiled block a collective is one operator of its graph, `meshwise::collective`. `.wait()` then does nothing."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
 from meshwise.base.mesh import even_split
-from meshwise.comm.api.world import Axes, Work, World
+from meshwise.comm.api.world import WORLDS, Axes, Work, World
 
 Finish: TypeAlias = Callable[[], Tensor]
 """Function that waits for a collective in progress and returns this rank's result."""
@@ -56,17 +58,21 @@ def uncompiled(function: F) -> F:
 class PendingResult:
     """Result of a collective in progress; `wait` returns the tensor."""
 
-    def __init__(self, passage: "_Passage", *, token: Tensor) -> None:
+    def __init__(self, passage: "_Passage | None" = None, *, token: Tensor | None = None, result: Tensor | None = None):
         self._passage = passage
         self._token = token
-        self._result: Tensor | None = None
+        self._result = result
 
-    @uncompiled
     def wait(self) -> Tensor:
         """Block until the collective is complete, and return its result: the same tensor at every call."""
         if self._result is None:
-            self._result = _Arrive.apply(self._token, self._passage)
+            self._result = self._arrive()
         return self._result
+
+    @uncompiled
+    def _arrive(self) -> Tensor:
+        result: Tensor = _Arrive.apply(self._token, self._passage)
+        return result
 
 
 def all_gather(x: Tensor, *, world: World, axes: Axes, dim: int = 0, sizes: Sizes = None) -> PendingResult:
@@ -173,7 +179,7 @@ class _Along:
         """Return the parts along `dim` if `x` is this rank's part. Without `sizes`, all parts are as large as `x`."""
         size, group = x.size(dim), world.group(axes)
         along = cls(world, axes, dim % x.dim(), (size,) * group.size if sizes is None else tuple(sizes))
-        if len(along.sizes) != group.size or along.sizes[group.index] != size:
+        if len(along.sizes) != group.size or group.own(along.sizes) != size:
             raise ValueError(
                 f"sizes {along.sizes} do not fit part {group.index} of {group.size}, which has {size} "
                 f"along dim {dim} of {tuple(x.shape)}"
@@ -265,6 +271,7 @@ _COLLECTIVES: Mapping[str, _Collective] = {
     "reduce_scatter": _Collective(_start_reduce_scatter, "split", "all_gather"),
     "all_reduce": _Collective(_start_all_reduce, "replicated", "copy"),
     "copy": _Collective(lambda x, _, __: x.detach, "whole", "all_reduce"),
+    "regather": _Collective(_start_gather, "whole", "reduce_scatter"),
     "replicate": _Collective(_start_gather, "replicated", "take"),
     "take": _Collective(_start_take, "split", "replicate"),
     "all_to_all": _Collective(_start_all_to_all, "split", "all_to_all"),
@@ -326,7 +333,61 @@ class _Arrive(torch.autograd.Function):
         return gradient.new_empty(0), None
 
 
-@uncompiled
 def _start(name: str, x: Tensor, along: _Along, cat: _Along | None = None) -> PendingResult:
-    passage = _Passage(name, along, cat or along)
+    if torch.compiler.is_dynamo_compiling() and cat is None:
+        axes = [along.axes] if isinstance(along.axes, str) else list(along.axes)
+        own = along.world.group(axes).own(along.sizes) if along.sizes else 0
+        place = axes, along.dim, list(along.sizes), own
+        return PendingResult(result=in_graph(x, name=name, world=along.world.ticket, place=place))
+    return _start_now(name, x, along, cat or along)
+
+
+@uncompiled
+def _start_now(name: str, x: Tensor, along: _Along, cat: _Along) -> PendingResult:
+    passage = _Passage(name, along, cat)
     return PendingResult(passage, token=_Depart.apply(x, passage))
+
+
+# ---- in the graph of a compiled block ------------------------------------------------------------------------------
+
+
+def in_graph(x: Tensor, *, name: str, world: Tensor, place: Sequence[Any]) -> Tensor:
+    """Return the complete result of the collective `name`. world: ticket of the world.
+
+    place: the axes; if the collective has a dim also the dim, the sizes of all parts along it, and of this rank's."""
+    result: Tensor = torch.ops.meshwise.collective(name, x, world, *place)
+    return result
+
+
+torch.library.define(
+    "meshwise::collective",
+    "(str name, Tensor x, Tensor world, str[] axes, int dim=0, int[] sizes=[], int own=0) -> Tensor",
+)
+
+
+@torch.library.impl("meshwise::collective", "CompositeExplicitAutograd")
+def _run(name: str, x: Tensor, world: Tensor, axes: list[str], dim: int = 0, *sizes_and_own: Any) -> Tensor:
+    along = _Along(WORLDS[world], tuple(axes), dim, tuple(sizes_and_own[0] if sizes_and_own else ()))
+    result = _COLLECTIVES[name].start(x, along, along)().contiguous()
+    return result.clone() if result.data_ptr() == x.data_ptr() else result
+
+
+def _like(
+    name: str, x: Tensor, _world: Any, _axes: Any, dim: int = 0, sizes: Sequence[int] = (), own: int = 0
+) -> Tensor:
+    size = own if _COLLECTIVES[name].output == "split" else sum(sizes)
+    return x.new_empty(_resized(x, dim, size) if sizes else x.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 (torch names it)
+    ctx.name, _, world, *ctx.place = inputs
+    ctx.save_for_backward(world)
+
+
+def _run_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    backward = _COLLECTIVES[ctx.name].backward
+    return None, in_graph(gradient, name=backward, world=ctx.saved_tensors[0], place=ctx.place), *[None] * 5
+
+
+torch.library.register_fake("meshwise::collective", _like)
+torch.library.register_autograd("meshwise::collective", _run_backward, setup_context=_save)

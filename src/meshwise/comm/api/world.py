@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from meshwise.base.mesh import Mesh
+from meshwise.base.tickets import Tickets
 from meshwise.comm.api.flight_recorder import (
     ActivityStopwatch,
     CallLine,
@@ -44,6 +45,10 @@ from meshwise.comm.api.streams import streams_of
 _BITS: Mapping[str, float] = {"k": 1e3, "M": 1e6, "G": 1e9}
 _SECONDS: Mapping[str, float] = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _LINK = re.compile(r"(\d+(?:\.\d+)?)([kMG])bit +(\d+(?:\.\d+)?)(us|ms|s)((?: +[a-z]\w*)*)")
+
+
+WORLDS: "Tickets[World]" = Tickets()
+"""Worlds by `World.ticket`."""
 
 
 @dataclass
@@ -121,6 +126,10 @@ class Group:
     def size(self) -> int:
         """Number of ranks in the group."""
         return len(self.ranks)
+
+    def own(self, sizes: Sequence[int]) -> int:
+        """Return this rank's of the ranks' sizes. Equal sizes need no index, so ranks share code of torch.compile."""
+        return sizes[0] if min(sizes) == max(sizes) else sizes[self.index]
 
 
 def require_root(group: Group, *, root: int) -> Group:
@@ -215,6 +224,7 @@ class World(abc.ABC):
         self.flight_recorder = flight_recorder or FlightRecorder()
         self.side_by_side = SideBySide(self.flight_recorder)
         self._groups: dict[tuple[str, ...], Group] = {}
+        self.ticket = WORLDS.add(self)
 
     @property
     def size(self) -> int:
@@ -232,6 +242,7 @@ class World(abc.ABC):
             raise ValueError(f"the mesh {mesh} has {mesh.size} ranks, the world {self.size}")
         view = copy.copy(self)
         view.mesh, view._groups = mesh, {}
+        view.ticket = WORLDS.add(view)
         if self.link is not None:  # views share the link, which is occupied by the calls of all of them
             self.link.axes |= {part for name, parts in mesh.joint if name in self.link.axes for part in parts}
         return view

@@ -205,7 +205,8 @@ def slice_heads(attention: nn.Module, *, context: SplitContext, names: Sequence[
         """Return this rank's heads of (1 or rows, heads, …); `align_arguments` moves the rows."""
         return x[:, own] if x.dim() == 4 and x.size(1) == size else x
 
-    _change_arguments(attention, {name: take if name in BY_HEAD else take_of_mask for name in names}.get)
+    changes = {name: take if name in BY_HEAD else take_of_mask for name in names}
+    _change_arguments(attention, lambda name: changes.get(name))  # noqa: PLW0108 (torch.compile tells dicts' methods apart)
 
 
 def _change_arguments(module: nn.Module, change: Callable[[str], Change | None]) -> None:
@@ -276,7 +277,8 @@ class GatheredOutputs:
             self._note(list(itertools.islice(tensors((args, by_name)), 1)), whole())
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._note([output[0] if isinstance(output, tuple) else output], whole())
+            if not torch.compiler.is_dynamo_compiling():  # nothing but its hidden states leaves a compiled block
+                self._note([output[0] if isinstance(output, tuple) else output], whole())
 
         module.register_forward_hook(after, prepend=True)
         if given:
@@ -290,12 +292,14 @@ class GatheredOutputs:
         whole = functools.partial(_all_heads, context=context, sizes=sizes)
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            if isinstance(output, tuple):
-                self._note([x for x in tensors(output[1:]) if x.dim() == 4 and x.size(1) == own], whole)
+            weights = output[1:] if isinstance(output, tuple) else ()
+            if found := [x for x in tensors(weights) if x.dim() == 4 and x.size(1) == own]:
+                self._note(found, whole)
 
         if len(sizes) > 1:
             attention.register_forward_hook(after)
 
+    @gradient.uncompiled
     def _note(self, found: list[Any], whole: Change) -> None:
         self._parts |= {id(x): (weakref.ref(x), whole) for x in found if isinstance(x, Tensor)}
 

@@ -17,7 +17,7 @@ The backward may be run in two parts, for dX and for dW. Each part gathers the o
 for dW. Both gather dY if Y was scattered. Until dW is computed, a rank keeps its own parts of dY and X."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -71,7 +71,7 @@ class InputGather:
 
     def __init__(self, world: World, *, moved: OperandMove) -> None:
         self._world = world
-        self._moved = moved
+        self.moved = moved
         self.readers = 0
         """Number of products that will need X in their backward."""
         self._left = 0
@@ -80,7 +80,7 @@ class InputGather:
     def regather(self, stored: Tensor) -> Finish:
         """Return a function that waits for the gather of `stored`. The first call starts it, the last releases it."""
         if self._arriving is None:
-            self._arriving = _gather(_ready(stored), self._moved, world=self._world)
+            self._arriving = _gather(_ready(stored), self.moved, world=self._world)
             self._left = self.readers
         arriving = self._arriving
         self._left -= 1
@@ -121,6 +121,57 @@ def to_product_dtype(x: Tensor) -> Tensor:
     return x if dtype is None else x.to(dtype)
 
 
+def multiply(
+    x: Tensor, *, weight: Tensor, bias: Tensor | None, operation: MatmulCollectives
+) -> tuple[Tensor, list[Tensor]]:
+    """Return this rank's part of X·W plus the bias, and the gathered operands if `operation` keeps them."""
+    first = not operation.y.axes or operation.world.group(operation.y.axes).index == 0
+    added = bias if first else None  # if ranks sum Y, only the first rank adds the bias
+    kept: list[Tensor] = []
+
+    def compute() -> Tensor:
+        x_coming, w_coming = _operands(_ready(x), _ready(weight), x=operation.x, w=operation.w, operation=operation)
+        x_whole, w_whole = x_coming(), w_coming()
+        kept.extend([x_whole, w_whole] if operation.keeps else [])
+        y = _product(x_whole, w_whole, bias=added, summed=operation.y, world=operation.world)
+        return _reduce(y, operation.y, world=operation.world)()
+
+    return compute() if operation.keeps else operation.recall.once(compute), kept
+
+
+def multiply_backward(
+    dy: Tensor,
+    *,
+    saved: Sequence[Tensor],
+    operation: MatmulCollectives,
+    needed: Sequence[bool],
+    gathering: InputGather | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of X, W and the bias, each only if `needed`. saved: X and W, and the gathered operands if
+    they were kept. gathering: of X, if X is this rank's part of what several products read."""
+    x, weight, *kept = (_ready(tensor) for tensor in saved)
+    for_x, for_w, for_bias = needed
+    arriving = _gather(_ready(dy), operation.y if for_x or for_w else OperandMove(), world=operation.world)
+    whole = x if gathering is None or not for_w else gathering.regather(x())
+    own, d_bias, experts = dy, None, weight().dim() == 3
+    if for_bias and operation.y.dim is not None:  # while dy arrives
+        d_bias = _rows_of(own, experts=experts).sum(-2)
+    dy = arriving()
+    x_moved, w_moved = operation.x if for_w else OperandMove(), operation.w if for_x else OperandMove()
+    x_coming, w_coming = kept or _operands(whole, weight, x=x_moved, w=w_moved, operation=operation)
+    dx = dw = None
+    if for_x:
+        partial = _product(dy, w_coming().mT.conj(), summed=operation.x, world=operation.world)
+        dx = _reduce(partial, operation.x, world=operation.world)
+    if for_bias and d_bias is None:
+        d_bias = _rows_of(own, experts=experts).sum(-2)
+    operation.world.progress()  # other ranks have sent their dx by now, so this does not wait
+    if for_w:
+        partial = _outer(x_coming().conj(), dy, input_dim=operation.input_dim, experts=experts)
+        dw = _reduce(partial, operation.w, world=operation.world)
+    return dx and dx(), dw and dw(), d_bias
+
+
 class _Multiply(torch.autograd.Function):
     """Autograd function of the matmul; the module docstring shows forward and backward."""
 
@@ -128,57 +179,30 @@ class _Multiply(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: MatmulCollectives, operand: MatmulInput
     ) -> Tensor:
-        first = not operation.y.axes or operation.world.group(operation.y.axes).index == 0
-        added = bias if first else None  # if ranks sum Y, only the first rank adds the bias
-        kept: list[Tensor] = []
-
-        def multiply() -> Tensor:
-            x_coming, w_coming = _operands(_ready(x), _ready(weight), operation)
-            x_whole, w_whole = x_coming(), w_coming()
-            kept.extend([x_whole, w_whole] if operation.keeps else [])
-            y = _product(x_whole, w_whole, bias=added, summed=operation.y, world=operation.world)
-            return _reduce(y, operation.y, world=operation.world)()
-
-        # The result is no view, so that the model may write to it in place.
-        y = same_memory(multiply() if operation.keeps else operation.recall.once(multiply))
+        y, kept = multiply(x, weight=weight, bias=bias, operation=operation)
         ctx.operation = operation
         ctx.gathering = operand.gathering if ctx.needs_input_grad[1] else None
         if ctx.gathering is not None:
             ctx.gathering.readers += 1
         ctx.save_for_backward(x if operand.stored is None else operand.stored, weight, *kept)
-        return y
+        return same_memory(y)  # no view, so that the model may write to it in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        operation: MatmulCollectives = ctx.operation
-        x, weight, *kept = (_ready(tensor) for tensor in ctx.saved_tensors)
-        for_x, for_w, for_bias = needed_gradients(ctx)[:3]
-        arriving = _gather(_ready(dy), operation.y if for_x or for_w else OperandMove(), world=operation.world)
-        whole = x if ctx.gathering is None or not for_w else ctx.gathering.regather(x())
-        own, d_bias, experts = dy, None, weight().dim() == 3
-        if for_bias and operation.y.dim is not None:  # while dy arrives
-            d_bias = _rows_of(own, experts=experts).sum(-2)
-        dy = arriving()
-        moved_x, moved_w = operation.x if for_w else OperandMove(), operation.w if for_x else OperandMove()
-        x_coming, w_coming = kept or _operands(whole, weight, dataclasses.replace(operation, x=moved_x, w=moved_w))
-        dx = dw = None
-        if for_x:
-            partial = _product(dy, w_coming().mT.conj(), summed=operation.x, world=operation.world)
-            dx = _reduce(partial, operation.x, world=operation.world)
-        if for_bias and d_bias is None:
-            d_bias = _rows_of(own, experts=experts).sum(-2)
-        operation.world.progress()  # other ranks have sent their dx by now, so this does not wait
-        if for_w:
-            partial = _outer(x_coming().conj(), dy, input_dim=operation.input_dim, experts=experts)
-            dw = _reduce(partial, operation.w, world=operation.world)
-        return dx and dx(), dw and dw(), d_bias, None, None
+        needed = needed_gradients(ctx)[:3]
+        gradients = multiply_backward(
+            dy, saved=ctx.saved_tensors, operation=ctx.operation, needed=needed, gathering=ctx.gathering
+        )
+        return *gradients, None, None
 
 
-def _operands(x: Finish, weight: Finish, operation: MatmulCollectives) -> tuple[Finish, Finish]:
+def _operands(
+    left: Finish, weight: Finish, *, x: OperandMove, w: OperandMove, operation: MatmulCollectives
+) -> tuple[Finish, Finish]:
     """Start to gather X and W, and return functions that wait for X and for W (out, in)."""
-    x_coming = _gather(x, operation.x, world=operation.world)
-    w_coming = _gather(weight, operation.w, world=operation.world)
+    x_coming = _gather(left, x, world=operation.world)
+    w_coming = _gather(weight, w, world=operation.world)
     return x_coming, w_coming if operation.input_dim == -1 else lambda: w_coming().mT
 
 

@@ -1,7 +1,7 @@
 """Torch's layers on one rank's shards: linear, head, embedding, LayerNorm, RMSNorm, multi-head attention.
 
-Each `Sharded…` class becomes the first base class of a module's class. Its attribute `sharding` knows the split. Its
-forward calls collectives, so under compile=blocks it runs uncompiled, between the compiled parts of its block.
+Each `Sharded…` class becomes the first base class of a module's class. Its attribute `sharding` knows the split. Under
+compile=blocks a linear is one operator in the graph of its block; others run uncompiled, between compiled parts.
 
 *Embedding*: a rank looks up the tokens in its part of the vocabulary, and has zeros for all other tokens. The ranks sum
 the results. The sum equals the product of one-hot rows and the table.
@@ -23,6 +23,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ from meshwise.layout.layout import ANYWHERE, Layout
 from meshwise.model.parameter_table import Placement
 from meshwise.model.torch_private import in_backward, needed_gradients
 from meshwise.tensor.core.activation_reshard import sum_gradient_over_heads, to_hidden_rows, to_inner_rows
+from meshwise.tensor.core.compiled_matmul import PRODUCTS, compiled_matmul
 from meshwise.tensor.core.matmul import MatmulCollectives, MatmulInput, OperandMove, matmul
 from meshwise.tensor.core.module_role import Norm, Part
 from meshwise.tensor.core.split_context import BoundToRank, SplitContext
@@ -70,6 +72,8 @@ class Projection(BoundToRank):
         self._hidden = context.hidden_sizes(shape[input_dim])
         self._input_dim = input_dim
         self.weight_move = self._weight_move(tuple(shape))
+        self.ticket = PRODUCTS.add(self)
+        self._operations: dict[tuple[tuple[int, ...], ...], MatmulCollectives] = {}
 
     @property
     def input_move(self) -> OperandMove:
@@ -91,16 +95,12 @@ class Projection(BoundToRank):
         unflattened = context.unflatten(x, product=product)
         if unflattened is not x:
             return self(unflattened, weight, bias).flatten(0, 1)
-        operation = MatmulCollectives(
-            world=context.world,
-            x=OperandMove() if self._shares else self.input_move,
-            w=self.weight_move,
-            y=context.operand_move(product.y),
-            input_dim=self._input_dim,
-            keeps=context.keeps,
-            recall=context.recall,
-        )
-        y = matmul(self._operand(x), weight=weight, bias=bias, operation=operation)
+        operation, operand = self.operation(), self._operand(x)
+        multiplied = matmul
+        if torch.compiler.is_dynamo_compiling():
+            shape = self._shape(operand.value, weight, operation=operation)
+            multiplied = partial(compiled_matmul, product=self.ticket, shape=shape)
+        y = multiplied(operand, weight=weight, bias=bias, operation=operation)
         if self.part.role == "single" and not context.scheme.hidden:
             y = gradient.replicate(y, world=context.world, axes=product.features, dim=-1, sizes=self.out_sizes).wait()
         return y
@@ -112,6 +112,32 @@ class Projection(BoundToRank):
             return local
         logits = SplitLogits(local, vocabulary=DimShards(self.context.world, axes, self.out_sizes))
         return logits.whole() if self.part.whole_features else logits
+
+    def operation(self, sizes: Sequence[Sequence[int]] = ()) -> MatmulCollectives:
+        """Return the collectives of the product. sizes: the ranks' sizes of X and Y; by default the present ones."""
+        key = tuple(map(tuple, sizes))
+        if key in self._operations:
+            return self._operations[key]
+        x = OperandMove() if self._shares else self.input_move
+        y = self.context.operand_move(self.product.y)
+        if key:
+            x, y = (dataclasses.replace(one, sizes=size or None) for one, size in zip((x, y), key, strict=True))
+        context, dim = self.context, self._input_dim
+        found = MatmulCollectives(context.world, x, self.weight_move, y, dim, context.keeps, context.recall)
+        if key:
+            self._operations[key] = found
+        return found
+
+    def _shape(self, x: Tensor, weight: Tensor, *, operation: MatmulCollectives) -> list[int]:
+        """Return the shape of the product's result on this rank."""
+        moved, w, y, out = operation.x, operation.w, operation.y, -3 - self._input_dim
+        shape = [*x.shape[:-1], sum(w.sizes) if w.sizes is not None and w.dim == out else weight.size(out)]
+        if moved.dim is not None and moved.dim != -1:
+            shape[moved.dim] = sum(moved.sizes or [shape[moved.dim]] * self.context.degree(moved.axes))
+        if y.dim is not None:
+            sizes = y.sizes or [shape[y.dim] // self.context.degree(y.axes)]
+            shape[y.dim] = self.context.world.group(y.axes).own(sizes)
+        return shape
 
     def _operand(self, x: Tensor) -> MatmulInput:
         """Return input `x` as an operand. Linears with the same input share one gather."""
@@ -140,9 +166,14 @@ class ShardedLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    @gradient.uncompiled
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (the name that torch gives it)
         """Return this rank's part of the linear's output."""
+        if torch.compiler.is_dynamo_compiling() and not self.sharding.context.keeps:
+            return self.sharding(input, self.weight, self.bias)
+        return self._uncompiled(input)
+
+    @gradient.uncompiled
+    def _uncompiled(self, input: Tensor) -> Tensor:  # noqa: A002 (as of `forward`)
         return self.sharding(input, self.weight, self.bias)
 
 

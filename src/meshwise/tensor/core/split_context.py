@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
@@ -121,13 +122,14 @@ class SharedGather:
 
     def put(self, part: Tensor, *, operand: MatmulInput, readers: int) -> None:
         """Keep the gathered `operand` of `part` for `readers` matrices; tensors of inference mode are not kept."""
-        if readers and not part.is_inference():  # inference tensors have no version
+        if readers and (torch.compiler.is_dynamo_compiling() or not part.is_inference()):  # those have no version
             self.part, self.version, self.operand, self.readers = part, part._version, operand, readers
 
     def take(self, x: Tensor) -> MatmulInput | None:
         """Return the kept operand if `x` is its part or the gathered tensor; else None. The last reader releases it."""
         operand = self.operand
-        if operand is None or not (x is operand.value or (x is self.part and x._version == self.version)):
+        compiles = torch.compiler.is_dynamo_compiling()  # its tensors have no versions
+        if operand is None or not (x is operand.value or (x is self.part and (compiles or x._version == self.version))):
             return None
         self.readers -= 1
         if not self.readers:
@@ -222,10 +224,11 @@ class SplitContext:
         if moved.dim is None:
             whole = gradient.copy(sent, world=self.world, axes=moved.axes).wait()
         else:
-            dim, sizes, own = moved.dim, moved.sizes, self.world.group(moved.axes).index
-            if sizes is not None and dim == DIMS["tokens"] and x.size(dim) != sizes[own]:
+            dim, sizes = moved.dim, moved.sizes
+            own = x.size(dim) if sizes is None or dim != DIMS["tokens"] else self.world.group(moved.axes).own(sizes)
+            if sizes is not None and x.size(dim) != own:
                 raise ValueError(
-                    f"an attention reads {x.size(dim)} tokens, and this rank has {sizes[own]} of the hidden states' "
+                    f"an attention reads {x.size(dim)} tokens, and this rank has {own} of the hidden states' "
                     f"{sum(sizes)}: sequence_parallel=1 does not split another sequence, such as an encoder's output. "
                     "Use sequence_parallel=0"
                 )
