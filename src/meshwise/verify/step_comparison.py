@@ -214,8 +214,10 @@ class StepComparison:
         """Return the first module of the forward whose output has a different mean square, or None."""
         assert self._reference is not None
         sides = [outputs.mean_squares() for outputs in self._reference.outputs]
-        differs = lambda name: self._number(ours.get(name, 0.0), [side[name] for side in sides], step).over  # noqa: E731
-        return next(filter(differs, self._reference.outputs[0].order), None)
+        for name in self._reference.outputs[0].order:
+            if self._number(ours.get(name, 0.0), [side[name] for side in sides], step).over:
+                return name
+        return None
 
 
 def _keep_worst(worst: dict[str, BoundedDifference], figures: Mapping[str, BoundedDifference]) -> None:
