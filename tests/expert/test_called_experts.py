@@ -1,6 +1,5 @@
 """Test that experts which a block calls one by one are divided by a rule, and give the numbers of one process."""
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -104,13 +103,13 @@ KINDS: Mapping[str, tuple[type[nn.Module], Mapping[str, str]]] = {
 }
 
 
-BUILDING = threading.Lock()
-
-
 def build(kind: str) -> nn.Module:
-    with BUILDING:  # ranks that are threads have one generator
-        torch.manual_seed(0)
-        return Model(KINDS[kind][0]).double()
+    """A model whose values are from a generator of its own: ranks that are threads share torch's."""
+    model, generator = Model(KINDS[kind][0]).double(), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3, generator=generator)
+    return model
 
 
 def training(kind: str, rules: Mapping[str, str] | None = None) -> dict[str, Any]:
