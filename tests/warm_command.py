@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from multiprocessing import connection
+from multiprocessing import connection, current_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -85,11 +85,14 @@ def _main(
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115 - as at the start of Python
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: PTH123, SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the suite was started by nohup
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the server blocks Ctrl-C
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.path.insert(0, "")  # as `python -m` has it
+    tempfile.tempdir = None  # as the variables say
+    current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined] # of multiprocessing itself
     sys.modules.pop("__mp_main__", None)  # the program of the one who started us
     sys.argv = [module, *words]
     atexit._clear()  # what the server has to do at its end
