@@ -82,8 +82,8 @@ def _main(
     with open(errors, "ab", buffering=0) as file:  # noqa: PTH123 - a path travels as text
         os.dup2(file.fileno(), 2)
     # Those of the server may be files, which know their place.
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115 - as at the start of Python
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: PTH123, SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as at the start of Python
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the suite was started by nohup
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the server blocks Ctrl-C
