@@ -1,8 +1,8 @@
 """Start commands in processes that are forked from the server of the ranks, which has imported torch.
 
-`python -m meshwise` takes seconds for its imports alone. What is started here has a session, a folder, variables and
-streams of its own, too, and runs the same module as `__main__`. Where the start itself or the exit of Python is what a
-test is about, it uses `subprocess`."""
+`python -m meshwise` takes seconds for its imports alone. A process that is started here has a session, a folder,
+variables and streams of its own, too, and runs the same module or program as `__main__`. Tests of the start or of the
+exit of Python itself use `subprocess`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from multiprocessing import connection, current_process
+from multiprocessing import connection, current_process, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 
 from meshwise.comm.launch.fork_server import start_context
 
@@ -24,9 +25,12 @@ from meshwise.comm.launch.fork_server import start_context
 class WarmCommand:
     """A module that runs with some words, in the way of `subprocess.Popen`.
 
-    module: as after `python -m`. variables: of its environment, besides those of this process."""
+    module: as after `python -m`; `-c` runs the program in the next word. folder: by default this process's. variables:
+    of its environment, besides those of this process."""
 
-    def __init__(self, module: str, *words: str, folder: Path, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, module: str, *words: str, folder: Path | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
         self._errors = tempfile.NamedTemporaryFile(prefix="errors-")  # noqa: SIM115 - closed by `communicate`
         ours, theirs = connection.Pipe(duplex=False)
         with ours, theirs:
@@ -37,13 +41,17 @@ class WarmCommand:
                 kwargs={
                     "output": theirs,
                     "errors": self._errors.name,
-                    "folder": str(folder),
+                    "folder": str(folder or Path.cwd()),
                     "environment": os.environ | (variables or {}),
                 },
             )
             self.process.start()
         assert self.process.pid is not None
         self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        """Its status if it has ended."""
+        return self.process.exitcode
 
     def wait(self, timeout: float) -> int:
         """Its status, as of `subprocess`: below 0 that of a signal. Raises TimeoutError if it has not ended."""
@@ -64,6 +72,15 @@ class WarmCommand:
         self.stdout.close()
         with self._errors:
             return found[0], Path(self._errors.name).read_text(encoding="utf-8")
+
+    def end(self, timeout: float = 200.0) -> tuple[int, str, str]:
+        """Its status, and the rest of what it printed on stdout and stderr."""
+        try:
+            out, err = self.communicate(timeout)
+        except TimeoutError:
+            self.kill()
+            raise
+        return self.wait(0), out, err
 
     def kill(self) -> None:
         """End the process if it runs, and forget its streams."""
@@ -94,9 +111,28 @@ def _main(
     tempfile.tempdir = None  # as the variables say
     current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined] # of multiprocessing itself
     sys.modules.pop("__mp_main__", None)  # the program of the one who started us
-    sys.argv = [module, *words]
+    vars(resource_tracker._resource_tracker).update(_fd=None, _pid=None)  # its own: what it leaves is told at its end
     atexit._clear()  # what the server has to do at its end
+    interrupted = False
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module == "-c":
+            sys.argv = ["-c", *words[1:]]
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(words[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+        else:
+            sys.argv = [module, *words]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - printed as by Python; multiprocessing would do it another way
+        sys.excepthook(type(error), error, error.__traceback__)
+        if not isinstance(error, KeyboardInterrupt):
+            sys.exit(1)
+        interrupted = True
     finally:
         atexit._run_exitfuncs()  # a forked process ends without
+    if interrupted:
+        util._exit_function()  # type: ignore[attr-defined] # of multiprocessing itself
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)

@@ -60,11 +60,6 @@ class Command(WarmCommand):
         """Read its lines up to the one that begins with `text`."""
         assert any(line.startswith(text) for line in self.stdout), f"it ended without {text!r}"
 
-    def end(self) -> tuple[int, str, str]:
-        """Its status, and the rest of what it printed on stdout and stderr."""
-        out, err = self.communicate(timeout=END_SECONDS)
-        return self.wait(0), out, err
-
     def left(self) -> list[str]:
         """The processes of its session that do not end by themselves within seconds."""
         stop = time.monotonic() + END_SECONDS
@@ -142,7 +137,7 @@ def test_the_demo_trains_and_the_torchrun_line_it_prints_does_the_same(
     assert {path.name for path in (folder / "run").iterdir()} == {"job.toml", "metrics.jsonl", "parameters.safetensors"}
 
     printed = next(line for line in out.splitlines() if line.strip().startswith("torchrun"))
-    status, _, err = Command("torch.distributed.run", *shlex.split(printed)[1:], folder=folder).end()
+    status, _, err = Command("forked_torchrun", *shlex.split(printed)[1:], folder=folder).end()
 
     assert status == 0, err
     assert steps(folder / "run-2") == steps(folder / "run")
@@ -168,7 +163,7 @@ def test_a_model_that_raises_on_one_rank_is_one_message_and_its_traceback_is_in_
 
 def test_one_rank_that_raises_under_torchrun_is_told_and_nobody_is_said_to_disagree(folder: Path) -> None:
     words = ["--standalone", "--nproc-per-node=2", "-m", "meshwise", *own("raise")]
-    status, _, err = Command("torch.distributed.run", *words, folder=folder).end()
+    status, _, err = Command("forked_torchrun", *words, folder=folder).end()
 
     assert status == 1
     assert "[rank 1] meshwise train failed: ArithmeticError: this model cannot count to three" in err
