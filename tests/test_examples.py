@@ -12,7 +12,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from torch.multiprocessing import start_processes
+from torch.multiprocessing.spawn import start_processes
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from free_port import free_port
 from meshwise.cli.main import main
@@ -117,12 +119,21 @@ def test_a_script_has_the_losses_of_its_plain_version(
 
 
 def ddp(rank: int, port: int, folder: str) -> None:
-    """One of two ranks, as torchrun starts them."""
+    """One of two ranks, as torchrun starts them.
+
+    Its model is never freed: that joins a thread of gloo, which may wait for the lock of the interpreter for ever."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()})
     os.chdir(folder)
-    losses = loaded("ddp_classifier/plain").main()
-    Path(f"{rank}.json").write_text(json.dumps(losses))
+    plain, models = loaded("ddp_classifier/plain"), list[Module]()
+
+    def kept(model: Module) -> Module:
+        models.append(DistributedDataParallel(model))
+        return models[-1]
+
+    vars(plain)["DistributedDataParallel"] = kept
+    Path(f"{rank}.json").write_text(json.dumps(plain.main()))
+    os._exit(0)
 
 
 @functools.cache
