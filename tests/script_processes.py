@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from free_port import free_port
+from warm_command import WarmCommand
 
 SECONDS = 200.0
 
@@ -29,21 +30,13 @@ def ended(source: str, *words: str, folder: Path, **environment: str) -> subproc
 def ended_ranks(source: str, *, size: int) -> list[tuple[int, str, str]]:
     """Status, output and errors of each rank of a program that nothing launches."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common = {**os.environ, **meeting, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    common = {**meeting, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", source],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        WarmCommand("-c", source, variables={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(size)
     ]
     try:
-        told = [rank.communicate(timeout=SECONDS) for rank in ranks]
-        return [(rank.returncode, *texts) for rank, texts in zip(ranks, told, strict=True)]
+        return [rank.end(SECONDS) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()

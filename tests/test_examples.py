@@ -3,15 +3,22 @@
 import difflib
 import functools
 import importlib.util
+import json
+import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch.multiprocessing.spawn import start_processes
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
+from free_port import free_port
+from meshwise.cli.main import main
+from meshwise.comm.launch.fork_server import start_context
 from meshwise.engine.step_result import StepResult
 from meshwise.plan import Plan
 from meshwise.testing import run
@@ -111,15 +118,33 @@ def test_a_script_has_the_losses_of_its_plain_version(
         assert losses == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+def ddp(rank: int, port: int, folder: str) -> None:
+    """One of two ranks, as torchrun starts them.
+
+    Its model is never freed: that joins a thread of gloo, which may wait for the lock of the interpreter for ever."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({"MASTER_ADDR": "127.0.0.1"} | {name: str(number) for name, number in numbers.items()})
+    os.chdir(folder)
+    plain, models = loaded("ddp_classifier/plain"), list[Module]()
+
+    def kept(model: Module) -> Module:
+        models.append(DistributedDataParallel(model))
+        return models[-1]
+
+    vars(plain)["DistributedDataParallel"] = kept
+    Path(f"{rank}.json").write_text(json.dumps(plain.main()))
+    os._exit(0)
+
+
 @functools.cache
 def losses_of_ddp() -> list[float]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, str(EXAMPLES / "ddp_classifier" / "plain.py")]
+    """Of each epoch's last step."""
+    start_context()  # its server blocks Ctrl-C, for later tests of this process too
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert len(losses) == 3, done.stderr
-    return losses
+        start_processes(ddp, args=(free_port(), folder), nprocs=2, start_method="forkserver")
+        losses: list[float] = json.loads((Path(folder) / "0.json").read_text())
+    assert len(losses) == 12
+    return losses[3::4]
 
 
 @pytest.mark.processes
@@ -145,13 +170,12 @@ def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(found["unfrozen"], StepResult)
 
 
-def test_the_job_with_a_mixture_trains_on_two_processes(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_the_job_with_a_mixture_trains_on_two_processes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sizes = ("--model.arguments", "layers=1", "width=8", "heads=1", "positions=rotary", "experts=4", "routing=biased")
     small = ("--data.files", __file__, "--data.cache", str(tmp_path / "cache"), "--data.context", "16")
     steps = ("--train.steps", "2", "--train.log-every", "1", "--train.output", str(tmp_path / "run"))
-    words = (str(EXAMPLES / "mixture.toml"), *sizes, *small, *steps)
-    ran = subprocess.run(
-        [sys.executable, "-m", "meshwise", "train", *words], capture_output=True, text=True, check=True
-    )
-    assert "plan     dp=2 ep=2 zero=1" in ran.stdout
-    assert "experts  the busiest one got" in ran.stdout
+    assert main(["train", str(EXAMPLES / "mixture.toml"), *sizes, *small, *steps]) == 0
+    said = capfd.readouterr().out
+    assert "plan     dp=2 ep=2 zero=1" in said
+    assert "experts  the busiest one got" in said

@@ -75,9 +75,10 @@ class CheapValues(Grid):
     """Grid of which `make test` runs cells that have every value of its cheap cells, and the cells of `IN_STAGES`."""
 
     def part(self) -> list[Cell]:
-        cheap = Grid(self.axes, exists=lambda cell: self.exists(cell) and is_cheap(cell), strength=1).part()
+        cheap = Grid(self.axes, exists=lambda cell: is_cheap(cell) and self.exists(cell), strength=1).part()
         more = [(*staged, "none", "fp32") for staged in IN_STAGES]
-        return cheap + [cell for cell in self.whole() if cell not in cheap and tuple(map(cell.get, _ORDER)) in more]
+        staged = Grid(self.axes, exists=lambda cell: tuple(map(cell.get, _ORDER)) in more and self.exists(cell))
+        return cheap + [cell for cell in staged.whole() if cell not in cheap]
 
 
 GRID = CheapValues(

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from unittest import mock
 
@@ -14,6 +12,7 @@ from meshwise.bench.doctor import DoctorReport, MachineFinding, check_port, chec
 from meshwise.cli.main import main
 from meshwise.comm.api.world import World
 from meshwise.comm.network.job_store import address_towards, roll_call
+from warm_command import WarmCommand
 from warm_processes import Processes
 
 JOB = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -137,15 +136,10 @@ def test_ranks_that_nothing_launched_connect_after_the_roll_call(port: int) -> N
     except OSError:
         pytest.skip("this machine has no interface but loopback")
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": own, "MASTER_PORT": str(port)}
-    words = [sys.executable, "-m", "meshwise", "doctor", "--seconds", "20"]
-    ranks = [
-        subprocess.Popen(
-            words, env={**os.environ, **job, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in "01"
-    ]
-    told = [rank.communicate(timeout=200)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told
+    words = ["meshwise", "doctor", "--seconds", "20"]
+    ranks = [WarmCommand(*words, variables={**job, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+    told = [rank.end() for rank in ranks]
+    assert [status for status, *_ in told] == [0, 0], told
 
 
 # ---- the command -------------------------------------------------------------------------------------------------
@@ -197,11 +191,10 @@ run_threads(2, main)
 """
 
 
+@pytest.mark.processes
 def test_an_exchange_that_hangs_is_ended_with_the_position() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SILENT_RANK], capture_output=True, text=True, timeout=200, check=False
-    )
+    status, _, errors = WarmCommand("-c", SILENT_RANK).end()
 
-    assert ended.returncode == 1
-    assert "made no progress for 0.5 s while exchanging messages at #0 send[rank] to 1 2 float32" in ended.stderr
-    assert "GLOO_SOCKET_IFNAME" in ended.stderr
+    assert status == 1
+    assert "made no progress for 0.5 s while exchanging messages at #0 send[rank] to 1 2 float32" in errors
+    assert "GLOO_SOCKET_IFNAME" in errors

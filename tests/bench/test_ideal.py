@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import contestants
+from bench.warm_team import start
 from ideal import ENTRIES, Distance, Entry, command, main, parse
+from team import Team
 
 SMALL = ["layers=1", "width=32", "heads=2", "sequence=16", "vocabulary=64", "batch=8"]
 
@@ -59,8 +61,11 @@ def test_bad_arguments_end_with_one_line() -> None:
 
 
 @pytest.mark.processes
-def test_a_small_run_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_run_is_told_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those that exchange nothing are held to the first loss only."""
+    monkeypatch.setattr(Team, "_start", start)
     page = tmp_path / "benchmarks.md"
     page.write_text("<!-- ideal: begin -->\n<!-- ideal: end -->\n")
     chosen = ["--only", "apart, micro", "--only", "meshwise zero=2"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import contestants
+from bench.warm_team import start
 from gpt import Shape
 from peer_table import Pair, markdown, summarise, write_between_markers
 from peers import check_losses, command, main, parse
@@ -117,7 +118,10 @@ SMALL = ["layers=1", "width=32", "heads=2", "sequence=16", "vocabulary=64", "bat
 
 
 @pytest.mark.processes
-def test_a_small_match_is_played_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_match_is_played_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Team, "_start", start)
     page = tmp_path / "benchmarks.md"
     page.write_text("<!-- peers: begin -->\n<!-- peers: end -->\n")
     words = ["--ranks", "1", "--rounds", "1", "--pairs", "1", "--steps", "1", "--only", "tuned", "--docs", str(page)]

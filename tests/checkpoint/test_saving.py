@@ -2,8 +2,6 @@
 
 import os
 import resource
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from meshwise.data_parallel.checkpoint_slices import StoredSlice
 from meshwise.engine.parallelize import parallelize
 from meshwise.engine.trainer import Trainer
 from meshwise.testing import run
+from warm_command import WarmCommand
 
 CPU = torch.device("cpu")
 
@@ -322,9 +321,8 @@ MEMORY = """
 def test_a_save_takes_one_staging_buffer_of_memory_and_a_load_one_window(tmp_path: Path) -> None:
     """By the high-water mark of its memory: that of `getrusage` begins with the one of the process that started it."""
     script = textwrap.dedent(MEMORY)
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, timeout=200
-    )
-    saving, loading = map(int, done.stdout.split())
+    status, output, errors = WarmCommand("-c", script, str(tmp_path)).end()
+    assert status == 0, errors
+    saving, loading = map(int, output.split())
     assert saving <= 64 + 8, "MB above 256 MB of state; the staging buffer is 64 MB"
     assert loading <= 8 + 8, "the window is 8 MB"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from grid import Grid
 from meshwise.cli.main import COMMANDS, main
 from meshwise.cli.shared_flags import local_ranks
 from meshwise.comm.in_process.thread_and_trace_worlds import run_threads
@@ -63,48 +61,69 @@ def test_a_command_that_does_not_train_offers_no_restarts(command: str, capsys: 
     assert "--restarts" not in printed
 
 
-def test_a_reader_that_has_seen_enough_ends_it_without_a_word(tmp_path: Path) -> None:
-    words = "draw mesh --plan=tp=2"
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "meshwise", *words.split()]
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False, cwd=tmp_path)
-    os.close(writing)
+OUTPUTS = """
+import json, os, sys
+from pathlib import Path
+from meshwise.cli.main import main
 
-    assert (ended.returncode, ended.stderr) == (141, b"")
+def ended(name, words, *, to=None, encoding="utf-8"):
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if to is not None:
+        os.dup2(to, 1)
+        os.dup2(os.open(f"{name}.errors", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stdout = open(1, "w", encoding=encoding, closefd=False)
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)
+    sys.argv = ["meshwise", *words]
+    sys.exit(main())  # and Python ends as it does
 
-
-def test_a_full_disk_under_what_it_says_is_one_message(tmp_path: Path) -> None:
-    words = "draw mesh --plan=tp=2"
-    command = [sys.executable, "-m", "meshwise", *words.split()]
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
-    with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, check=False, cwd=tmp_path, text=True, env=buffered
-        )
-
-    assert (ended.returncode, ended.stderr) == (1, "meshwise: cannot write the answer: No space left on device\n")
-
-
-def test_an_output_that_lacks_characters_is_no_error(tmp_path: Path) -> None:
-    words = "draw mesh --plan=tp=2"
-    command = [sys.executable, "-m", "meshwise", *words.split()]
-    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
-    ended = subprocess.run(command, capture_output=True, check=False, cwd=tmp_path, env=ascii_only)
-
-    assert (ended.returncode, ended.stderr) == (0, b"")
-    assert ended.stdout.isascii()
+drawn = ["draw", "mesh", "--plan=tp=2"]
+statuses = {"closed": ended("closed", drawn), "closed, misspelled": ended("closed, misspelled", ["trian"])}
+reading, broken = os.pipe()
+os.close(reading)
+statuses |= {
+    "broken": ended("broken", drawn, to=broken),
+    "full": ended("full", drawn, to=os.open("/dev/full", os.O_WRONLY)),
+    "ascii": ended("ascii", drawn, to=os.open("ascii.output", os.O_WRONLY | os.O_CREAT), encoding="ascii"),
+}
+Path("statuses.json").write_text(json.dumps(statuses))
+"""
 
 
-@pytest.mark.grid(
-    Grid({"said": (("draw mesh --plan=tp=2", 0), ("trian", 2))}, heavy=lambda cell: cell["said"][0] == "trian")
-)
-def test_who_closes_its_output_hears_nothing(said: tuple[str, int], tmp_path: Path) -> None:
-    words, status = said
-    command = shlex.join([sys.executable, "-m", "meshwise", *words.split()])
-    ended = subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], capture_output=True, check=False, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """The folder of what the command said to outputs that go wrong, and with which status it ended each time.
 
-    assert (ended.returncode, ended.stdout, ended.stderr) == (status, b"", b"")
+    Each is a fork of one process that has imported the command, so that Python ends there as it always does; that one
+    was started with closed outputs."""
+    folder = tmp_path_factory.mktemp("outputs")
+    command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", OUTPUTS]
+    ended = subprocess.run(command, capture_output=True, check=False, cwd=folder)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+    return folder, json.loads((folder / "statuses.json").read_text())
+
+
+def test_a_reader_that_has_seen_enough_ends_it_without_a_word(outputs: tuple[Path, dict[str, int]]) -> None:
+    folder, statuses = outputs
+    assert (statuses["broken"], (folder / "broken.errors").read_bytes()) == (141, b"")
+
+
+def test_a_full_disk_under_what_it_says_is_one_message(outputs: tuple[Path, dict[str, int]]) -> None:
+    folder, statuses = outputs
+    said = (folder / "full.errors").read_text()
+    assert (statuses["full"], said) == (1, "meshwise: cannot write the answer: No space left on device\n")
+
+
+def test_an_output_that_lacks_characters_is_no_error(outputs: tuple[Path, dict[str, int]]) -> None:
+    folder, statuses = outputs
+    assert (statuses["ascii"], (folder / "ascii.errors").read_bytes()) == (0, b"")
+    found = (folder / "ascii.output").read_bytes()
+    assert found
+    assert found.isascii()
+
+
+def test_who_closes_its_output_hears_nothing(outputs: tuple[Path, dict[str, int]]) -> None:
+    assert (outputs[1]["closed"], outputs[1]["closed, misspelled"]) == (0, 2)
 
 
 SMALL = ["--train.batch=4", "--data.context=16", "--model.arguments", "layers=1", "width=32", "heads=2"]

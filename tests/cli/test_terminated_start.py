@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from warm_command import WarmCommand
 
 pytestmark = pytest.mark.processes
 
@@ -33,21 +33,12 @@ def test_it_leaves_nothing(end: str, send: Callable[[int, int], None], delay: fl
     temporary.mkdir()
     (tmp_path / "text.txt").write_text("plain words " * 200)
     (tmp_path / "job.toml").write_text(JOB)
-    ignored = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is, and the command would keep to that
-    process = subprocess.Popen(
-        [sys.executable, "-m", "meshwise", "train", "job.toml"],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(temporary)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    signal.signal(signal.SIGHUP, ignored)
+    process = WarmCommand("meshwise", "train", "job.toml", folder=tmp_path, variables={"TMPDIR": str(temporary)})
     until = time.monotonic() + SECONDS
     while not list(temporary.glob("meshwise-*")) and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(delay)
     send(process.pid, signal.Signals[end])
     process.communicate(timeout=SECONDS)
-    assert process.returncode == -signal.Signals[end]
+    assert process.wait(0) == -signal.Signals[end]
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor")] == []

@@ -20,6 +20,7 @@ import pytest
 from grid import Grid
 from meshwise.cli.main import main
 from meshwise.comm.api.world import World
+from warm_command import WarmCommand
 from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
@@ -52,23 +53,12 @@ class Own(nn.Module):
 """
 
 
-class Command:
-    """`meshwise` in a session of its own, so that what it leaves behind can be found."""
-
-    def __init__(self, *words: str, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+class Command(WarmCommand):
+    """A command in a session of its own, so that what it leaves behind can be found."""
 
     def until(self, text: str) -> None:
         """Read its lines up to the one that begins with `text`."""
-        assert self.process.stdout is not None
-        assert any(line.startswith(text) for line in self.process.stdout), f"it ended without {text!r}"
-
-    def end(self) -> tuple[int, str, str]:
-        """Its status, and the rest of what it printed on stdout and stderr."""
-        out, err = self.process.communicate(timeout=200)
-        return self.process.returncode, out, err
+        assert any(line.startswith(text) for line in self.stdout), f"it ended without {text!r}"
 
     def left(self) -> list[str]:
         """The processes of its session that do not end by themselves within seconds."""
@@ -81,7 +71,7 @@ class Command:
         """The processes of its session."""
         rows = subprocess.run(["ps", "-eo", "sess=,stat=,args="], capture_output=True, text=True, check=True).stdout
         split = [row.split(maxsplit=2) for row in rows.splitlines()]
-        return [row[2] for row in split if row[0] == str(self.process.pid) and not row[1].startswith("Z")]
+        return [row[2] for row in split if row[0] == str(self.pid) and not row[1].startswith("Z")]
 
 
 @pytest.fixture
@@ -147,8 +137,7 @@ def test_the_demo_trains_and_the_torchrun_line_it_prints_does_the_same(
     assert {path.name for path in (folder / "run").iterdir()} == {"job.toml", "metrics.jsonl", "parameters.safetensors"}
 
     printed = next(line for line in out.splitlines() if line.strip().startswith("torchrun"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *shlex.split(printed)[1:]]
-    status, _, err = Command(*torchrun, folder=folder).end()
+    status, _, err = Command("forked_torchrun", *shlex.split(printed)[1:], folder=folder).end()
 
     assert status == 0, err
     assert steps(folder / "run-2") == steps(folder / "run")
@@ -173,8 +162,8 @@ def test_a_model_that_raises_on_one_rank_is_one_message_and_its_traceback_is_in_
 
 
 def test_one_rank_that_raises_under_torchrun_is_told_and_nobody_is_said_to_disagree(folder: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "meshwise"]
-    status, _, err = Command(sys.executable, *torchrun, *own("raise"), folder=folder).end()
+    words = ["--standalone", "--nproc-per-node=2", "-m", "meshwise", *own("raise")]
+    status, _, err = Command("forked_torchrun", *words, folder=folder).end()
 
     assert status == 1
     assert "[rank 1] meshwise train failed: ArithmeticError: this model cannot count to three" in err
@@ -211,17 +200,17 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_goes_on_until_that_h
 )
 def test_a_signal_lets_all_ranks_save_and_end_and_the_printed_command_goes_on(how: str, folder: Path) -> None:
     words = [*own("nothing"), "--train.steps=1000000", "--train.save-every=1000000"]
-    command = Command(sys.executable, "-m", "meshwise", *words, folder=folder)
+    command = Command("meshwise", *words, folder=folder)
     command.until("step 2/")
     number = signal.Signals[how.split(maxsplit=1)[0]]
     if "launcher" in how:
-        command.process.send_signal(number)
+        os.kill(command.pid, number)
     elif "session" in how:
-        os.killpg(command.process.pid, number)  # Ctrl-C in a terminal
+        os.killpg(command.pid, number)  # Ctrl-C in a terminal
     else:
         rows = subprocess.run(["ps", "-eo", "sess=,pid="], capture_output=True, text=True, check=True).stdout
         pairs = [row.split() for row in rows.splitlines()]
-        os.kill(max(int(pid) for session, pid in pairs if session == str(command.process.pid)), number)  # a rank
+        os.kill(max(int(pid) for session, pid in pairs if session == str(command.pid)), number)  # a rank
     status, out, _ = command.end()
 
     assert status == {"launcher": -signal.SIGTERM, "session": 130, "rank": 0}[how.rsplit(maxsplit=1)[-1]]
@@ -238,11 +227,11 @@ def test_a_signal_lets_all_ranks_save_and_end_and_the_printed_command_goes_on(ho
 
 def test_ctrl_c_ends_every_rank_with_status_130(folder: Path) -> None:
     words = [*own("nothing"), "--train.steps=1000000"]
-    command = Command(sys.executable, "-m", "meshwise", *words, folder=folder)
+    command = Command("meshwise", *words, folder=folder)
     command.until("step 2/")
     assert len(command.running()) >= 3, "the ranks are in the session that is searched for what is left"
 
-    os.killpg(command.process.pid, signal.SIGINT)
+    os.killpg(command.pid, signal.SIGINT)
     status, _, err = command.end()
 
     assert (status, err) == (130, "meshwise train: stopped by Ctrl-C\n")

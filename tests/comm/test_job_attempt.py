@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,6 +20,7 @@ from meshwise.comm.network.job_store import (
     store_of,
     unused_store,
 )
+from warm_command import WarmCommand
 
 SOON = timedelta(seconds=200)
 WILDCARDS = {"00000000", "0" * 32}
@@ -115,9 +114,9 @@ print(*(address for found in run(2, main, comm="gloo") for address in found))
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs the socket tables of Linux")
 def test_a_local_job_listens_nowhere_else() -> None:
-    said = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, check=False, timeout=200)
-    assert said.returncode == 0, said.stderr
-    assert set(said.stdout.split()) == {"0100007F"}
+    status, said, errors = WarmCommand("-c", LISTENING).end()
+    assert status == 0, errors
+    assert set(said.split()) == {"0100007F"}
 
 
 def test_loopback_is_recognised() -> None:

@@ -10,12 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from meshwise.comm.launch.connect import connect
 from meshwise.comm.launch.fork_server import start_context
 from meshwise.comm.launch.launch import NoSemaphoresError, cores, run, torchrun_line
 from meshwise.comm.network.choose_world import takes_nccl
+from warm_command import WarmCommand
 from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
@@ -95,30 +95,7 @@ def kept_from_the_collector(_: World) -> int:
     return gc.get_freeze_count()
 
 
-def script(folder: Path, body: str) -> Path:
-    path = folder / "script.py"
-    path.write_text(STARTING + body)
-    return path
-
-
-def start(
-    *command: str | Path, folder: Path, more: Mapping[str, str] | None = None, **options: Any
-) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        env=environment
-        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", **(more or {})},
-        cwd=folder,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        **options,
-    )
-
-
-def ranks_of(folder: Path, process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(folder: Path, process: WarmCommand) -> list[int]:
     """The process ids of all ranks, once they have met."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
@@ -126,8 +103,8 @@ def ranks_of(folder: Path, process: subprocess.Popen[str]) -> list[int]:
         if len(found) == SIZE and all(found):
             return [int(text) for text in found]
         time.sleep(0.05)
-    process.kill()
-    pytest.fail(f"the ranks did not start\n{process.communicate()[1]}")
+    process.process.kill()
+    pytest.fail(f"the ranks did not start\n{process.end()}")
 
 
 def gone(pid: int) -> bool:
@@ -168,10 +145,8 @@ def test_a_rank_does_not_garbage_collect_what_the_server_imported() -> None:
 @pytest.fixture(scope="module")
 def raised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """By the name of its class, the words of each error and its notes. Nothing else is said."""
-    process = start(
-        "-c", WRONG.format(size=SIZE), folder=tmp_path_factory.mktemp("wrong"), more={"MESHWISE_STALL_SECONDS": "12"}
-    )
-    output, errors = process.communicate(timeout=START_SECONDS)
+    words, stall = ("-c", WRONG.format(size=SIZE)), {"MESHWISE_STALL_SECONDS": "12"}
+    _, output, errors = WarmCommand(*words, folder=tmp_path_factory.mktemp("wrong"), variables=stall).end()
     assert errors == ""
     told = [json.loads(line) for line in output.splitlines()]
     return {name: words for name, *words in told}
@@ -254,10 +229,11 @@ def test_a_system_without_room_for_semaphores_says_where(monkeypatch: pytest.Mon
 
 
 def test_a_script_without_the_main_guard_says_so(tmp_path: Path) -> None:
-    process = start(script(tmp_path, f"run({SIZE}, main, args=('{tmp_path}',))"), folder=tmp_path)
-    _, errors = process.communicate(timeout=START_SECONDS)
-    assert process.returncode != 0
-    assert errors.count('put the call under `if __name__ == "__main__":`') >= 1
+    (tmp_path / "script.py").write_text(f"{STARTING}run({SIZE}, main, args=('{tmp_path}',))")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_SECONDS)
+    assert ended.returncode != 0
+    assert ended.stderr.count('put the call under `if __name__ == "__main__":`') >= 1
 
 
 SESSION = f"""
@@ -272,15 +248,15 @@ def main(world=None):
     trainer.step(torch.ones(4096, 256))
     return trainer.world.size
 
+torch.set_num_threads(2)
 print(main(), mw.run({SIZE}, main), mw.run({SIZE}, lambda world: world.rank))
 """
 
 
 def test_functions_of_a_notebook_run_too_after_it_has_trained_alone(tmp_path: Path) -> None:
     """Also with several threads, which a fork of the session does not have."""
-    process = start("-", folder=tmp_path, stdin=subprocess.PIPE, more={"OMP_NUM_THREADS": "2"})
-    output, errors = process.communicate(SESSION, timeout=START_SECONDS)
-    assert (output, errors) == (f"1 {[SIZE] * SIZE} {[*range(SIZE)]}\n", "")
+    said = WarmCommand("-c", SESSION, folder=tmp_path, variables={"OMP_NUM_THREADS": "2"}).end()
+    assert said == (0, f"1 {[SIZE] * SIZE} {[*range(SIZE)]}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -290,12 +266,12 @@ def test_no_rank_outlives_its_launcher(end: str, send: Callable[[int, int], None
     temporary = tmp_path / "temporary files"
     temporary.mkdir()
     body = STARTING + BLOCKED.format(size=SIZE, folder=tmp_path)
-    process = start("-c", body, folder=tmp_path, more={"TMPDIR": str(temporary)})
+    process = WarmCommand("-c", body, folder=tmp_path, variables={"TMPDIR": str(temporary)})
     ranks = ranks_of(tmp_path, process)
     time.sleep(0.3)
     send(process.pid, signal.Signals[end])
-    _, errors = process.communicate(timeout=END_SECONDS)
-    assert process.returncode == -signal.Signals[end]
+    status, _, errors = process.end()
+    assert status == -signal.Signals[end]
     assert all_gone(ranks)
     said = [line for line in errors.splitlines() if "resource_tracker" not in line and "warnings.warn" not in line]
     assert said == (["stopped by Ctrl-C; all ranks have ended"] if end == "SIGINT" else []), errors

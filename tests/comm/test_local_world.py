@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import subprocess
-import sys
 import time
 import uuid
 from datetime import timedelta
 from pathlib import Path
-from subprocess import PIPE
 from unittest import mock
 
 import pytest
@@ -33,6 +30,7 @@ from meshwise.comm.shared_memory.host_connection import Board
 from meshwise.comm.shared_memory.local_world import LocalWorld
 from meshwise.comm.shared_memory.shared_segment import SharedSegment, TensorSlabs, open_segment
 from meshwise.testing import run
+from warm_command import WarmCommand
 from warm_processes import Processes
 
 pytestmark = pytest.mark.processes
@@ -335,28 +333,27 @@ def test_what_is_announced_is_what_is_mapped() -> None:
 
 
 MAKER = """
+import signal
 from meshwise.comm.shared_memory.shared_segment import SharedSegment
 segment = SharedSegment.make(5, size=8192)
 segment.memory[3] = 7
 print(segment.place, flush=True)
-input()
+signal.pause()
 """
 
 
 def test_nothing_is_left_of_the_memory_of_a_killed_process() -> None:
     """It has no name that could outlive it; who has mapped it keeps what was mapped."""
     named = set(Path("/dev/shm").iterdir())
-    with subprocess.Popen([sys.executable, "-c", MAKER], stdin=PIPE, stdout=PIPE, text=True) as maker:
-        assert maker.stdout is not None
-        place = int(maker.stdout.readline())
-        memory = open_segment(maker.pid, place=place)
-        found = set(Path("/dev/shm").glob("*meshwise*")) - set(Path("/dev/shm").glob("sem.*"))  # jobs beside this one
-        assert found <= named
-        maker.kill()
-        maker.wait()
-        assert memory[3] == 7
-        with pytest.raises(OSError, match="is not the segment meshwise-"):
-            open_segment(maker.pid, place=place)
+    maker = WarmCommand("-c", MAKER)
+    place = int(maker.stdout.readline())
+    memory = open_segment(maker.pid, place=place)
+    found = set(Path("/dev/shm").glob("*meshwise*")) - set(Path("/dev/shm").glob("sem.*"))  # jobs beside this one
+    assert found <= named
+    maker.kill()
+    assert memory[3] == 7
+    with pytest.raises(OSError, match="is not the segment meshwise-"):
+        open_segment(maker.pid, place=place)
 
 
 def test_a_slab_is_lent_again_when_its_last_view_is_gone() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -16,6 +15,7 @@ import torch
 from meshwise.comm.shared_memory.group_queue import RECORDS_PER_QUEUE, QueueState
 from meshwise.comm.shared_memory.host_connection import Board
 from meshwise.comm.shared_memory.shared_segment import TensorSlabs, open_segment
+from warm_command import WarmCommand
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd")
 
@@ -88,11 +88,10 @@ print(x.unique().tolist(), slabs.locate(x) is not None)
 """
 
 
+@pytest.mark.processes
 def test_a_copy_of_the_process_does_not_lend_its_memory() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COPY], stdout=subprocess.PIPE, text=True, timeout=200, check=True
-    )
-    assert done.stdout == "[1.0] True\n"
+    status, said, _ = WarmCommand("-c", COPY).end()
+    assert (status, said) == (0, "[1.0] True\n")
 
 
 def test_a_board_takes_fewer_addresses_where_they_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
@@ -32,6 +30,7 @@ from meshwise.reference.gpt import GPT, GPTConfig, next_token_loss
 from meshwise.simulate.cluster import parse_cluster
 from meshwise.simulate.rehearsal import RehearsalSubject, rehearse
 from meshwise.simulate.step_prediction import Prediction
+from warm_command import WarmCommand
 
 CLUSTER = parse_cluster("1x4 h100")
 CONFIG = GPTConfig(vocabulary=512, context=128, layers=2, heads=4, width=512)
@@ -308,6 +307,7 @@ def test_workers_return_the_outcome_of_each_piece_of_work() -> None:
     workers.close()
 
 
+@pytest.mark.processes
 def test_work_runs_in_a_fork_of_a_process_with_threads() -> None:
     """libgomp's are gone in a fork, and a kernel that is divided among them would wait for them for ever."""
     script = """
@@ -321,4 +321,5 @@ here, workers = work(), ForkedWorkers(2)
 workers.start("it", work=work)
 assert workers.finished() == [("it", here)]
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    status, _, errors = WarmCommand("-c", script).end()
+    assert status == 0, errors

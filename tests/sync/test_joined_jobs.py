@@ -2,10 +2,7 @@
 
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +30,7 @@ from meshwise.verify import verify
 from sync.plain_replay import Replay
 from sync.test_fragments_and_groups import streaming
 from sync.test_replay import SCHEMES, STEPS, batch, build, made, plain, rates, replayed, require_equal
+from warm_command import WarmCommand
 
 Parameters = dict[str, Tensor]
 BOUND = 1e-9
@@ -522,22 +520,18 @@ def test_a_killed_job_starts_again_and_rejoins_while_the_others_train(tmp_path: 
     (tmp_path / "job.toml").write_text(JOB)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     port = free_port()
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[WarmCommand] = []
 
-    def started(*words: str, **variables: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-        given: dict[str, Any] = {"cwd": tmp_path, "env": environment, "text": True, "stderr": subprocess.STDOUT}
-        one = subprocess.Popen([sys.executable, "-m", "meshwise", *words], stdout=subprocess.PIPE, **given)
-        processes.append(one)
-        return one
+    def started(*words: str, **variables: str) -> WarmCommand:
+        processes.append(WarmCommand("meshwise", *words, folder=tmp_path, variables=variables))
+        return processes[-1]
 
-    def site(number: int, **variables: str) -> subprocess.Popen[str]:
+    def site(number: int, **variables: str) -> WarmCommand:
         words = [f"--train.seed={number}", f"--train.output=site-{number}", "--train.sync", f"join=127.0.0.1:{port}"]
         return started("train", "job.toml", *words, "least=3", "patience=6", **variables)
 
     try:
         meeting = started("meet", "--port", str(port), "--host", "127.0.0.1")
-        assert meeting.stdout is not None
         assert f"port {port}" in meeting.stdout.readline()
         store = PrefixStore("meshwise/jobs", store_of("127.0.0.1", port=port, opens=False))
         stay = [site(1, WAITS="25"), site(2, WAITS="25")]
@@ -546,13 +540,12 @@ def test_a_killed_job_starts_again_and_rejoins_while_the_others_train(tmp_path: 
         wait_until(lambda: store.check(["3/count"]))
         (tmp_path / "go").touch()
         for one in (*stay, again):
-            said = one.communicate(timeout=200)[0]
-            assert one.returncode == 0, said
+            said = "".join(one.communicate(timeout=200))
+            assert one.process.exitcode == 0, said
         [joined] = re.findall(r"round (\d) is joined by job 4", said)  # the second, if it was back within `patience`
     finally:
         for one in processes:
             one.kill()
-            one.communicate()
     written = [(tmp_path / f"site-{number}" / "parameters.safetensors").read_bytes() for number in (1, 2, 3)]
     assert written[0] == written[1] == written[2]
     lines = (tmp_path / "site-3" / "metrics.jsonl").read_text().splitlines()

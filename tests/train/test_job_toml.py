@@ -222,9 +222,9 @@ def test_ranks_that_are_threads_leave_stderr_as_it_was() -> None:
     stderr = sys.stderr
     with ThreadPoolExecutor(4) as pool:
         jobs = list(
-            pool.map(lambda step: parse_flags([f"--train.steps={step}"], prog="x", default=Job()), range(1, 40))
+            pool.map(lambda step: parse_flags([f"--train.steps={step}"], prog="x", default=Job()), range(1, 13))
         )
-    assert [job.train.steps for job in jobs] == list(range(1, 40))
+    assert [job.train.steps for job in jobs] == list(range(1, 13))
     assert sys.stderr is stderr
 
 
