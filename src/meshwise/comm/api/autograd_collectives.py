@@ -271,6 +271,7 @@ _COLLECTIVES: Mapping[str, _Collective] = {
     "reduce_scatter": _Collective(_start_reduce_scatter, "split", "all_gather"),
     "all_reduce": _Collective(_start_all_reduce, "replicated", "copy"),
     "copy": _Collective(lambda x, _, __: x.detach, "whole", "all_reduce"),
+    # in a graph: torch.compile would make one of two equal gathers, and keep the result from forward to backward
     "regather": _Collective(_start_gather, "whole", "reduce_scatter"),
     "replicate": _Collective(_start_gather, "replicated", "take"),
     "take": _Collective(_start_take, "split", "replicate"),

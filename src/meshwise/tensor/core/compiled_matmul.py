@@ -32,6 +32,8 @@ class Product(Protocol):
 
 PRODUCTS: Tickets[Product] = Tickets()
 
+# product: ticket of a `Projection`. x_sizes, y_sizes: the ranks' sizes of X and Y; [] if they are equal or not split.
+# shape: of Y. stored, world, axes, dim, sizes: of an X that was gathered before, this rank's part and its gather.
 # Other arguments need another name: Inductor's cache on disk has code that calls the operators as they were.
 _SIZES = "Tensor product, int[] x_sizes, int[] y_sizes"
 torch.library.define(
