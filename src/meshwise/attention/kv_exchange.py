@@ -165,7 +165,9 @@ def _needed(pattern: Pattern, queries: TokenRanges, keys: TokenRanges) -> list[t
 
 
 def needed_share(pattern: Pattern, *, order: Sequence[TokenRanges]) -> float:
-    """Return the largest share of other ranks' keys that a rank needs under a pattern."""
+    """Return which part of the other ranks' keys a rank needs under a pattern, at most over the ranks: 0 to 1.
+
+    `order`: positions of the tokens of each rank."""
     shares = [0.0]
     for index, queries in enumerate(order):
         others = [keys for number, keys in enumerate(order) if number != index]

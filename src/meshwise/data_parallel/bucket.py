@@ -1,4 +1,4 @@
-"""Bucket: flat buffers with the parameters, gradients and masters of one unit, and the slice that this rank owns.
+"""Bucket: flat buffers with parameters of one unit, their gradients and masters, and the slice that this rank owns.
 
 The `Reduction` (the ZeRO stage) decides which of these buffers a rank keeps in full and which only as its shard. Under
 zero=3 the full parameters exist only while their unit is in use. `StorageConfig` names reduction, dtypes and tiers."""
@@ -23,18 +23,17 @@ from meshwise.precision.dtype_policy import Precision
 
 @dataclass(frozen=True)
 class StorageConfig:
-    """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and axes whose ranks hold replicas.
-
-    `sync_axes`: axes whose ranks hold replicas that agree across steps; each counts and saves its parameters."""
+    """Storage configuration of a plan: ZeRO stage, dtypes, tiers, and three kinds of axes whose ranks hold replicas."""
 
     reduction: Reduction = ZERO[0]
     precision: Precision = dataclasses.field(default_factory=Precision)
     tiers: Tiers = dataclasses.field(default_factory=Tiers)
     outer: tuple[str, ...] = ()
-    """Axes whose ranks hold replicas of the same shards, as under `dp=4x8`."""
+    """Axes whose ranks hold replicas of the same shards, summed in each step: under `dp=4x8`, the 4."""
     sync_axes: tuple[str, ...] = ()
+    """Axes whose ranks hold replicas that differ between steps, as under `sync=local`; each saves its parameters."""
     nodes: tuple[str, ...] = ()
-    """Axes whose ranks hold copies of the same second shards (`hpz`)."""
+    """Under `hpz`, axes from node to node: each node has a second copy of the parameters, split over its ranks."""
     gather: Codec | None = None
     """Codec of gathered parameters; None: their dtype."""
     prefetch: int = 1
@@ -44,7 +43,8 @@ class StorageConfig:
 
 
 class Bucket:
-    """The parameters of one unit that share dtype, trainability and replica axes, in one flat buffer.
+    """The parameters of one unit that share dtype, trainability and replica axes, in one flat buffer each for
+    parameters, gradients and masters. A unit whose parameters differ in these has several buckets.
 
     | group      the ranks along `axes`, which share the parameters: each has a shard. Along `outer`, other groups hold
     |            replicas of the same shards, and the sums of the groups are added
@@ -52,18 +52,20 @@ class Bucket:
     | shared     True if the ranks of a host hold one `whole` in shared memory: gather and publish then copy nothing
     | is_sharded True if only the shard exists between uses (ZeRO-3)
     | overlaps   True if the all-gather after an update overlaps with the next forward (`overlap_gather`)
-    | second     under `hpz`, this rank's part of the second copy of `whole`, which the ranks along `near` hold
+    | second     under `hpz`, this rank's part of the second copy of `whole`; the ranks along `near`, of one node, have
+    |            all of it
     | second_is_current   True from the gather that fills the second copy until the next update
     | codec      codec of gathered parameters; None: they travel in their dtype
     | kept       the elements that this rank stores between uses, from element `kept_from` of the bucket on
-    | owned      (start, stop) of the elements that this rank updates; `shard` its equal part of the bucket
-    | master     the owned elements, unrounded; the parameters themselves if dtype and device are equal; None if frozen
+    | owned      (start, stop) of the elements that this rank updates: its `shard`, or all of them under zero=0
+    | master     the owned elements in the dtype of the update: the parameters themselves if they have this dtype and
+    |            are on this device; None if nothing in the bucket is trained
     | slices     (options, part of the master) for the optimizer; `chunks` the parts that are updated at once
     | frozen     for each piece, True while its parameter has `requires_grad` off: no update changes it or its state
     | gradient   accumulated gradients of this rank, all elements; `reduced` the sum over the ranks, owned elements
     | factor     gradients on disk are multiplied by it when they are read
     | local      True in a step that leaves each rank its own gradients, because the optimizer exchanges momenta.
-    |            Then `reduced` is this rank's or replica's gradient; its norm is the root of their mean square
+    |            Then `reduced` is the gradient of this rank, and the step's norm the root of the ranks' mean square
     | sparse     indices of the pieces that got a sparse gradient in this step
     | counts     True if this rank counts the elements in norms and saves them; other ranks may hold copies"""
 

@@ -135,7 +135,7 @@ class Tiers:
 
     @property
     def disk_tensors(self) -> Sequence[Tensor]:
-        """In a rehearsal, the meta tensors that replace tensors on disk; empty in a training."""
+        """In a rehearsal, the meta tensors in place of tensors on disk. Empty in a real run."""
         return self.file.tensors if isinstance(self.file, RehearsedFile) else ()
 
     def on_disk(self, tensor: Tensor) -> bool:

@@ -1,8 +1,9 @@
 """Compile the forward of each block with torch.compile; hooks, gathers and collectives stay outside of it.
 
 torch.compile of a whole split model meets hooks, modes and collectives that it cannot trace. A block's own forward has
-none of them. A block that draws random numbers runs uncompiled: a draw depends on its place in the model, which
-torch.compile would take for a constant. docs/architecture.md has the other rules ("Compiled blocks")."""
+none of them but for the products of split matrices (`tensor/core/compiled_matmul.py`). A block that draws random
+numbers runs uncompiled. The numbers depend on the place of the draw in the model, and torch.compile would take this
+place for a constant. docs/architecture.md has the other rules ("Compiled blocks")."""
 
 import threading
 import warnings
@@ -34,8 +35,9 @@ class CompiledBlocks:
     `blocks`: number of all blocks; `drawing`: names of the blocks that run uncompiled, because they draw."""
 
     def __init__(self, *, backend: str | None, splits: bool = False) -> None:
-        """`backend` of torch.compile; None: nothing is compiled. `splits`: ranks split layers, so blocks have graph
-        breaks there, and every rank has to compile the same kernels. Raises ValueError if torch has no such backend."""
+        """`backend` of torch.compile; None: nothing is compiled, and `wrap` is not called. `splits`: ranks split
+        layers. Some of these are graph breaks, and all ranks must compile the same kernels. Raises ValueError for an
+        unknown backend."""
         self.blocks = self.graphs = self.graph_breaks = self.recompilations = 0
         self.drawing: list[str] = []
         self._splits = splits
@@ -107,7 +109,7 @@ class _CountingBackend(threading.local):
     """Backend of torch.compile that counts the graphs that it compiles for each thread.
 
     same_kernels: each process chooses the same kernels of Inductor. Otherwise each times several forms of a sum and
-    takes the fastest. Sums of other forms have other last bits, so parameters that all ranks of tp have would drift."""
+    takes the fastest. Sums of other forms have other last bits, so parameters that tp replicates would drift apart."""
 
     graphs = 0
 

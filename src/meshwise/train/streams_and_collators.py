@@ -1,7 +1,7 @@
 """Read samples of iterable datasets so that a run can resume (`SampleStream`), and collate them: `pad`, `pack`, others.
 
-docs/data.md lists the collators. A window of batches, sorted by length, begins at a multiple of its size; a run that
-resumes inside one reads it again."""
+docs/data.md lists the collators. `Batches` reads a map-style dataset by ranges of numbers. `data.bucket_by_length`
+sorts the samples of some batches, a window, by length. A run that resumes inside a window reads it again."""
 
 import contextlib
 import inspect
@@ -59,7 +59,9 @@ class SampleStream:
         self._begin(skip=0 if "state" in saved else self._taken)
 
     def take(self, count: int, *, stop: int) -> list[Any]:
-        """Return the next `count` samples, up to global number `stop`-1. Raises JobError for a dataset without any."""
+        """Return the next `count` samples. `stop`: the global number after the last one, with which `state` compares.
+
+        Raises JobError for a dataset without any."""
         self._before, self._end = self._position() if self._end else self._before, stop
         found: list[Any] = []
         while more := count - len(found):
@@ -73,7 +75,9 @@ class SampleStream:
         return found
 
     def state(self, samples: int) -> dict[str, Any]:
-        """Return the JSON state after `samples` samples: before the last `take`, unless all of it are used."""
+        """Return the JSON state after `samples` samples of the run.
+
+        If the last `take` has samples after these, it is the state before that `take`."""
         position = self._position() if samples >= self._end else self._before
         with contextlib.suppress(TypeError):
             if json.loads(json.dumps(position)) == position:
@@ -169,10 +173,11 @@ def named_collator(job: DataJob) -> Collate | None:
 
 @dataclass(frozen=True)
 class Batches(Dataset[list[Any]]):
-    """Dataset whose items are lists of batches. An index is a range of global numbers: `range(0, 8, 4)`, two batches.
+    """Dataset whose items are lists of batches. An index is a range of numbers: `range(0, 8, 4)` is two batches of 4.
 
-    `order` maps a global number to a sample of a dataset; None: sample i has the number i. In a list of more than one
-    batch, the `window`, samples are sorted by length."""
+    | source   the user's dataset
+    | order    maps a global number to the number of a sample; None: they are equal
+    | window   number of batches whose samples are sorted by length together; an index then names one window"""
 
     source: Any
     order: Any
