@@ -114,7 +114,7 @@ def write_picture(picture: Picture, *, png: Path | None, svg: Path | None) -> No
 
 
 DEFAULT_RANKS = 4
-"""Most local ranks to start by default, where neither the plan nor a flag gives the number: laptops have few cores."""
+"""Limit of the number of local ranks where neither the plan nor a flag gives the number: laptops have few cores."""
 
 
 def checked_comm(comm: Comm | Literal["threads"]) -> Comm | None:
@@ -139,7 +139,8 @@ def launched_ranks() -> int | None:
 def local_ranks(job: Job) -> int:
     """Return the number of ranks of a job: torchrun's number, else `job.ranks`, else the number that the plan needs.
 
-    With `dp=auto` it is the number of cores, at most 4, rounded down to a multiple of what the other axes need."""
+    With `dp=auto`, dp is as large as fits into the number of cores and into 4 ranks, and at least 1. The ranks of
+    `server` come on top."""
     if launched := launched_ranks():
         return launched
     if job.ranks is not None:

@@ -1,4 +1,4 @@
-"""Names of the axes of a plan's mesh, the grids of tp, and the mesh in which ep, etp and shards divide other axes."""
+"""Names of the axes of a plan's mesh, the grids of tp, and the mesh where ep, etp and shards divide dp, cp and tp."""
 
 import itertools
 import math
@@ -17,9 +17,9 @@ REPLICAS = ("dp",)
 class TensorGrid:
     """Grid that the ranks of tensor parallelism form under one `tp_mode`.
 
-    | axes    names of the grid's axes, outermost first; all have the same degree, except `depth`
+    | axes    names of the grid's axes, with spaces between, outermost first; all but `depth` have the same degree
     | power   number of axes of equal degree: tp = depth · degree ** power
-    | needs   words before "ranks" that say how many ranks form such a grid
+    | needs   how many ranks form such a grid, in words before "ranks", for messages
     | rows    axes whose ranks have different rows of the batch"""
 
     axes: str
@@ -37,15 +37,19 @@ GRIDS: Mapping[str, TensorGrid] = {
 
 
 def folded_mesh(axes: Sequence[tuple[str, int]], *, ep: int, etp: int, shards: int, near: int) -> Mesh | None:
-    """Return the mesh with `axes`, as (name, degree), and joint axes; None if the degrees do not divide each other.
+    """Return the mesh with `axes`, as (name, degree), and joint axes, which are names for several axes together.
+
+    None if the degrees do not divide each other.
+
+    In dp, `shards` innermost ranks divide one copy of the state, and `near` innermost ranks a second copy of the
+    parameters (`hpz`).
 
     | etp     the innermost ranks of tp
-    | ep      the next ranks, innermost first: of tp, of cp, of dp
-    | node    the ranks of dp between the `near` innermost ones, which divide a second copy of the parameters, and
-    |         the `shards` innermost ones, which divide one copy of the state
+    | ep      the ranks after those of etp, innermost first: of tp, then of cp, then of dp
+    | node    the ranks of dp outside of `near` and inside of `shards`
     | outer   the ranks of dp outside of `shards`: replicas of the shards
 
-    An axis that is taken in part is split into several axes, outermost first; its name then joins these axes:
+    An axis that is taken in part is split into several axes, outermost first; its name becomes their joint axis:
 
         | dp=4 ep=2            dp_outer=2 dp_ep=2               dp = dp_outer dp_ep, ep = dp_ep
         | dp=2 tp=2 ep=4       dp=2 tp=2                        ep = dp tp

@@ -28,11 +28,11 @@ class MixtureConfig(GPTConfig):
     experts: int = 8
     """Number of experts of each mixture."""
     choices: int = 2
-    """Experts that each token is sent to; under expert-choice on average."""
+    """Number of experts that each token is sent to; under expert-choice, on average over the tokens."""
     routing: Literal["top-k", "noisy", "expert-choice", "biased"] = "top-k"
     """How the router chooses experts."""
     capacity: float | None = None
-    """Most tokens of a sequence that one expert takes, as a multiple of the even share; None: no limit."""
+    """Limit of the tokens of a sequence that one expert takes, as a multiple of the even share; None: no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,7 +44,7 @@ class MixtureConfig(GPTConfig):
             raise ValueError(f"routing={self.routing!r} must be 'top-k', 'noisy', 'expert-choice' or 'biased'")
 
     def slots(self, tokens: int) -> int:
-        """Return the most tokens of a sequence of `tokens` tokens that one expert takes."""
+        """Return how many tokens of a sequence of `tokens` tokens one expert takes at most."""
         share = tokens * self.choices / self.experts
         if self.routing == "expert-choice":
             return min(tokens, max(1, math.ceil(share * (self.capacity or 1.0))))

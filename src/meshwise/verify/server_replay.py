@@ -1,7 +1,7 @@
-"""Replay the logs of late parameter servers in one process, as `verify` needs it: their algorithm on whole parameters.
+"""Replay the logs of parameter servers with stale gradients in one process, on whole parameters, for `verify`.
 
 A row of a server's log says which version of its parameters a worker had read for a gradient. So each gradient can be
-computed again from the parameters that all servers sent for it, and applied in the order of the log."""
+computed again from the parameters that the worker had read, and applied in the order of the log."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ Named = Mapping[str, Tensor]
 
 
 class ServerReplay:
-    """Reference runs of a worker, and of each server, of whose parameters only those elements count that it owns.
+    """Reference runs: one for the worker, and one for each server. A server's is valid in the elements that it owns.
 
-    They take the memory of 1 + servers models, and a copy of the parameters for each gradient on each server.
+    These take the memory of 1 + servers models, and a copy of the parameters for each gradient on each server.
 
     undecided: masks, by name, of elements whose updates rounding may have decided (`BoundJudge.add_undecided`)"""
 
@@ -38,7 +38,7 @@ class ServerReplay:
         for bucket in (bucket for unit in trainer.units for bucket in unit.buckets):
             place = bucket.place
             shards = [place.shard(rank) for rank in range(place.ranks_without_shard, bucket.group.size)]
-            for piece in place.pieces:  # the part of the shard, in elements of the bucket, that lies in this parameter
+            for piece in place.pieces:  # the part of each shard that lies in this parameter, from the parameter's start
                 inside = [[min(max(at, piece.start), piece.stop) - piece.start for at in shard] for shard in shards]
                 self._owned[piece.row.name] = [(first, last) for first, last in inside]
 

@@ -81,8 +81,10 @@ class RankOutcome:
         return isinstance(self.error, SystemExit) and not self.error.code
 
     def save(self, folder: Path, *, rank: int) -> None:
-        """Write the outcome of `rank` into `folder`, made by `start_folder`. Raises the exception of pickle. If this
-        outcome is a consequence and another is stored, keep the other: the watchdog may have written a better one."""
+        """Write the outcome of `rank` into the existing `folder` (see `start_folder`). Raises the exception of pickle.
+
+        If this outcome is a consequence and another is stored, keep the other: the watchdog may have written a better
+        one."""
         if self.is_consequence and self.exists(folder, rank=rank):
             return
         try:
@@ -110,8 +112,9 @@ class RankOutcome:
 
 
 def results(folder: Path, *, size: int) -> list[Any]:
-    """Return the results of `main`, by rank, after all processes ended with status 0. Raises `first_error` when a rank
-    has called `sys.exit` with status 0."""
+    """Return the results of `main`, by rank, after all processes ended with status 0.
+
+    Raises the exception of `first_error` if a rank has stored one, such as a `sys.exit` with status 0."""
     outcomes = [RankOutcome.load(folder, rank=rank) for rank in range(size)]
     if any(outcome is not None and outcome.error is not None for outcome in outcomes):
         raise first_error(folder, size=size, statuses={})
@@ -121,9 +124,14 @@ def results(folder: Path, *, size: int) -> list[Any]:
 
 
 def first_error(folder: Path, *, size: int, statuses: Mapping[int, int]) -> BaseException:
-    """Return the exception that `run` raises: the first one in `folder` that is no consequence of another rank's end.
-    If all are consequences, it is a RankLostError for the rank that ended without an outcome. statuses: exit status of
-    each failed process, by rank; minus the signal's number for a process that a signal ended."""
+    """Return the exception that `run` raises. statuses: exit status of each failed process, by rank; minus the signal's
+    number for a process that a signal ended.
+
+    | some rank raised by itself           the first such exception
+    | all are consequences of an end       RankLostError for the rank that ended without an outcome; without such a rank
+    |                                      the first exception
+    | some ranks, not all, left by         RankLostError for the first of them
+    | `sys.exit` with status 0"""
     outcomes = {rank: RankOutcome.load(folder, rank=rank) for rank in range(size)}
     raised = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None and outcome.error is not None}
     silent = [rank for rank in statuses if rank not in raised]

@@ -45,7 +45,8 @@ class TensorOrigins:
         model.register_forward_pre_hook(lambda *_: self._summed.clear(), prepend=True)
 
     def summed_behind(self, x: Tensor, *, axes: Axes) -> Axes:
-        """Return the axes over which the nearest parameter, matmul or collective behind `x` sums its gradient."""
+        """Return the axes over which the gradient of `x` is summed later in the backward: by the nearest parameter,
+        matmul or collective that `x` was computed from. () if none of them sums it."""
         if x.is_leaf:
             return self._at_leaf(x)
         for node in graph_nodes([x.grad_fn]):
