@@ -152,7 +152,7 @@ def test_a_split_block_is_one_graph_but_for_split_norms(plan: str) -> None:
     assert compiled[0][0] == expected
     assert all(map(torch.equal, compiled[0][1], values))
     assert sum(counts.graphs for _, _, counts in compiled) > 0
-    assert (sum(counts.graph_breaks for _, _, counts in compiled) > 0) == ("2d" in plan)
+    assert "2d" in plan or not any(counts.graph_breaks for _, _, counts in compiled)
 
 
 class Gated(nn.Module):
@@ -310,7 +310,7 @@ def test_blocks_of_transformers_are_compiled_around_split_layers(kind: str, plan
     found = run(2, steps_of, args=(kind, f"{plan} compile=blocks", sgd))
     assert [[loss for loss, _ in each[0]] for each in found] == [[loss for loss, _ in each[0]] for each in expected]
     assert sum(graphs for _, _, (_, graphs, _) in found) > 0
-    assert any(breaks for *_, (_, _, breaks) in found) == (kind == "mixtral")
+    assert kind == "mixtral" or not any(breaks for *_, (_, _, breaks) in found)
 
 
 EACH = Grid(
