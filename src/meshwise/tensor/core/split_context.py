@@ -123,7 +123,7 @@ class SharedGather:
 
     def put(self, part: Tensor, *, operand: MatmulInput, readers: int) -> None:
         """Keep the gathered `operand` of `part` for `readers` matrices; tensors of inference mode are not kept."""
-        if readers and (torch.compiler.is_dynamo_compiling() or not part.is_inference()):  # those have no version
+        if readers and (torch.compiler.is_dynamo_compiling() or not part.is_inference()):  # inference: no version
             self.part, self.version, self.operand, self.readers = part, part._version, operand, readers
 
     def take(self, x: Tensor) -> MatmulInput | None:
